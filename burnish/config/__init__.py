@@ -1,0 +1,1 @@
+"""Typed configuration: schema, loading, overrides, explaining, plug-ins. Never imports torch."""

@@ -1,0 +1,390 @@
+"""Every key of a run, with its type, its default and what it means.
+
+The docstring under a field is its documentation: `burnish train --help` and docs/config.md print exactly these.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from burnish.config.algorithm import Algorithm
+from burnish.config.slots import Record
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+class NewModel(Record):
+    """A decoder made from nothing, with random weights."""
+
+    family: Literal["llama", "qwen2", "qwen3", "mistral"] = "llama"
+    """Architecture."""
+    hidden_size: int = Field(128, ge=1)
+    """Width of the residual stream."""
+    num_layers: int = Field(2, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(4, ge=1)
+    """Query heads."""
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Key/value heads; null means as many as query heads."""
+    mlp_size: int = Field(336, ge=1)
+    """Width of the gated MLP."""
+    max_positions: int = Field(512, ge=2)
+    """Longest sequence the model is declared for."""
+    tied: bool = False
+    """Whether the output head is the embedding matrix."""
+
+
+class Model(Record):
+    """The policy: a Hugging Face directory, or a new decoder."""
+
+    path: str | None = None
+    """A Hugging Face model directory (config.json, safetensors, tokenizer)."""
+    new: NewModel | None = None
+    """A decoder from nothing instead, with a tokenizer of the task's characters."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Type of the parameters and of the arithmetic."""
+    device: str = "auto"
+    """`auto` takes a GPU when there is one; or cpu, cuda, cuda:1."""
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    """Who does the forward: our decoder, or transformers for any other architecture (slower). auto picks native where the family is known."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Model:
+        if self.path is not None and self.new is not None:
+            raise ValueError("give either model.path (a directory) or model.new (from nothing), not both")
+        return self
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+class Source(Record):
+    """Where rows come from: files, a built-in task, or a plug-in. Exactly one of path, task, plugin."""
+
+    path: str | None = None
+    """A jsonl, parquet or csv file, or a glob."""
+    task: str | None = None
+    """A generated task: sort_digits, addition, countdown, or reasoning-gym/<name>."""
+    plugin: str | None = None
+    """`path/to/file.py:function`, called with options, returning an iterable of rows (dictionaries)."""
+    options: dict[str, Any] = {}
+    """Options of the task or plug-in."""
+    split: Literal["train", "test"] | None = None
+    """Which side of a task's split; null means train for training data and test for validation."""
+    weight: float = Field(1.0, gt=0)
+    """Share of draws when there are several sources."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first rows."""
+    name: str | None = None
+    """`data_source` of rows that do not carry one; null means the file or task name."""
+    prompt_key: str = "question"
+    """Column of the prompt in plain rows (those without a `prompt` column)."""
+    answer_key: str = "answer"
+    """Column of the expected answer in plain rows and in TRL rows that have one."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Source:
+        given = [k for k in ("path", "task", "plugin") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a data source needs exactly one of path, task, plugin; got {', '.join(given) or 'none'}")
+        if self.options and self.path is not None:
+            raise ValueError("options belong to a task or a plug-in, not to a file")
+        if self.split is not None and self.task is None:
+            raise ValueError("split belongs to a task; a file is its own split")
+        return self
+
+
+Sources = Annotated[list[Source], BeforeValidator(_listed)]
+
+
+class Template(Record):
+    """How a prompt becomes text."""
+
+    kind: Literal["auto", "chat", "plain"] = "auto"
+    """chat: the tokenizer's chat template; plain: `text`; auto: chat where the tokenizer has a template, else plain."""
+    text: str = "{prompt}"
+    """The plain template; `{prompt}` is replaced. `r1-zero` names DeepSeek-R1-Zero's prompt for base models."""
+    system: str | None = None
+    """A system message put before each prompt's messages (chat only)."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments for the chat template, such as enable_thinking (chat only)."""
+
+
+class Data(Record):
+    """Prompts for rollouts."""
+
+    train: Sources = Field(default_factory=list)
+    """Training prompts: one source or a list."""
+    validation: Sources = Field(default_factory=list)
+    """Held-out prompts."""
+    template: Template = Template()
+    """How a prompt becomes text."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt."""
+    overlong_prompts: Literal["filter", "error"] = "filter"
+    """What to do with longer ones: leave them out (counted, the first ones named) or stop."""
+    sampler: Literal["shuffle", "sequential"] | str = "shuffle"
+    """Order of prompts: shuffle (seeded, a new order each epoch), sequential, or a plug-in."""
+
+
+# --- reward ----------------------------------------------------------------------------------------------------------
+
+
+class RewardPart(Record):
+    """One term of the reward."""
+
+    name: str
+    """exact, number, choice, math, format, task, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+    options: dict[str, Any] = {}
+    """Options of the verifier, such as `pattern` for format."""
+    sources: list[str] | None = None
+    """Only for rows of these data sources; null means all."""
+
+
+RewardParts = Annotated[
+    list[Annotated[RewardPart, BeforeValidator(_named)]],
+    BeforeValidator(_listed),
+]
+
+
+class Reward(Record):
+    """What is rewarded, and the processes it is computed in."""
+
+    parts: RewardParts = Field(default_factory=lambda: [RewardPart(name="task")])
+    """Terms of the weighted sum: a name, a record, or a list of them. `task` asks the generated task's own checker."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one call; past it the process is killed and the answer counts as incorrect."""
+    workers: int = Field(2, ge=1)
+    """Worker processes."""
+    max_answer_chars: int = Field(20_000, ge=1)
+    """Longer completions are cut to their last characters before verifying."""
+    memory_gib: float = Field(2.0, gt=0)
+    """Address-space limit of a verifier process."""
+
+
+# --- rollout ---------------------------------------------------------------------------------------------------------
+
+
+class Sampling(Record):
+    """How tokens are drawn."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the smallest set of tokens with this probability."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 is off."""
+    max_tokens: int = Field(256, ge=1)
+    """Most new tokens of one completion."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a completion, besides the model's end tokens."""
+
+
+class Environment(Record):
+    """What answers a completion."""
+
+    name: str = "single_turn"
+    """single_turn, or `path/to/file.py:Class`."""
+    options: dict[str, Any] = {}
+    """Options of the environment."""
+    max_turns: int = Field(1, ge=1)
+    """Most completions in one trajectory (an environment that wants more is cut off, counted as truncated)."""
+
+
+class Rollout(Sampling):
+    """Sampling for training."""
+
+    engine: Literal["auto", "native", "transformers"] = "auto"
+    """Who samples; auto follows model.backend."""
+    prompts: int = Field(64, ge=1)
+    """Prompts a step."""
+    n: int = Field(8, ge=1)
+    """Samples of each prompt."""
+    max_rows: int = Field(256, ge=1)
+    """Most sequences decoded at once."""
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Optimizer(Record):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's denominator constant."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Global gradient norm limit."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up."""
+    warmup: int = Field(0, ge=0)
+    """Updates of linear warm-up."""
+    final: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine end, as a fraction of lr."""
+
+
+class Training(Record):
+    """How the learner uses a batch."""
+
+    steps: int = Field(100, ge=1)
+    """RL steps."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer steps made of one batch and epoch; a group is never split over two."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch."""
+    token_budget: int = Field(8192, ge=1)
+    """Most tokens of one micro-batch (forward and backward at once); changes memory and speed, never the gradient."""
+    optimizer: Optimizer = Optimizer()
+    """AdamW and its schedule."""
+
+
+class ValidationMode(Sampling):
+    """One way to measure."""
+
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    n: int = Field(1, ge=1)
+    """Samples of each prompt."""
+
+
+class Validation(Record):
+    """Measuring on held-out prompts, before training, every k steps and at the end."""
+
+    every: int = Field(0, ge=0)
+    """Steps between validations; 0 means only before and after."""
+    before: bool = True
+    """Whether to measure before the first step."""
+    limit: int | None = Field(None, ge=1)
+    """Most prompts; null means all. A generated task needs it."""
+    modes: dict[str, ValidationMode] = Field(default_factory=lambda: {"greedy": ValidationMode()})
+    """Named ways of sampling; the first one's accuracy chooses the best checkpoint. max_tokens unset follows rollout."""
+    by: str | None = None
+    """Also report accuracy by this column of the rows."""
+
+
+class Sft(Record):
+    """Supervised training on prompt/completion rows or messages, with loss only on what the assistant says."""
+
+    data: Sources = Field(default_factory=list)
+    """Rows with `prompt` and `completion` (text or messages), or `messages`."""
+    updates: int = Field(250, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(128, ge=1)
+    """Sequences an update."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest sequence."""
+    overlong: Literal["filter", "error"] = "filter"
+    """What to do with longer rows: leave them out (counted) or stop. They are never cut in silence."""
+    token_budget: int = Field(8192, ge=1)
+    """Most tokens of one micro-batch."""
+    optimizer: Optimizer = Optimizer(lr=1e-5)
+    """AdamW and its schedule."""
+
+
+class Run(Record):
+    """Where a run lives and what it keeps."""
+
+    directory: str = "runs"
+    """Folder of all runs."""
+    name: str | None = None
+    """This run's folder in it; null names it after the recipe and the seed."""
+    save_every: int = Field(25, ge=1)
+    """Steps between checkpoints. The last step is always saved."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints kept, besides the best one."""
+    samples_every: int = Field(10, ge=1)
+    """Steps between tables of samples."""
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+    """Also send metrics there (extra: track)."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads for arithmetic; null leaves torch's choice."""
+
+
+class TrainConfig(Record):
+    """`burnish train`."""
+
+    seed: int = Field(0, ge=0)
+    """All randomness follows from it."""
+    run: Run = Run()
+    """Where a run lives and what it keeps."""
+    model: Model = Model()
+    """The policy."""
+    data: Data = Data()
+    """Prompts."""
+    environment: Annotated[Environment, BeforeValidator(_named)] = Environment()
+    """What answers a completion."""
+    reward: Reward = Reward()
+    """What is rewarded."""
+    rollout: Rollout = Rollout()
+    """Sampling for training."""
+    algorithm: Algorithm = Algorithm()
+    """One choice per slot, or a preset's name."""
+    training: Training = Training()
+    """How the learner uses a batch."""
+    validation: Validation = Validation()
+    """Measuring."""
+    warm_start: Sft | None = None
+    """A supervised stage before RL; its result is checkpoint 0."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TrainConfig:
+        if self.model.path is None and self.model.new is None:
+            raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
+        if not self.data.train:
+            raise ValueError("no training prompts: give data.train (a file, a task or a plug-in)")
+        needs_groups = [s.name for s in (self.algorithm.advantage, *self.algorithm.filters) if "groups" in s.needs]
+        if self.rollout.n < 2 and needs_groups:
+            raise ValueError(f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more")
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature is 0: greedy samples of a prompt are all alike, so nothing can be learnt")
+        if self.training.mini_batches > self.rollout.prompts:
+            raise ValueError(
+                f"training.mini_batches={self.training.mini_batches} but there are only rollout.prompts={self.rollout.prompts} groups to divide"
+            )
+        if self.environment.name == "single_turn" and self.environment.max_turns != 1:
+            raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
+        for source in self.data.validation:
+            if source.task is not None and self.validation.limit is None and source.limit is None:
+                raise ValueError("a generated task has no end: set validation.limit (or the source's limit)")
+        return self
+
+
+class SftConfig(Record):
+    """`burnish sft`."""
+
+    seed: int = Field(0, ge=0)
+    """All randomness follows from it."""
+    run: Run = Run()
+    """Where a run lives and what it keeps."""
+    model: Model = Model()
+    """The model to train."""
+    template: Template = Template()
+    """How messages become text."""
+    sft: Sft = Sft()
+    """Data and optimisation."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> SftConfig:
+        if self.model.path is None and self.model.new is None:
+            raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
+        if not self.sft.data:
+            raise ValueError("no data: give sft.data (a file or a plug-in)")
+        return self

@@ -1,0 +1,1 @@
+"""Builds the roles of a run (actor, reference, engine, rewards) from a config."""

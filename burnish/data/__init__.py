@@ -1,0 +1,1 @@
+"""Rows in from files and built-in tasks, templates, stateful samplers."""

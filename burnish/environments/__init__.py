@@ -1,0 +1,1 @@
+"""State machines that turn completions into the next turn."""

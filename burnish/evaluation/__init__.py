@@ -1,0 +1,1 @@
+"""Accuracy with intervals, pass@k, completions kept."""

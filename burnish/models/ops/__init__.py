@@ -1,0 +1,1 @@
+"""Operations that the learner and the native engine share."""

@@ -1,0 +1,1 @@
+"""Verifiers and the killable worker processes they run in."""

@@ -1,0 +1,1 @@
+"""A run on disk: directory, journal, metrics, samples, checkpoints, trackers, progress display."""

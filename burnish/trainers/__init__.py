@@ -1,0 +1,1 @@
+"""Control flow only: the RL loop and the SFT loop."""

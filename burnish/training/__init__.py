@@ -1,0 +1,1 @@
+"""The learner: packing, micro-batches, optimizer, log-probs."""
