@@ -1,0 +1,167 @@
+"""The ragged batch: packed tokens plus sequence boundaries, from the data set to the gradient.
+
+`tokens[N]` and `offsets[S+1]` define S sequences. Columns come in three kinds:
+
+- `token`: length N, aligned with the token they describe (`logp[t]` is of token t given its past, so a sequence's
+  first token has none: it holds 0 there);
+- `sequence`: length S, id columns such as `group_ids` and `trajectory_ids` among them;
+- `ragged`: values with their own [S+1] boundaries.
+
+Two masks are token columns: `action_mask` (the model wrote it) and `loss_mask` (it is still in the loss).
+A batch is a value: its verbs return new batches and never change the tensors of the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from burnish.core.segments import ids_from_offsets, offsets_from_lengths
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Values of any length per sequence."""
+
+    values: Tensor
+    offsets: Tensor  # [S+1]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Many sequences, packed. See the module's docstring."""
+
+    tokens: Tensor  # [N]
+    offsets: Tensor  # [S+1]
+    token: dict[str, Tensor] = field(default_factory=dict)
+    sequence: dict[str, Tensor] = field(default_factory=dict)
+    ragged: dict[str, Ragged] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n, s = self.num_tokens, self.num_sequences
+        if int(self.offsets[-1]) != n or int(self.offsets[0]) != 0:
+            raise ValueError(f"offsets run from {int(self.offsets[0])} to {int(self.offsets[-1])}, but there are {n} tokens")
+        for name, column in self.token.items():
+            if column.shape[:1] != (n,):
+                raise ValueError(f"token column {name!r} has {tuple(column.shape)}, expected {n} rows")
+        for name, column in self.sequence.items():
+            if column.shape[:1] != (s,):
+                raise ValueError(f"sequence column {name!r} has {tuple(column.shape)}, expected {s} rows")
+        for name, ragged in self.ragged.items():
+            if ragged.offsets.shape != (s + 1,):
+                raise ValueError(f"ragged column {name!r} has {ragged.offsets.numel() - 1} sequences, expected {s}")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def lengths(self) -> Tensor:  # [S]
+        return self.offsets.diff()
+
+    @property
+    def sequence_ids(self) -> Tensor:  # [N]
+        return ids_from_offsets(self.offsets)
+
+    @property
+    def positions(self) -> Tensor:  # [N]
+        return torch.arange(self.num_tokens, device=self.tokens.device) - self.offsets[:-1][self.sequence_ids]
+
+    @property
+    def action_mask(self) -> Tensor:  # [N] bool
+        return self.token["action_mask"]
+
+    @property
+    def loss_mask(self) -> Tensor:  # [N] bool
+        return self.token["loss_mask"]
+
+    def with_token(self, **columns: Tensor) -> Batch:
+        """The same batch with token columns added or replaced."""
+        return replace(self, token={**self.token, **columns})
+
+    def with_sequence(self, **columns: Tensor) -> Batch:
+        """The same batch with sequence columns added or replaced."""
+        return replace(self, sequence={**self.sequence, **columns})
+
+    def select(self, index: Tensor) -> Batch:
+        """The sequences of `index`, in that order (a sequence may be taken twice)."""
+        index = index.to(self.offsets.device)
+        where, offsets = _element_index(self.offsets, index)
+        ragged = {}
+        for name, column in self.ragged.items():
+            inner, inner_offsets = _element_index(column.offsets, index)
+            ragged[name] = Ragged(column.values[inner], inner_offsets)
+        return Batch(
+            tokens=self.tokens[where],
+            offsets=offsets,
+            token={name: column[where] for name, column in self.token.items()},
+            sequence={name: column[index] for name, column in self.sequence.items()},
+            ragged=ragged,
+        )
+
+    def split(self, parts: Sequence[Tensor]) -> Iterator[Batch]:
+        """One batch for each list of sequence indices."""
+        return (self.select(part) for part in parts)
+
+    @staticmethod
+    def merge(batches: Sequence[Batch]) -> Batch:
+        """The sequences of all batches, one after the other; all must have the same columns."""
+        first = batches[0]
+        for other in batches[1:]:
+            for kind in ("token", "sequence", "ragged"):
+                mine, theirs = set(getattr(first, kind)), set(getattr(other, kind))
+                if mine != theirs:
+                    raise ValueError(f"batches to merge differ in {kind} columns: {sorted(mine ^ theirs)}")
+        return Batch(
+            tokens=torch.cat([b.tokens for b in batches]),
+            offsets=offsets_from_lengths(torch.cat([b.lengths for b in batches])),
+            token={name: torch.cat([b.token[name] for b in batches]) for name in first.token},
+            sequence={name: torch.cat([b.sequence[name] for b in batches]) for name in first.sequence},
+            ragged={
+                name: Ragged(
+                    torch.cat([b.ragged[name].values for b in batches]),
+                    offsets_from_lengths(torch.cat([b.ragged[name].offsets.diff() for b in batches])),
+                )
+                for name in first.ragged
+            },
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(
+            tokens=self.tokens.to(device),
+            offsets=self.offsets.to(device),
+            token={k: v.to(device) for k, v in self.token.items()},
+            sequence={k: v.to(device) for k, v in self.sequence.items()},
+            ragged={k: Ragged(v.values.to(device), v.offsets.to(device)) for k, v in self.ragged.items()},
+        )
+
+
+def _element_index(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the elements of the chosen segments, in order, and the new boundaries."""
+    lengths = offsets.diff()[index]
+    new_offsets = offsets_from_lengths(lengths)
+    shift = torch.repeat_interleave(offsets[index] - new_offsets[:-1], lengths)
+    return torch.arange(int(new_offsets[-1]), device=offsets.device) + shift, new_offsets
+
+
+def to_padded(values: Tensor, offsets: Tensor, fill: float = 0.0) -> Tensor:
+    """A packed column [N] as [S, longest], right-padded with `fill`. For tests and for talking to padded code."""
+    lengths = offsets.diff()
+    width = int(lengths.max()) if lengths.numel() else 0
+    padded = torch.full((lengths.numel(), width), fill, dtype=values.dtype, device=values.device)
+    padded[torch.arange(width, device=values.device) < lengths[:, None]] = values
+    return padded
+
+
+def from_padded(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The first `lengths[i]` entries of each row, packed, and their boundaries. Inverse of `to_padded`."""
+    mask = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+    return padded[mask], offsets_from_lengths(lengths)

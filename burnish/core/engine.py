@@ -1,0 +1,76 @@
+"""The contract between whoever wants tokens and whoever samples them. Token ids in, token ids out.
+
+A request carries its own random key, so its tokens do not depend on what else the engine is doing. Requests with
+equal prompts share the work of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the tokens of one request are drawn and when it ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token; its log-prob is then reported under the untempered distribution."""
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop_tokens: tuple[int, ...] = ()
+    """A stop token is part of the completion."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these strings."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion wanted."""
+
+    id: str
+    tokens: tuple[int, ...]
+    sampling: SamplingOptions
+    key: int
+    """Random key of this sample (`burnish.core.keys.sample_key`)."""
+    generated: int = 0
+    """How many of this sample's tokens were drawn before (a later turn, a continued partial): noise goes on there."""
+
+
+@dataclass
+class Completion:
+    """What came of a request."""
+
+    id: str
+    tokens: np.ndarray  # int64, the new tokens only
+    logp: np.ndarray  # float32, under the distribution each was sampled from
+    finish: Literal["stop", "length", "aborted"]
+    version: int
+    """Version of the weights that wrote it."""
+
+
+class Engine(Protocol):
+    """What every engine can do."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; raises at once for one that can never run."""
+
+    def stream(self) -> Iterator[Completion]:
+        """Completions as they finish, until nothing is left; requests may be submitted meanwhile."""
+
+    def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
+        """Stop requests; with `keep` return what they have, else nothing of them remains."""
+
+    def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights. An engine that reads the learner's own tensors takes an empty iterable and the version."""
+
+    def sleep(self) -> None:
+        """Give memory back until `wake`."""
+
+    def wake(self) -> None:
+        """Be ready to sample again."""

@@ -1,0 +1,30 @@
+"""Uniform numbers for sampling, a pure function of (key, position), vectorised over rows.
+
+The torch twin of `burnish.core.keys`: integer arithmetic on int64 wraps, so every device gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burnish.core.keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+
+
+def signed(value: int) -> int:
+    """An unsigned 64-bit integer as the int64 with the same bits."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(x: Tensor) -> Tensor:
+    # torch shifts int64 arithmetically; the masks make the shifts logical.
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(MULTIPLIER_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(MULTIPLIER_2)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in (0, 1), float64, for int64 `keys` and the position each is drawn for."""
+    bits = _mix(keys + (positions + 1) * signed(GOLDEN))
+    return (((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) + 0.5) * 2.0**-53

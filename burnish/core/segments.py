@@ -1,0 +1,62 @@
+"""Segment operations: reductions over any id column, the ragged replacement for reductions over a padded axis.
+
+`ids[k]` names the segment of element k (a sequence, a group, a trajectory); ids need not be sorted or contiguous.
+An empty segment sums to 0, has mean 0 and maximum -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """[S] lengths to [S+1] boundaries."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def ids_from_offsets(offsets: Tensor) -> Tensor:
+    """[S+1] boundaries to the segment id of each of the N elements."""
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
+
+
+def segment_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
+    """Sum of `values` within each of `num` segments."""
+    return torch.zeros(num, dtype=values.dtype, device=values.device).index_add(0, ids, values)
+
+
+def segment_count(ids: Tensor, num: int, mask: Tensor | None = None) -> Tensor:
+    """Number of (unmasked) elements of each segment."""
+    ones = torch.ones_like(ids) if mask is None else mask.to(torch.int64)
+    return segment_sum(ones, ids, num)
+
+
+def segment_mean(values: Tensor, ids: Tensor, num: int, mask: Tensor | None = None) -> Tensor:
+    """Mean over the (unmasked) elements of each segment; 0 where there are none."""
+    if mask is not None:
+        values = torch.where(mask, values, torch.zeros_like(values))
+    count = segment_count(ids, num, mask).clamp(min=1)
+    return segment_sum(values, ids, num) / count
+
+
+def segment_max(values: Tensor, ids: Tensor, num: int) -> Tensor:
+    """Largest value of each segment; -inf where there is none."""
+    start = torch.full((num,), -torch.inf, dtype=values.dtype, device=values.device)
+    return start.scatter_reduce(0, ids, values, reduce="amax")
+
+
+def segment_min(values: Tensor, ids: Tensor, num: int) -> Tensor:
+    """Smallest value of each segment; +inf where there is none."""
+    return -segment_max(-values, ids, num)
+
+
+def broadcast(values: Tensor, ids: Tensor) -> Tensor:
+    """A value per segment to a value per element."""
+    return values[ids]
+
+
+def compact_ids(ids: Tensor) -> tuple[Tensor, int]:
+    """Arbitrary integer ids renumbered 0..G-1, and G."""
+    unique, compact = torch.unique(ids, return_inverse=True)
+    return compact, int(unique.numel())

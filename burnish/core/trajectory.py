@@ -1,0 +1,108 @@
+"""What one sample did, and how many of them become a batch.
+
+A trajectory is made by the rollout driver, completed by the reward, and packed once. Everything about tokens is a
+numpy array, so a trajectory can cross a process or lie in a file without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+
+Finish = Literal["stop", "length", "turns", "aborted"]
+
+
+@dataclass
+class TokenSequence:
+    """Tokens with who wrote them, how likely the sampler thought them, and which weights it had."""
+
+    tokens: np.ndarray  # int64
+    action_mask: np.ndarray  # bool: the model wrote it
+    behaviour_logp: np.ndarray  # float32: log-prob under the sampling distribution; 0 where not written by the model
+    version: np.ndarray  # int32: policy version that wrote it; -1 where not written by the model
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.action_mask.sum())
+
+
+@dataclass
+class Trajectory:
+    """One sample: its tokens (several sequences when an agent's context was rewritten), its end, its reward."""
+
+    prompt_id: str
+    visit: int
+    sample: int
+    sequences: list[TokenSequence]
+    finish: Finish
+    completion: str
+    reward: float | None = None
+    """None: not scored yet, or the scorer failed; then it has no place in the loss or in group statistics."""
+    accuracy: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.prompt_id}#{self.visit}.{self.sample}"
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish != "stop"
+
+    @property
+    def num_actions(self) -> int:
+        return sum(s.num_actions for s in self.sequences)
+
+
+def pack(trajectories: Sequence[Trajectory]) -> Batch:
+    """Scored trajectories as one batch.
+
+    Sequence columns: `group_ids` (same prompt and visit), `trajectory_ids` (index into the list), `reward`,
+    `accuracy`, `truncated`. Token columns: both masks, `behaviour_logp`, `version`.
+    """
+    unscored = [t.id for t in trajectories if t.reward is None]
+    if unscored:
+        raise ValueError(f"{len(unscored)} trajectories have no reward and cannot be packed, first {unscored[0]}")
+    owners = [(index, t) for index, t in enumerate(trajectories) for _ in t.sequences]
+    sequences = [s for t in trajectories for s in t.sequences]
+    groups: dict[tuple[str, int], int] = {}
+    group_ids = [groups.setdefault((t.prompt_id, t.visit), len(groups)) for _, t in owners]
+
+    def tokens_of(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
+
+    def per_sequence(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    mask = tokens_of("action_mask")
+    return Batch(
+        tokens=tokens_of("tokens"),
+        offsets=offsets_from_lengths(per_sequence([len(s.tokens) for s in sequences], torch.int64)),
+        token={
+            "action_mask": mask,
+            "loss_mask": mask.clone(),
+            "behaviour_logp": tokens_of("behaviour_logp"),
+            "version": tokens_of("version"),
+        },
+        sequence={
+            "group_ids": per_sequence(group_ids, torch.int64),
+            "trajectory_ids": per_sequence([i for i, _ in owners], torch.int64),
+            "reward": per_sequence([t.reward for _, t in owners], torch.float64),
+            "accuracy": per_sequence([_number(t.accuracy) for _, t in owners], torch.float64),
+            "truncated": per_sequence([t.truncated for _, t in owners], torch.bool),
+        },
+    )
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
