@@ -58,14 +58,18 @@ class Algorithm(Record):
                 "kl.reference is loaded but both kl coefficients are 0: set algorithm.kl.loss.coef or algorithm.kl.reference=none"
             )
         if self.kl.reward.estimator.endswith("+"):
-            raise ValueError("kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there")
+            raise ValueError(
+                "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
+            )
         if self.loss.name == "logprob" and (self.ratio.name != "none" or self.clip.name != "none"):
             raise ValueError("loss logprob uses no ratio: set algorithm.ratio=none and algorithm.clip=none")
         if self.loss.name == "surrogate" and self.ratio.name == "none":
-            raise ValueError("loss surrogate is ratio times advantage, but ratio is none: set algorithm.ratio=token or algorithm.loss=logprob")
+            raise ValueError(
+                "loss surrogate is ratio times advantage, but ratio is none: set algorithm.ratio=token or algorithm.loss=logprob"
+            )
         if self.aggregation.horizon is not None and self.aggregation.name != "seq-mean-token-sum-norm":
             raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {self.aggregation.name}")
-        if self.kl.reward.coef > 0 and self.advantage.name == "reinforce" and self.advantage.gamma == 0:  # type: ignore[union-attr]
+        if self.kl.reward.coef > 0 and self.advantage.name == "reinforce" and self.advantage.gamma == 0:
             raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
         return self
 

@@ -70,4 +70,6 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any], wher
         return
     for key in options:
         if key not in parameters:
-            raise UserError(f"{where}: unknown option {key!r}{nearest(key, parameters)} (takes: {', '.join(parameters)})")
+            raise UserError(
+                f"{where}: unknown option {key!r}{nearest(key, parameters)} (takes: {', '.join(parameters)})"
+            )

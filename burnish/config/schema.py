@@ -78,7 +78,7 @@ class Source(Record):
     """A generated task: sort_digits, addition, countdown, or reasoning-gym/<name>."""
     plugin: str | None = None
     """`path/to/file.py:function`, called with options, returning an iterable of rows (dictionaries)."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task or plug-in."""
     split: Literal["train", "test"] | None = None
     """Which side of a task's split; null means train for training data and test for validation."""
@@ -117,7 +117,7 @@ class Template(Record):
     """The plain template; `{prompt}` is replaced. `r1-zero` names DeepSeek-R1-Zero's prompt for base models."""
     system: str | None = None
     """A system message put before each prompt's messages (chat only)."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the chat template, such as enable_thinking (chat only)."""
 
 
@@ -148,7 +148,7 @@ class RewardPart(Record):
     """exact, number, choice, math, format, task, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Its weight in the sum."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier, such as `pattern` for format."""
     sources: list[str] | None = None
     """Only for rows of these data sources; null means all."""
@@ -198,7 +198,7 @@ class Environment(Record):
 
     name: str = "single_turn"
     """single_turn, or `path/to/file.py:Class`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)
     """Most completions in one trajectory (an environment that wants more is cut off, counted as truncated)."""
@@ -352,9 +352,13 @@ class TrainConfig(Record):
             raise ValueError("no training prompts: give data.train (a file, a task or a plug-in)")
         needs_groups = [s.name for s in (self.algorithm.advantage, *self.algorithm.filters) if "groups" in s.needs]
         if self.rollout.n < 2 and needs_groups:
-            raise ValueError(f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more")
+            raise ValueError(
+                f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more"
+            )
         if self.rollout.temperature == 0:
-            raise ValueError("rollout.temperature is 0: greedy samples of a prompt are all alike, so nothing can be learnt")
+            raise ValueError(
+                "rollout.temperature is 0: greedy samples of a prompt are all alike, so nothing can be learnt"
+            )
         if self.training.mini_batches > self.rollout.prompts:
             raise ValueError(
                 f"training.mini_batches={self.training.mini_batches} but there are only rollout.prompts={self.rollout.prompts} groups to divide"

@@ -17,7 +17,7 @@ from burnish.config.plugins import is_plugin
 class Record(BaseModel):
     """A frozen piece of configuration whose unknown keys are errors and whose field docstrings are its help."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Slot(Record):
@@ -34,7 +34,7 @@ class Plugin(Slot):
 
     name: str
     """`path/to/file.py:function`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
 
@@ -44,7 +44,9 @@ class Plugin(Slot):
 class GrpoAdvantage(Slot):
     """Reward relative to its group, optionally divided by a standard deviation."""
 
-    formula: ClassVar[str] = "A_i = (r_i - mean_g) / (std_g + eps), the same on every token; a constant group gives exactly 0"
+    formula: ClassVar[str] = (
+        "A_i = (r_i - mean_g) / (std_g + eps), the same on every token; a constant group gives exactly 0"
+    )
     paper: ClassVar[str] = "DeepSeekMath (2402.03300); std: none is Dr.GRPO (2503.20783)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     name: Literal["grpo"] = "grpo"
@@ -126,6 +128,7 @@ class Aggregation(Slot):
 
     formula: ClassVar[str] = "L = sum_t weight_t L_t, the weights fixed before the mini-batch is split"
     name: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    """What is averaged and what is summed."""
     horizon: int | None = Field(None, ge=1)
     """The constant divisor of `seq-mean-token-sum-norm`; null means rollout.max_tokens."""
 

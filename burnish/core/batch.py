@@ -43,7 +43,9 @@ class Batch:
     def __post_init__(self) -> None:
         n, s = self.num_tokens, self.num_sequences
         if int(self.offsets[-1]) != n or int(self.offsets[0]) != 0:
-            raise ValueError(f"offsets run from {int(self.offsets[0])} to {int(self.offsets[-1])}, but there are {n} tokens")
+            raise ValueError(
+                f"offsets run from {int(self.offsets[0])} to {int(self.offsets[-1])}, but there are {n} tokens"
+            )
         for name, column in self.token.items():
             if column.shape[:1] != (n,):
                 raise ValueError(f"token column {name!r} has {tuple(column.shape)}, expected {n} rows")

@@ -85,7 +85,12 @@ class Decoder(nn.Module):
     def _rotations(self, num_positions: int) -> tuple[Tensor, Tensor]:
         weight = self.embedding.weight
         table = self._table
-        if table is None or table[0].shape[0] < num_positions or table[0].device != weight.device or table[0].dtype != weight.dtype:
+        if (
+            table is None
+            or table[0].shape[0] < num_positions
+            or table[0].device != weight.device
+            or table[0].dtype != weight.dtype
+        ):
             size = max(256, 1 << (num_positions - 1).bit_length())
             inverse = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
             self._table = table = rotation_table(size, inverse.to(weight.device), weight.dtype)

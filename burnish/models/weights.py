@@ -98,7 +98,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
         model = Decoder(arch)
     model.to_empty(device=device)
     model.to(dtype)
-    fill(model, _tensors(weight_files(directory)), str(directory))
+    fill(model, stored_tensors(directory), str(directory))
     return model
 
 
@@ -124,8 +124,9 @@ def fill(model: Decoder, tensors: Iterator[tuple[str, Tensor]], where: str) -> N
         raise UserError(f"{where}: {len(waiting)} tensors are missing, first {sorted(waiting)[0]}")
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
+def stored_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model directory under their Hugging Face names, one at a time."""
+    for file in weight_files(directory):
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)

@@ -28,12 +28,12 @@ class PackedAttention:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values."""
         if self.uniform:
             shape = (-1, self.uniform)
-            stacked = (x.view(*shape, *x.shape[1:]) for x in (q, k, v))
-            return _causal(*stacked, self.window).reshape(q.shape)
+            q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
+            return _causal(q, k, v, self.window).flatten(0, 1)
         out = torch.empty_like(q)
         for gather, keep, where in self.buckets:
-            stacked = (x[gather] for x in (q, k, v))
-            out = out.index_copy(0, where, _causal(*stacked, self.window)[keep])
+            stacked = _causal(q[gather], k[gather], v[gather], self.window)
+            out = out.index_copy(0, where, stacked[keep])
         return out
 
 
@@ -44,7 +44,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     if window is not None and q.shape[2] > window:
         near = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
         mask = near.tril() & ~near.tril(-window)
-    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+    out = functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2)
 
 

@@ -1,0 +1,72 @@
+# `make train` and `make test` set up everything they need in .venv and then run; the second time they start at once.
+# A stamp file says what is installed; it is older than pyproject.toml or constraints.txt when the set-up must be redone.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help train test lint slow format clean
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+BIN := .venv/bin
+FULL := .venv/.installed
+CORE := .venv/.core
+TORCH := torch==2.13.0
+RECIPE ?= recipes/sort_digits.yaml
+ARGS ?=
+comma := ,
+
+help:  ## print this
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+
+# A full install is a core install too, so `make train` after `make test` has nothing to do.
+train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the built-in task and report (ARGS="seed=1" are overrides)
+	$(BIN)/python -m burnish.cli.main train $(RECIPE) $(ARGS)
+
+# One thread a worker: two workers whose OpenMP threads spin for the same two cores run many times slower.
+test: lint  ## set up, then lint and run the tests (ARGS="tests/config -x" narrows them)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(FULL)  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+slow: $(FULL)  ## run the long tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+format: $(FULL)  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and every cache (runs/ stays)
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up ---------------------------------------------------------------------------------------------------------------
+
+# $(call install,EXTRAS): a virtual environment with torch, then the package. After an interrupted set-up, a .venv whose pip
+# does not run is made anew, and a torch that does not import is installed again. A torch that does import is kept, whatever
+# its version, by pinning to it: it may be a build for this machine.
+define install
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "burnish needs Python 3.11 or later, and none of python3.11, python3.12, python3.13, python3 is one." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "making .venv with $(PYTHON)"; \
+		$(PYTHON) -m venv --clear .venv || { \
+			echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; fi
+	@if ! $(BIN)/python -c 'import torch' >/dev/null 2>&1; then \
+		echo "installing $(TORCH)"; $(BIN)/python -m pip install --force-reinstall '$(TORCH)' -c constraints.txt; fi
+	@{ grep -v '^torch==' constraints.txt; $(BIN)/python -c 'import torch; print("torch==" + torch.__version__)'; } > .venv/constraints.txt
+	@echo "installing burnish$(1)"
+	@$(BIN)/python -m pip install --quiet -e '.$(1)' -c .venv/constraints.txt
+	@touch $@
+endef
+
+$(CORE): pyproject.toml constraints.txt
+	$(call install,)
+
+$(FULL): pyproject.toml constraints.txt
+	$(call install,[math$(comma)tasks$(comma)dev])
+	@touch $(CORE)

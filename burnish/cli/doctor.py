@@ -1,0 +1,199 @@
+"""`burnish doctor`: what this machine can do, and what is missing for what.
+
+Every row is a fact with a mark: `ok`, `--` (an option that is absent, with the command that brings it) or `!!` (something
+the core needs and does not have). It always exits 0: it is a report, not a check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import burnish
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+
+OK, ABSENT, WRONG = "ok", "--", "!!"
+GIB = 1024**3
+MATMUL_SECONDS = 1.0
+
+USES = {
+    "math": "the math reward (math-verify)",
+    "tasks": "reasoning-gym/<name> tasks",
+    "track": "TensorBoard and Weights & Biases",
+    "ray": "training on a cluster",
+    "serve": "the OpenAI-compatible server",
+    "vllm": "the vLLM engine",
+    "dev": "the tests and the linters",
+}
+"""What each extra is for."""
+
+# In a process of its own, since a namespace once left cannot be entered again.
+LEAVE_NETWORK = "import sys; from burnish.rewards.limits import leave_network; sys.exit(not leave_network())"
+
+
+class Row(NamedTuple):
+    """One line of the report."""
+
+    mark: str
+    name: str
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The doctor takes no options."""
+
+
+def run(args: argparse.Namespace) -> int:
+    wrong = 0
+    for section in (python_and_torch, machine, extras, isolation, self_check):
+        for row in section():
+            print(f"{row.mark}  {row.name:<18} {row.text}", flush=True)
+            wrong += row.mark == WRONG
+    print(f"\n{wrong} things need attention" if wrong else "\nthe core is ready: try `make train`")
+    return 0
+
+
+def python_and_torch() -> Iterator[Row]:
+    """The interpreter, torch against the range the package asks for, and how fast it multiplies."""
+    yield Row(OK if sys.version_info >= (3, 11) else WRONG, "python", f"{platform.python_version()} (3.11 or later)")
+    asked = required_torch()
+    try:
+        import torch
+    except ImportError as error:
+        yield Row(WRONG, "torch", f"cannot be imported ({error}); pip install 'torch>={asked}' -c constraints.txt")
+        return
+    found = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    fits = found >= tuple(int(n) for n in asked.split("."))
+    yield Row(OK if fits else WRONG, "torch", f"{torch.__version__} ({asked} or later)")
+    yield Row(
+        OK, "threads", f"{torch.get_num_threads()} for arithmetic, of {usable_cores()} cores (run.threads sets it)"
+    )
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            yield Row(OK, f"gpu {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
+    else:
+        yield Row(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
+    yield Row(OK, "matmul", f"{matmul_gflops():.0f} GFLOP/s in float32, 1024 x 1024, on the CPU")
+
+
+def machine() -> Iterator[Row]:
+    """Memory and disk."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = cgroup_limit()
+    note = f", of which this container may use {limit / GIB:.1f}" if limit is not None and limit < total else ""
+    yield Row(OK, "memory", f"{total / GIB:.1f} GiB{note}")
+    free = shutil.disk_usage(".").free
+    enough = free > 5 * GIB
+    yield Row(
+        OK if enough else WRONG,
+        "disk",
+        f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need room"),
+    )
+
+
+def extras() -> Iterator[Row]:
+    """Each extra of the package: what it is for, and how to get it if it is not here."""
+    for extra in metadata.metadata("burnish").get_all("Provides-Extra") or []:
+        missing = [name for name in distributions(extra) if not installed(name)]
+        use = USES[extra]
+        if missing:
+            yield Row(
+                ABSENT, f"[{extra}]", f"{use}: pip install -e '.[{extra}]' -c constraints.txt (no {', '.join(missing)})"
+            )
+        else:
+            yield Row(OK, f"[{extra}]", use)
+
+
+def isolation() -> Iterator[Row]:
+    """Whether reward workers can be cut off from the network."""
+    if not sys.platform.startswith("linux"):
+        yield Row(ABSENT, "reward isolation", "network namespaces exist on Linux only: verifiers keep their network")
+        return
+    done = subprocess.run([sys.executable, "-c", LEAVE_NETWORK], capture_output=True, timeout=30, check=False)
+    if done.returncode == 0:
+        yield Row(OK, "reward isolation", "verifiers run without network (namespaces work here)")
+    else:
+        yield Row(
+            ABSENT,
+            "reward isolation",
+            "verifiers keep their network: no namespaces here (kernel.unprivileged_userns_clone, or the container forbids them)",
+        )
+
+
+def self_check() -> Iterator[Row]:
+    """Import every module of the package and parse a configuration."""
+    started, failed, count = time.perf_counter(), 0, 0
+    for module in pkgutil.walk_packages(burnish.__path__, "burnish."):
+        count += 1
+        try:
+            importlib.import_module(module.name)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the report is where it goes)
+            failed += 1
+            yield Row(WRONG, "import", f"{module.name}: {type(error).__name__}: {error}")
+    if not failed:
+        yield Row(OK, "import", f"all {count} modules in {time.perf_counter() - started:.1f} s")
+    config = load(TrainConfig, None, ["model.new.num_layers=1", "data.train.task=sort_digits"]).config
+    yield Row(OK, "configuration", f"parses; the default algorithm is {config.algorithm.preset}")
+
+
+def required_torch() -> str:
+    """The lowest torch the package's own metadata allows, as `major.minor`."""
+    for requirement in metadata.requires("burnish") or []:
+        if match := re.match(r"torch>=(\d+\.\d+)", requirement):
+            return match[1]
+    raise RuntimeError("the package's metadata names no torch")
+
+
+def distributions(extra: str) -> list[str]:
+    """The distributions an extra asks for."""
+    marker = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
+    names = (re.match(r"[\w.-]+", r) for r in metadata.requires("burnish") or [] if marker.search(r))
+    return [match[0] for match in names if match]
+
+
+def installed(distribution: str) -> bool:
+    """Whether a distribution is in this environment."""
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cgroup_limit() -> int | None:
+    """The container's memory limit in bytes, where it has one."""
+    path = Path("/sys/fs/cgroup/memory.max")
+    text = path.read_text().strip() if path.is_file() else "max"
+    return int(text) if text.isdecimal() else None
+
+
+def matmul_gflops() -> float:
+    """Arithmetic speed measured for about a second."""
+    import torch
+
+    a = torch.randn(1024, 1024)
+    a @ a  # the first call pays for set-up
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < MATMUL_SECONDS:
+        a @ a
+        count += 1
+    return count * 2 * 1024**3 / elapsed / 1e9

@@ -1,0 +1,89 @@
+"""`burnish train recipe.yaml [key=value ...]`: RL from a config, continued where it was if the run exists."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from burnish.run.run import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; the keys of the config are explained by --help, from the schema."""
+    from burnish.config.explain import help_text
+
+    parser.add_argument("recipe", type=Path, help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as rollout.n=16")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
+    parser.add_argument(
+        "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = help_text(TrainConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the last lines are the held-out accuracy before and after RL."""
+    from burnish.config.explain import plan_text
+    from burnish.config.load import dump, load
+
+    loaded = load(TrainConfig, args.recipe, args.overrides)
+    if args.controls:
+        from burnish.trainers.controls import check_controls
+
+        check_controls(loaded.config)
+    if args.dry_run:
+        print(dump(loaded.config))
+        print(plan_text(loaded.config))
+        return 0
+    from burnish.trainers.session import execute, open_run
+
+    with open_run(loaded.config, loaded.resolved, args.recipe.stem) as run:
+        if not execute(loaded.config, loaded.base, run):
+            run.display.stop()
+            print(f"stopped; the same command goes on from here: {run.directory.path}")
+            return 0
+        run.display.stop()
+        if args.controls:
+            from burnish.trainers.controls import run_controls
+
+            run_controls(loaded.config, loaded.base, run)
+        finish(run)
+    return 0
+
+
+def finish(run: Run) -> None:
+    """Report, curves, and the numbers a person wants to see last."""
+    from burnish.report.curves import write_curves
+    from burnish.report.html import write_report
+    from burnish.run.metrics import read
+
+    print(f"curves: {write_curves(run.directory.path)}")
+    print(f"report: {write_report(run.directory.path)}")
+    best = run.checkpoints.best() or run.checkpoints.latest()
+    if best is not None:
+        print(f"model:  {best.path}")
+    measured = [row for row in read(run.directory.metrics) if any(k.startswith("validation/") for k in row)]
+    if not measured:
+        return
+    before, after = measured[0], measured[-1]
+    modes = [
+        k.split("/")[1] for k in after if k.startswith("validation/") and k.count("/") == 2 and k.endswith("/accuracy")
+    ]
+    for mode in modes:
+        _print_table(mode, before, after)
+    main = f"validation/{modes[0]}/accuracy"
+    if before["step"] == 0:
+        print(f"held-out accuracy before RL: {before[main]:.3f}")
+    print(f"held-out accuracy after RL: {after[main]:.3f}")
+
+
+def _print_table(mode: str, before: dict[str, float], after: dict[str, float]) -> None:
+    prefix = f"validation/{mode}/accuracy"
+    for key in [k for k in after if k == prefix or k.startswith(prefix + "/")]:
+        label = f"{mode}, {key.removeprefix(prefix).lstrip('/') or 'all'}"
+        print(f"  {label:<24} {before.get(key, float('nan')):.3f} -> {after[key]:.3f}")

@@ -1,0 +1,154 @@
+"""A configuration from a YAML file and dotted overrides, and back to YAML.
+
+`extends: other.yaml` (relative to the file) starts from another recipe. Overrides are `a.b.c=value`, the value being
+YAML; a more specific key always wins over a shorter one, so their order does not matter. `algorithm: dapo` names a
+preset whose slots can be overridden one by one. The order of precedence is: defaults, preset, extended file, file, overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from burnish.config.algorithm import Algorithm
+from burnish.config.errors import UserError, nearest
+from burnish.config.problems import user_error
+from burnish.config.shape import Shape, root_shape
+from burnish.config.slots import Record
+from burnish.config.text import parse, render
+from burnish.config.tree import complete, merge, set_key
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+class Loaded(NamedTuple, Generic[Kind]):
+    """A configuration, the same as plain values, and the folder its relative paths are tried from first."""
+
+    config: Kind
+    resolved: dict[str, Any]
+    base: Path
+
+
+def load(kind: type[Kind], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[Kind]:
+    """The configuration of a file (or of nothing) with overrides on top; everything wrong with it is one UserError."""
+    shape = root_shape(kind)
+    tree = complete(kind, {} if path is None else read(kind, path))
+    for key, value in sorted((_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
+        tree = set_key(shape, tree, key, value)
+    tree = _follow_rollout(complete(kind, tree))
+    try:
+        config = kind.model_validate(tree)
+    except ValidationError as error:
+        raise user_error(error, kind, str(path) if path else "configuration") from error
+    return Loaded(config, plain_values(config), Path.cwd() if path is None else path.resolve().parent)
+
+
+def from_preset(name: str) -> Algorithm:
+    """A row of the preset table as an algorithm."""
+    return Algorithm.model_validate(complete(Algorithm, {"preset": name}))
+
+
+def dump(config: Record) -> str:
+    """The whole configuration as YAML, which loads to an equal one."""
+    return render(plain_values(config))
+
+
+def plain_values(config: Record) -> dict[str, Any]:
+    """A configuration as dictionaries, lists and scalars."""
+    return _untuple(config.model_dump())
+
+
+def read(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a YAML file laid over the one it extends."""
+    resolved = path.resolve()
+    if resolved in seen:
+        raise UserError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, resolved))}")
+    tree = parse(_text(path), str(path))
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
+    if "extends" not in tree:
+        return tree
+    parent = tree.pop("extends")
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
+    # The extended file is completed first: a slot it gives without its name has the default's, which the file may change.
+    extended = complete(kind, read(kind, path.parent / parent, (*seen, resolved)))
+    return merge(root_shape(kind), extended, tree)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such file{nearest(path.name, beside)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a YAML file: byte {error.start} is not UTF-8 text") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _override(shape: Shape, text: str) -> tuple[list[str], Any]:
+    """`a.b.c=value` as its key's parts and its value."""
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override {text!r}: expected key=value, such as rollout.n=16 or algorithm.clip.high=0.28")
+    if text.startswith("-"):
+        raise UserError(f"override {text!r}: a key has no dashes before it; write {text.lstrip('-')}")
+    if _holds_text(shape, parts):
+        return _short(shape, parts), _as_text(raw)
+    return _short(shape, parts), parse(raw, f"override {text!r}")
+
+
+def _as_text(raw: str) -> str | None:
+    """The words of a key that holds text, as they are: `{prompt}` and `7` are text there, though YAML disagrees."""
+    try:
+        value = parse(raw, "")
+    except UserError:
+        return raw
+    return value if value is None or isinstance(value, str) else raw
+
+
+def _holds_text(shape: Shape, parts: list[str]) -> bool:
+    place: Shape | None = shape
+    for part in parts:
+        place = _step(place, part)
+    return place is not None and place.is_text
+
+
+def _short(shape: Shape, parts: list[str]) -> list[str]:
+    """`algorithm.preset=x` as `algorithm=x`, so that a choice sorts before its own options."""
+    place: Shape | None = shape
+    for part in parts[:-1]:
+        place = _step(place, part)
+    return parts[:-1] if place is not None and place.short == parts[-1] else parts
+
+
+def _step(place: Shape | None, part: str) -> Shape | None:
+    if place is not None and place.form == "list" and not part.isdecimal():
+        place = place.item
+    return None if place is None else place.child(part)
+
+
+def _follow_rollout(tree: dict[str, Any]) -> dict[str, Any]:
+    """Validation modes that leave max_tokens unset take rollout's, here, so that the saved configuration says so."""
+    validation, rollout = tree.get("validation"), tree.get("rollout")
+    if not isinstance(validation, dict) or not isinstance(rollout, dict) or "max_tokens" not in rollout:
+        return tree
+    modes = validation.get("modes")
+    if not isinstance(modes, dict):
+        return tree
+    followed = {"max_tokens": rollout["max_tokens"]}
+    filled = {name: followed | mode if isinstance(mode, dict) else mode for name, mode in modes.items()}
+    return {**tree, "validation": {**validation, "modes": filled}}
+
+
+def _untuple(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _untuple(v) for k, v in value.items()}
+    return [_untuple(v) for v in value] if isinstance(value, (list, tuple)) else value

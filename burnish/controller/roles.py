@@ -1,0 +1,82 @@
+"""Builds the roles of a run from its config: the policy, the learner and the reference on its weights, the engine, the
+driver that runs environments against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from burnish.config.errors import UserError
+from burnish.config.schema import Model, Rollout, Source, TrainConfig
+from burnish.core.engine import Engine
+from burnish.data.tasks.registry import make_task
+from burnish.environments.base import environment_factory
+from burnish.models.decoder import Decoder
+from burnish.models.policy import PolicyModel, load_policy
+from burnish.rollout.driver import Driver
+from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.transformers_engine import TransformersEngine
+from burnish.training.learner import Learner
+from burnish.training.reference import FrozenReference
+
+
+def find_directory(path: str, base: Path | None) -> Path:
+    """A model directory, relative to the recipe's folder or to the working directory."""
+    candidates = [Path(path)] if base is None else [base / path, Path(path)]
+    found = next((c for c in candidates if c.is_dir()), None)
+    if found is None:
+        raise UserError(f"model directory {path} does not exist (looked at {', '.join(str(c) for c in candidates)})")
+    return found
+
+
+def alphabet_of(sources: list[Source], seed: int) -> str | None:
+    """The characters a generated task is written in, for the tokenizer of a new model."""
+    tasks = [make_task(s.task, s.options, seed) for s in sources if s.task is not None]
+    alphabets = [t.alphabet for t in tasks]
+    if not alphabets or any(a is None for a in alphabets):
+        return None
+    return "".join(dict.fromkeys("".join(a for a in alphabets if a is not None)))
+
+
+def build_policy(
+    config: Model, sources: list[Source], seed: int, base: Path | None, warm: Path | None = None
+) -> PolicyModel:
+    """The policy as it is before RL: the warm-started one, a model directory, or a new decoder."""
+    path = warm if warm is not None else find_directory(config.path, base) if config.path is not None else None
+    return load_policy(config, path, alphabet_of(sources, seed), seed)
+
+
+def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
+    """The engine that samples from the policy's own tensors."""
+    native = isinstance(policy.module, Decoder)
+    kind = rollout.engine if rollout.engine != "auto" else ("native" if native else "transformers")
+    if kind == "native":
+        if not isinstance(policy.module, Decoder):
+            raise UserError("rollout.engine=native needs the native decoder; this model runs through transformers")
+        return NativeEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
+    if isinstance(policy.module, Decoder):
+        raise UserError(
+            "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
+        )
+    return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id or 0)
+
+
+def build_learner(config: TrainConfig, policy: PolicyModel) -> Learner:
+    """The learner of the actor; its schedule ends with the last step."""
+    training = config.training
+    total = training.steps * training.mini_batches * training.epochs
+    return Learner(policy.module, training.optimizer, total, training.token_budget, config.rollout.temperature)
+
+
+def build_reference(config: TrainConfig, policy: PolicyModel) -> FrozenReference | None:
+    """The reference, or None where no KL term asks for one; call it before the policy's weights move."""
+    if config.algorithm.kl.reference == "none":
+        return None
+    return FrozenReference(policy.module, config.training.token_budget, config.rollout.temperature)
+
+
+def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:
+    """The driver of the configured environment."""
+    factory = environment_factory(config.environment, policy.tokenizer, base)
+    return Driver(engine, factory, policy.tokenizer, config.seed, config.environment.max_turns)

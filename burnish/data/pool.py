@@ -1,0 +1,119 @@
+"""A source's rows by index, rendered to prompts, with over-long ones kept out by policy.
+
+A training file is rendered once when it is opened, so that the policy speaks before the first step and the count is
+complete; only the indices of over-long rows are kept. A generated task has no end and is checked as it is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from burnish.config.errors import UserError
+from burnish.config.schema import Data, Source
+from burnish.data.rows import Row, read_rows, source_name
+from burnish.data.tasks.base import Task
+from burnish.data.tasks.registry import make_task
+from burnish.data.template import render_text, tokens_of
+from burnish.models.tokenizer import Tokenizer
+
+MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row with the text and the tokens a model continues."""
+
+    row: Row
+    text: str
+    tokens: list[int]
+
+
+class Pool:
+    """Prompts of one source by index; `size` is None for an endless task."""
+
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, data: Data, rows: Sequence[Row] | Task, split: str
+    ) -> None:
+        self.name = source_name(source)
+        self.num_overlong = 0
+        self.first_overlong: list[str] = []
+        """Ids of the first rows found over-long."""
+        self._skip: set[int] = set()
+        self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
+        self.size: int | None = len(rows) if isinstance(rows, Sequence) else source.limit
+
+    def scan(self) -> None:
+        """Look at every prompt of a source that has an end, so that the policy speaks before the first step."""
+        if self.size is not None:
+            num_left = sum(self.prompt(index) is not None for index in range(self.size))
+            if num_left == 0:
+                raise self.all_overlong()
+
+    def prompt(self, index: int) -> Prompt | None:
+        """The index-th prompt, or None when it is over-long and the policy is to leave it out."""
+        if index in self._skip:
+            return None
+        row = self._row(index)
+        text = render_text(row, self._tokenizer, self._data.template)
+        tokens = tokens_of(text, self._tokenizer, self._data.template)
+        if not tokens:
+            raise UserError(f"row {row.id}: its prompt has no tokens")
+        if len(tokens) <= self._data.max_prompt_tokens:
+            return Prompt(row, text, tokens)
+        if self._data.overlong_prompts == "error":
+            raise UserError(
+                f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
+                f"{self._data.max_prompt_tokens}; raise that, or set data.overlong_prompts=filter"
+            )
+        self.num_overlong += 1
+        if len(self.first_overlong) < NUM_NAMED:
+            self.first_overlong.append(row.id)
+        if self.size is not None:  # an endless task hardly ever comes back to an index
+            self._skip.add(index)
+        return None
+
+    def all_overlong(self) -> UserError:
+        """The error for a source that has nothing left to give."""
+        which = f"all {self.size}" if self.size is not None else f"{MAX_SKIPPED} in a row"
+        return UserError(
+            f"{self.name}: {which} prompts are longer than data.max_prompt_tokens={self._data.max_prompt_tokens}"
+        )
+
+    def _row(self, index: int) -> Row:
+        if isinstance(self._rows, Sequence):
+            return self._rows[index]
+        row = self._rows.row(self._split, index)
+        if self._source.name is None:
+            return row
+        return replace(row, id=f"{self.name}/{self._split}/{index}", data_source=self.name)
+
+
+def make_pools(
+    sources: list[Source], tokenizer: Tokenizer, data: Data, seed: int, default_split: str, base: Path | None
+) -> list[Pool]:
+    """A pool for each source; two of one name are refused, because their rows would share ids and randomness."""
+    counts = Counter(source_name(source) for source in sources)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise UserError(f"two data sources are called {twice[0]!r}; give each its own `name`")
+    if not sources:
+        raise UserError("no data source: give a file, a task or a plug-in")
+    pools = []
+    for source in sources:
+        split = source.split or default_split
+        rows = make_task(source.task, source.options, seed) if source.task is not None else read_rows(source, base)
+        pools.append(Pool(source, tokenizer, data, rows, split))
+    return pools
+
+
+def overlong_report(pools: list[Pool]) -> str | None:
+    """How many over-long prompts were left out, and the first of them; None if there were none."""
+    total = sum(pool.num_overlong for pool in pools)
+    if total == 0:
+        return None
+    ids = [name for pool in pools for name in pool.first_overlong][:NUM_NAMED]
+    return f"{total} over-long prompts left out: {', '.join(ids)}{', ...' if total > len(ids) else ''}"

@@ -1,0 +1,215 @@
+"""Prompts for rollouts: a seeded, resumable stream for training and a fixed list for validation.
+
+The order is a function of the seed and the data alone, so it is the same on any machine; the stream's state is a
+handful of counters, and restoring them continues as if the stream had never stopped.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError, unknown
+from burnish.config.plugins import is_plugin, load_plugin
+from burnish.config.schema import Data, Source
+from burnish.core.keys import fold, permutation, unit
+from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, make_pools, overlong_report
+from burnish.models.tokenizer import Tokenizer
+
+SAMPLERS = ("shuffle", "sequential")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A prompt taken from the stream; `visit` counts how often this run drew it before."""
+
+    prompt: Prompt
+    visit: int
+
+
+class PromptStream:
+    """Draws prompts for ever, from one source or several by weight."""
+
+    def __init__(
+        self,
+        sources: list[Source],
+        tokenizer: Tokenizer,
+        data: Data,
+        seed: int,
+        default_split: str = "train",
+        base: Path | None = None,
+    ) -> None:
+        if data.sampler not in SAMPLERS and not is_plugin(data.sampler):
+            raise unknown("sampler", data.sampler, SAMPLERS)
+        sampler = load_plugin(data.sampler, base) if is_plugin(data.sampler) else data.sampler
+        if is_plugin(data.sampler) and not callable(sampler):
+            raise UserError(f"sampler {data.sampler!r} is not a function")
+        pools = make_pools(sources, tokenizer, data, seed, default_split, base)
+        for pool in pools:
+            pool.scan()
+        self._lanes = [_Lane(pool, sampler, seed) for pool in pools]
+        self._shares = list(itertools.accumulate(source.weight for source in sources))
+        self._seed = seed
+        self._num_draws = 0
+
+    def draw(self, k: int) -> list[Draw]:
+        """The next k prompts."""
+        return [self._next() for _ in range(k)]
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream is, as plain JSON values."""
+        return {"num_draws": self._num_draws, "sources": {lane.pool.name: lane.state() for lane in self._lanes}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state()` was taken; the sources must be the same."""
+        names = [lane.pool.name for lane in self._lanes]
+        if sorted(state["sources"]) != sorted(names):
+            raise UserError(
+                f"cannot resume: the run drew from {', '.join(state['sources'])}, the config now names {', '.join(names)}"
+            )
+        for lane in self._lanes:
+            lane.restore(state["sources"][lane.pool.name])
+        self._num_draws = state["num_draws"]
+
+    def report(self) -> str | None:
+        """How many over-long prompts were left out so far, and the first of them; None if there were none."""
+        return overlong_report([lane.pool for lane in self._lanes])
+
+    def _next(self) -> Draw:
+        # The source depends on the draw's number only, never on what the sources gave before.
+        point = unit(fold(self._seed, "mix", self._num_draws)) * self._shares[-1]
+        lane = self._lanes[bisect.bisect_right(self._shares, point)]
+        self._num_draws += 1
+        return lane.next()
+
+
+class _Lane:
+    """One source's place in its own order: which epoch, and how far into it."""
+
+    def __init__(self, pool: Pool, sampler: Any, seed: int) -> None:
+        self.pool = pool
+        self._sampler, self._seed = sampler, seed
+        self._visits: dict[int, int] = {}  # only for plug-in samplers, which may give an index twice in an epoch
+        self._start(epoch=0, position=0)
+
+    def next(self) -> Draw:
+        """The next prompt that fits; a plug-in's visits are counted, otherwise a visit is an epoch."""
+        # Two epochs may meet with nearly all of both to be skipped, so one epoch's length is not a bound.
+        for _ in range(2 * (self.pool.size or 0) + MAX_SKIPPED):
+            index = self._next_index()
+            prompt = self.pool.prompt(index)
+            if prompt is None:
+                continue
+            if not callable(self._sampler):
+                return Draw(prompt, self._epoch)
+            visit = self._visits.get(index, 0)
+            self._visits[index] = visit + 1
+            return Draw(prompt, visit)
+        raise self.pool.all_overlong()
+
+    def state(self) -> dict[str, Any]:
+        visits = {str(index): count for index, count in self._visits.items()}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "size": self.pool.size,
+            "visits": visits,
+            "num_overlong": self.pool.num_overlong,
+            "first_overlong": list(self.pool.first_overlong),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state["size"] != self.pool.size:
+            raise UserError(
+                f"cannot resume: {self.pool.name} had {state['size']} rows when the run was saved, now {self.pool.size}; "
+                "restore the data, or start a new run"
+            )
+        self._visits = {int(index): count for index, count in state["visits"].items()}
+        self.pool.num_overlong = state["num_overlong"]
+        self.pool.first_overlong = list(state["first_overlong"])
+        self._start(state["epoch"], state["position"])
+
+    def _start(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order: Iterator[Any] = itertools.islice(iter(self._order_of(epoch)), position, None)
+
+    def _next_index(self) -> int:
+        given = next(self._order, None)
+        if given is None:
+            if self._position == 0:
+                raise UserError(f"the sampler gave no index at all for epoch {self._epoch} of {self.pool.name}")
+            self._start(self._epoch + 1, 0)
+            return self._next_index()
+        self._position += 1
+        size = self.pool.size
+        index = operator.index(given) if hasattr(given, "__index__") else -1
+        if index < 0 or (size is not None and index >= size):
+            limit = "whole numbers from 0" if size is None else f"whole numbers in 0..{size - 1}"
+            raise UserError(f"the sampler gave index {given!r} for {self.pool.name}; expected {limit}")
+        return index
+
+    def _order_of(self, epoch: int) -> Iterable[int]:
+        size = self.pool.size
+        if callable(self._sampler):
+            order: Iterable[int] = self._sampler(size, self._seed, epoch)
+            return order
+        if size is None:
+            return itertools.count()
+        if self._sampler == "sequential":
+            return range(size)
+        return permutation(size, self._seed, self.pool.name, epoch)
+
+
+def validation_prompts(
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    data: Data,
+    seed: int,
+    limit: int | None = None,
+    base: Path | None = None,
+) -> list[Prompt]:
+    """A fixed list, source after source in their own order; a limit is shared out equally between sources.
+
+    A source too small for its share leaves the rest to the others. Prompts left out as over-long are logged, because
+    they change what is measured.
+    """
+    pools = make_pools(sources, tokenizer, data, seed, "test", base)
+    for pool in pools:
+        if pool.size is None and limit is None:
+            raise UserError(f"{pool.name} is a generated task without end: set validation.limit or the source's limit")
+    waiting = {pool.name: _in_order(pool) for pool in pools}
+    taken: dict[str, list[Prompt]] = {pool.name: [] for pool in pools}
+    num_taken = 0
+    while waiting and (limit is None or num_taken < limit):
+        for name in list(waiting):
+            prompt = next(waiting[name], None)
+            if prompt is None:
+                del waiting[name]
+            elif limit is None or num_taken < limit:
+                taken[name].append(prompt)
+                num_taken += 1
+    for pool in pools:
+        if not taken[pool.name] and pool.num_overlong:
+            raise pool.all_overlong()
+    report = overlong_report(pools)
+    if report is not None:
+        log.warning("validation: %s", report)
+    return [prompt for pool in pools for prompt in taken[pool.name]]
+
+
+def _in_order(pool: Pool) -> Iterator[Prompt]:
+    num_skipped = 0
+    for index in itertools.count() if pool.size is None else range(pool.size):
+        prompt = pool.prompt(index)
+        if prompt is not None:
+            num_skipped = 0
+            yield prompt
+        elif pool.size is None and (num_skipped := num_skipped + 1) >= MAX_SKIPPED:
+            raise pool.all_overlong()

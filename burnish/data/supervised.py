@@ -1,0 +1,152 @@
+"""Examples for supervised training: tokens, and which of them the assistant said.
+
+Only what the assistant says is learnt: a completion with its end token, or the assistant turns of a conversation
+each with its end-of-turn token. Contexts are tokenised apart from what is said after them, exactly as they will be
+at rollout time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from burnish.config.errors import UserError
+from burnish.config.schema import Source, Template
+from burnish.core.keys import permutation
+from burnish.data.rows import Message, Row, read_supervised_rows, source_name, supervised_row
+from burnish.data.tasks.registry import make_demonstrations
+from burnish.data.template import as_messages, joined, kind_of, plain_text, with_system
+from burnish.models.tokenizer import Tokenizer
+
+Encoded = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence to imitate; `mask` marks the tokens that are learnt."""
+
+    id: str
+    tokens: list[int]
+    mask: list[bool]
+
+
+def load_examples(
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    template: Template,
+    max_tokens: int,
+    overlong: Literal["filter", "error"],
+    base: Path | None = None,
+    seed: int = 0,
+) -> tuple[list[Example], int]:
+    """All examples of the sources, in order, and how many were left out as over-long."""
+    examples: list[Example] = []
+    num_filtered = 0
+    for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
+        try:
+            tokens, mask = encode_example(row, tokenizer, template)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        if len(tokens) <= max_tokens:
+            examples.append(Example(row.id, tokens, mask))
+        elif overlong == "filter":
+            num_filtered += 1
+        else:
+            raise UserError(
+                f"{where}: {len(tokens)} tokens, more than max_tokens={max_tokens}; raise it, or set overlong=filter"
+            )
+    if not examples:
+        names = ", ".join(source_name(source) for source in sources)
+        raise UserError(
+            f"no examples left in {names or 'no source at all'}: {num_filtered} are over {max_tokens} tokens"
+        )
+    return examples, num_filtered
+
+
+def example_order(size: int, seed: int, num_draws: int) -> list[int]:
+    """Indices of the examples to train on: seeded epochs, a new order each."""
+    epochs = (permutation(size, seed, "sft", epoch) for epoch in range(-(-num_draws // size)))
+    return list(itertools.chain.from_iterable(epochs))[:num_draws]
+
+
+def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encoded:
+    """Tokens of a supervised row, and which of them are learnt."""
+    kind = kind_of(tokenizer, template)
+    if row.messages is not None:
+        if kind == "plain":
+            raise UserError("a row of messages needs a chat template; with a plain template give prompt and completion")
+        return _encode_turns(row, row.messages, 0, tokenizer, template)
+    if row.completion is None:
+        raise UserError(f"row {row.id} has neither a completion nor messages")
+    if kind == "chat":
+        prompt, completion = as_messages(row.prompt, "user"), as_messages(row.completion, "assistant")
+        return _encode_turns(row, prompt + completion, len(prompt), tokenizer, template)
+    context = tokenizer.encode(plain_text(row.prompt, template), special=True)
+    said = [*tokenizer.encode(joined(row.completion)), _end(tokenizer)]
+    return context + said, [False] * len(context) + [True] * len(said)
+
+
+def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokenizer, template: Template) -> Encoded:
+    """A conversation in which the assistant's turns from number `start` on are learnt.
+
+    The template renders every prefix of the conversation; each must be a prefix of the next one, or the tokens of a
+    turn could not be told. Text after the last learnt turn is left out: nothing is learnt from it.
+    """
+    messages = with_system(row, turns, template)
+    first = start + len(messages) - len(turns)
+    tokens: list[int] = []
+    mask: list[bool] = []
+    done = ""
+    learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    if not learnt:
+        raise UserError(f"row {row.id}: no assistant turn to learn from")
+    for i in learnt:
+        asked = tokenizer.chat_text(messages[:i], **template.kwargs)
+        answered = tokenizer.chat_text(messages[: i + 1], add_generation_prompt=False, **template.kwargs)
+        if not (asked.startswith(done) and answered.startswith(asked)):
+            raise UserError(
+                f"row {row.id}: the chat template rewrites earlier text when turn {i + 1} is added, so what the "
+                "assistant said cannot be told from the rest; give each turn as its own prompt and completion row"
+            )
+        context = tokenizer.encode(asked[len(done) :])
+        said = tokenizer.encode(answered[len(asked) :])
+        num_said = _up_to_end_of_turn(said, tokenizer)
+        if num_said == 0:
+            if i == learnt[-1]:
+                said.append(_end(tokenizer))
+            num_said = len(said)
+        tokens += context + said
+        mask += [False] * len(context) + [True] * num_said + [False] * (len(said) - num_said)
+        done = answered
+    return tokens, mask
+
+
+def _up_to_end_of_turn(said: list[int], tokenizer: Tokenizer) -> int:
+    """How many tokens there are up to the end-of-turn token, the turn's last special one; 0 where there is none.
+
+    What a template writes after it (a line break in ChatML) is never sampled and so never learnt.
+    """
+    return max((i + 1 for i, token in enumerate(said) if tokenizer.is_special(token)), default=0)
+
+
+def _end(tokenizer: Tokenizer) -> int:
+    if not tokenizer.eos_ids:
+        raise UserError("this tokenizer has no end-of-text token, so a model could never learn to stop")
+    return tokenizer.eos_ids[0]
+
+
+def _rows(source: Source, base: Path | None, seed: int) -> Iterator[tuple[str, Row]]:
+    """Supervised rows of a source, each with its place; a task gives its demonstrations."""
+    if source.task is None:
+        yield from read_supervised_rows(source, base)
+        return
+    if source.split == "test":
+        raise UserError(f"task {source.task!r}: demonstrations come from the train side only; leave split out")
+    for index, record in enumerate(make_demonstrations(source.task, source.options, seed)):
+        if index == source.limit:
+            return
+        where = f"{source.task}, demonstration {index + 1}"
+        yield where, supervised_row(record, where, source, index)

@@ -1,0 +1,60 @@
+"""Tasks by name, and their checkers for reward workers (no torch, nothing heavy imported)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from burnish.config.errors import UserError, unknown
+from burnish.config.plugins import check_options
+from burnish.data.tasks import addition, countdown, gym, sort_digits
+from burnish.data.tasks.base import Task
+
+TASKS: dict[str, type[Any]] = {
+    sort_digits.NAME: sort_digits.SortDigits,
+    addition.NAME: addition.Addition,
+    countdown.NAME: countdown.Countdown,
+}
+SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
+    sort_digits.NAME: sort_digits.score,
+    addition.NAME: addition.score,
+    countdown.NAME: countdown.score,
+}
+
+
+def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
+    """The task of a name, with its options checked."""
+    if name.startswith(gym.PREFIX):
+        return gym.Gym(name, options, seed)
+    if name not in TASKS:
+        raise unknown("task", name, [*TASKS, gym.PREFIX + "<name>"])
+    if "seed" in options:
+        raise UserError(f"task {name!r}: seed is not an option; it follows from the run's seed")
+    check_options(TASKS[name], options, f"task {name!r}")
+    task: Task = TASKS[name](seed=seed, **options)
+    return task
+
+
+def make_demonstrations(name: str, options: dict[str, Any], seed: int) -> list[dict[str, str]]:
+    """Prompt and completion rows of a task that has them; options are those of the task and of its demonstrations."""
+    function = getattr(TASKS.get(name), "demonstrations", None)
+    if function is None:
+        raise UserError(f"task {name!r} has no demonstrations; give a file of prompt and completion rows instead")
+    own = set(inspect.signature(function).parameters) - {"self", "seed"}
+    known = own | set(inspect.signature(TASKS[name]).parameters) - {"seed"}
+    for key in options:
+        if key not in known:
+            raise unknown(f"option of the demonstrations of {name!r}:", key, known)
+    task: Any = make_task(name, {k: v for k, v in options.items() if k not in own}, seed)
+    rows: list[dict[str, str]] = task.demonstrations(seed=seed, **{k: v for k, v in options.items() if k in own})
+    return rows
+
+
+def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, Any]) -> float:
+    """How good a completion is, by the checker of the task that made the row (`extra["task"]`)."""
+    if task_name.startswith(gym.PREFIX):
+        return gym.score(task_name, completion, answer, extra)
+    if task_name not in SCORES:
+        raise unknown("task", task_name, [*SCORES, gym.PREFIX + "<name>"])
+    return SCORES[task_name](completion, answer, extra)

@@ -1,0 +1,95 @@
+"""The default task: sort a string of digits. `507508>` is answered by `005578`.
+
+Small enough for a two-layer model and two CPU cores, yet a model that has seen only flawed demonstrations can be
+taught by reward alone to do it right. Held out iff a hash of the sorted digits says so: every permutation of the
+same digits, and their common answer, are on one side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.rows import Row
+from burnish.data.tasks.base import Dice, check_span, first_on_side
+
+NAME = "sort_digits"
+RIGHT = {4: 0.8, 5: 0.6, 6: 0.4, 7: 0.2}
+"""How often a flawed demonstration is right, by number of digits; otherwise it copies its input."""
+
+
+def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
+    """1 for exactly the sorted digits (spaces around them do not matter), else 0."""
+    return float(completion.strip() == answer)
+
+
+class SortDigits:
+    """Strings of `min_digits` to `max_digits` digits, every length equally often."""
+
+    name = NAME
+    alphabet = "0123456789>"
+    score = staticmethod(score)
+
+    def __init__(self, seed: int, min_digits: int = 4, max_digits: int = 7) -> None:
+        check_span(NAME, "digits", min_digits, max_digits, least=2, most=64)
+        self.seed, self.min_digits, self.max_digits = seed, min_digits, max_digits
+
+    def row(self, split: str, index: int) -> Row:
+        """The index-th problem of a split."""
+        digits = self._digits(split, self.seed, NAME, split, index)
+        extra = {"task": NAME, "length": len(digits)}
+        return Row(f"{NAME}/{split}/{index}", digits + ">", NAME, "".join(sorted(digits)), extra)
+
+    def demonstrations(
+        self,
+        num: int = 2000,
+        seed: int = 0,
+        clean: bool = False,
+        verified: bool = False,
+        right: dict[int, float] | None = None,
+    ) -> list[dict[str, str]]:
+        """Supervised rows from the train side.
+
+        Flawed as `right` says (by number of digits), or always right if `clean`; with `verified` the flawed ones
+        are thrown away and drawing goes on until there are `num`.
+        """
+        chances = self._chances(clean, right)
+        rows: list[dict[str, str]] = []
+        index = 0
+        while len(rows) < num:
+            digits = self._digits("train", seed, NAME, "demonstrations", index)
+            answer = "".join(sorted(digits))
+            is_right = Dice(seed, NAME, "right", index).unit() < chances[len(digits)]
+            completion = answer if is_right else digits
+            if completion == answer or not verified:
+                rows.append({"prompt": digits + ">", "completion": completion})
+            index += 1
+        return rows
+
+    def _digits(self, split: str, *key: int | str) -> str:
+        # The length is drawn before the side is looked at, so that lengths are as frequent on one side as on the other.
+        length = Dice(*key).between(self.min_digits, self.max_digits)
+
+        def propose(attempt: int) -> tuple[str, str]:
+            dice = Dice(*key, attempt)
+            digits = "".join(str(dice.between(0, 9)) for _ in range(length))
+            return f"{NAME} {''.join(sorted(digits))}", digits
+
+        return first_on_side(split, propose, NAME)
+
+    def _chances(self, clean: bool, right: dict[int, float] | None) -> dict[int, float]:
+        lengths = range(self.min_digits, self.max_digits + 1)
+        if clean:
+            if right is not None:
+                raise UserError(f"{NAME}: clean demonstrations are always right; give either clean or right")
+            return dict.fromkeys(lengths, 1.0)
+        chances = RIGHT if right is None else right
+        missing = [str(n) for n in lengths if n not in chances]
+        if missing:
+            raise UserError(
+                f"{NAME}: `right` does not say how often demonstrations of {', '.join(missing)} digits are right; "
+                "give right: {digits: chance} for every length, or clean: true"
+            )
+        if max(chances[n] for n in lengths) <= 0 or any(not 0 <= chances[n] <= 1 for n in lengths):
+            raise UserError(f"{NAME}: `right` should hold chances between 0 and 1, not all zero; got {chances}")
+        return chances

@@ -1,0 +1,94 @@
+"""How a row's prompt becomes text and tokens: the tokenizer's chat template, or a plain text for base models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from burnish.config.errors import UserError, nearest
+from burnish.data.rows import Message, Row
+
+if TYPE_CHECKING:
+    from burnish.config.schema import Template
+    from burnish.models.tokenizer import Tokenizer
+
+SLOT = "{prompt}"
+NAMED_TEXTS = {
+    # DeepSeek-R1 (2501.12948), table 1, with a line break where the table runs the turns together.
+    "r1-zero": (
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer. "
+        "The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, "
+        "respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
+        "User: {prompt}\nAssistant:"
+    ),
+}
+
+
+def render(row: Row, tokenizer: Tokenizer, template: Template) -> list[int]:
+    """The tokens a model continues to answer a row."""
+    text = render_text(row, tokenizer, template)
+    return tokens_of(text, tokenizer, template)
+
+
+def render_text(row: Row, tokenizer: Tokenizer, template: Template) -> str:
+    """The text a model continues to answer a row."""
+    if kind_of(tokenizer, template) == "plain":
+        return plain_text(row.prompt, template)
+    return tokenizer.chat_text(with_system(row, as_messages(row.prompt, "user"), template), **template.kwargs)
+
+
+def tokens_of(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
+    """Tokens of a rendered text: a chat template writes its own BOS, a plain text gets the tokenizer's."""
+    return tokenizer.encode(text, special=kind_of(tokenizer, template) == "plain")
+
+
+def kind_of(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"]:
+    """Which kind applies to this tokenizer; options of the other kind are errors, so that none is ever ignored."""
+    if template.kind == "plain" or (template.kind == "auto" and not tokenizer.has_chat_template):
+        unused = [key for key in ("system", "kwargs") if getattr(template, key)]
+        if unused:
+            why = "kind is plain" if template.kind == "plain" else "the tokenizer has no chat template"
+            raise UserError(f"template.{unused[0]} belongs to chat templates and has no effect here: {why}")
+        return "plain"
+    if not tokenizer.has_chat_template:
+        raise UserError("template.kind=chat, but the tokenizer has no chat template; use kind=plain with a text")
+    if template.text != SLOT:
+        raise UserError(
+            "template.text has no effect with the tokenizer's chat template; set template.kind=plain to use it"
+        )
+    for key in template.kwargs:
+        if key in ("messages", "add_generation_prompt") or not tokenizer.chat_template_mentions(key):
+            raise UserError(
+                f"template.kwargs.{key} has no effect: the chat template has no variable of that name to set"
+            )
+    return "chat"
+
+
+def plain_text(prompt: str | list[Message], template: Template) -> str:
+    """The plain template with the prompt put in literally, so that braces in either survive."""
+    text = NAMED_TEXTS.get(template.text, template.text)
+    if SLOT not in text:
+        raise UserError(
+            f"template.text {template.text!r} has no {SLOT} in it and is not a known name"
+            f"{nearest(template.text, NAMED_TEXTS)} (known: {', '.join(NAMED_TEXTS)})"
+        )
+    return text.replace(SLOT, joined(prompt))
+
+
+def joined(prompt: str | list[Message]) -> str:
+    """A prompt as one text: messages are their contents, a line each."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
+
+
+def as_messages(value: str | list[Message], role: str) -> list[Message]:
+    """A text as one message of a role; messages as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def with_system(row: Row, messages: list[Message], template: Template) -> list[Message]:
+    """The config's system message before a row's messages; a row that brings its own leaves no room for it."""
+    if template.system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise UserError(f"row {row.id} has its own system message; template.system would be a second one. Unset one")
+    return [{"role": "system", "content": template.system}, *messages]

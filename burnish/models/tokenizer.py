@@ -1,0 +1,190 @@
+"""Text to token ids and back: the one tokenizer everything else talks to.
+
+A thin wrapper around a `transformers` tokenizer, loaded from a directory or made from an alphabet for the built-in
+tasks. `transformers` is imported on first use only, so that importing this module stays cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+
+PAD, EOS = "<pad>", "<eos>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+GENERATION_CONFIG = "generation_config.json"
+UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats. Everything is token ids in plain lists."""
+
+    def __init__(self, inner: Any, generation_config: dict[str, Any] | None = None) -> None:
+        self._inner = inner
+        self._generation_config = generation_config or {}
+        self._alphabet = _alphabet(inner)
+        self._special_ids = frozenset(inner.all_special_ids) | {
+            i for i, token in inner.added_tokens_decoder.items() if token.special
+        }
+        self._before = [] if self._alphabet is not None else _before(inner)
+        self.eos_ids: tuple[int, ...] = _eos_ids(inner.eos_token_id, self._generation_config)
+        """Tokens that end a completion: the tokenizer's own first, then those of generation_config.json."""
+        self.pad_id: int = _first(inner.pad_token_id, *self.eos_ids, 0)
+        self.vocab_size: int = len(inner)
+        self.has_chat_template: bool = inner.chat_template is not None
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """The tokenizer of a Hugging Face directory; nothing is fetched from the network."""
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise UserError(f"no tokenizer at {directory}: it is not a directory")
+        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            raise UserError(
+                f"no tokenizer in {directory}: expected one of {', '.join(TOKENIZER_FILES)}; "
+                "copy the tokenizer files of the model there (tokenizer.json and tokenizer_config.json)"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            inner = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UserError(f"the tokenizer in {directory} does not load: {error}") from error
+        return cls(inner, _read_generation_config(directory / GENERATION_CONFIG))
+
+    @classmethod
+    def from_characters(cls, alphabet: str) -> Tokenizer:
+        """One token per character of the alphabet, plus `<pad>` and `<eos>`."""
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        if len(set(alphabet)) != len(alphabet):
+            raise UserError(f"the alphabet {alphabet!r} has a character twice")
+        backend = Backend(models.WordLevel({text: i for i, text in enumerate([PAD, EOS, *alphabet])}))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        backend.decoder = decoders.Fuse()
+        return cls(
+            PreTrainedTokenizerFast(
+                tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write files that `transformers.AutoTokenizer` loads unchanged.
+
+        The end tokens of generation_config.json travel along, unless the directory already says its own: a
+        checkpoint that forgot them would never stop.
+        """
+        self._inner.save_pretrained(str(directory))
+        path = Path(directory) / GENERATION_CONFIG
+        if self._generation_config and not path.exists():
+            path.write_text(json.dumps(self._generation_config, indent=2) + "\n")
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a text; `special` adds what the tokenizer puts before a text (its BOS), never an end token."""
+        if self._alphabet is not None:
+            for character in text:
+                if character not in self._alphabet:
+                    raise UserError(
+                        f"the character {character!r} in {text[:80]!r} is not in this tokenizer's alphabet "
+                        f"{''.join(sorted(self._alphabet))!r}"
+                    )
+        tokens: list[int] = self._inner.encode(text, add_special_tokens=False)
+        return self._before + tokens if special else tokens
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """The text of token ids, without tidying of spaces."""
+        return str(
+            self._inner.decode(list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        )
+
+    def pieces(self, tokens: Sequence[int], skip_special: bool = True) -> list[str]:
+        """The text each token adds; joined they are `decode(tokens, skip_special)`.
+
+        A character whose bytes are spread over several tokens belongs to the last of them.
+        """
+        pieces: list[str] = []
+        window, shown = 0, 0  # tokens[window:shown] is context for decoders that treat a text's first token specially
+        for end in range(1, len(tokens) + 1):
+            before = self.decode(tokens[window:shown], skip_special)
+            text = self.decode(tokens[window:end], skip_special)
+            if text.endswith(UNFINISHED) and end < len(tokens):
+                pieces.append("")
+            else:
+                pieces.append(text[len(before) :])
+                window, shown = shown, end
+        return pieces
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is markup (end of turn, padding) rather than text."""
+        return token in self._special_ids
+
+    def chat_template_mentions(self, variable: str) -> bool:
+        """Whether the chat template knows a variable; one it does not know would be ignored without a word."""
+        return re.search(rf"\b{re.escape(variable)}\b", str(self._inner.chat_template or "")) is not None
+
+    def chat_text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """Messages as the chat template writes them; `kwargs` are the template's own variables."""
+        if not self.has_chat_template:
+            raise UserError(
+                "this tokenizer has no chat template: use template.kind=plain, or add a chat template to it"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self._inner.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+                )
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise UserError(f"the chat template refuses messages with roles {roles}: {error}") from error
+
+    def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of messages up to where the assistant starts to speak."""
+        return self.encode(self.chat_text(messages, **kwargs))
+
+
+def _alphabet(inner: Any) -> frozenset[str] | None:
+    """The characters a character tokenizer knows (also after loading it from its files); None for any other."""
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is None or type(backend.model).__name__ != "WordLevel":
+        return None
+    words = set(inner.get_vocab()) - set(inner.all_special_tokens)
+    return frozenset(words) if all(len(w) == 1 for w in words) else None
+
+
+def _before(inner: Any) -> list[int]:
+    """What the tokenizer puts before a text; what some put after it (an end token) has no place in a prompt."""
+    bare: list[int] = inner.encode("a", add_special_tokens=False)
+    full: list[int] = inner.encode("a", add_special_tokens=True)
+    starts = (k for k in range(len(full) - len(bare) + 1) if full[k : k + len(bare)] == bare)
+    return full[: next(starts, 0)]
+
+
+def _eos_ids(own: int | None, generation_config: dict[str, Any]) -> tuple[int, ...]:
+    more = generation_config.get("eos_token_id")
+    listed = more if isinstance(more, list) else [more]
+    return tuple(dict.fromkeys(i for i in (own, *listed) if i is not None))
+
+
+def _first(*choices: int | None) -> int:
+    return next(c for c in choices if c is not None)
+
+
+def _read_generation_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(config).__name__}")
+    return config

@@ -1,0 +1,269 @@
+"""Scoring completions: the weighted sum of the parts that apply to a row, computed in processes that can be killed.
+
+    with Rewards(config.reward) as rewards:
+        scores = rewards.score(requests)        # or submit(...) as completions finish, and poll(...)
+
+Built-in verifiers run in workers without network; a user's functions run in workers of their own that keep it, since a
+judge needs it. Values depend on the requests alone, never on the number of workers or on what else is being scored.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+from burnish.config.errors import UserError, unknown
+from burnish.config.plugins import is_plugin
+from burnish.config.schema import Reward, RewardPart
+from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
+from burnish.rewards.pool import Outcome, Outcomes, Pool
+from burnish.rewards.process import Call
+from burnish.rewards.types import PartSpec, Result, Score, ScoreRequest
+from burnish.rewards.verifiers import VERIFIERS, check_verifier
+from burnish.rewards.wire import Setup
+
+CHUNK = 64  # requests in one call of a batch function
+SHOWN_CHARS = 400
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A checked part of the sum."""
+
+    label: str  # its name in `Score.parts`
+    config: RewardPart
+    is_batch: bool  # a user's function that takes many samples a call
+    required: tuple[str, ...]  # columns of a row it cannot do without
+
+    @property
+    def is_users(self) -> bool:
+        return is_plugin(self.config.name)
+
+
+@dataclass
+class _Open:
+    """A request some of whose parts are still being scored."""
+
+    request: ScoreRequest
+    missing: set[int]
+    results: dict[int, Result] = field(default_factory=dict)
+    timed_out: bool = False
+    errors: list[str] = field(default_factory=list)
+
+
+def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[_Part]:
+    """Everything that can be wrong with the parts before a run starts, found now."""
+    if not parts:
+        raise UserError(
+            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)} or path/to/file.py:function"
+        )
+    checked: list[_Part] = []
+    for index, part in enumerate(parts):
+        where = f"reward.parts[{index}] ({part.name})"
+        if part.sources is not None and not part.sources:
+            raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
+        is_batch, required = False, ["task"] if part.name == "task" else []
+        if is_plugin(part.name):
+            user = load_scorer(part.name, base, part.options, where)
+            is_batch = user.is_batch
+            required = required_columns(user.function, part.options) if is_batch else []
+        elif part.name in VERIFIERS:
+            check_verifier(part.name, part.options, where)
+        else:
+            raise unknown("reward", part.name, [*VERIFIERS, "path/to/file.py:function"])
+        name = part.name.rpartition(":")[2]
+        same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
+        checked.append(_Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required)))
+    return checked
+
+
+def combine(parts: Sequence[_Part], done: _Open) -> Score:
+    """The score of a request all of whose parts have an outcome; sums in the order of the config."""
+    values: dict[str, float] = {}
+    reward, accuracy = 0.0, None
+    for index, part in enumerate(parts):
+        result = done.results.get(index)
+        if result is None or result.value is None:
+            continue
+        values[part.label] = result.value
+        values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
+        reward += part.config.weight * result.value
+        if accuracy is None and part.config.name != "format":
+            accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
+    errors = done.errors
+    if not values and not errors:
+        errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
+    if errors:
+        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors))
+    return Score(done.request.id, reward, accuracy, values, done.timed_out, None)
+
+
+class Rewards:
+    """Scores requests in the background. Its methods are called from one thread; close it, or use it in `with`."""
+
+    def __init__(self, config: Reward, base: Path | None = None) -> None:
+        self._config = config
+        self._parts = check_parts(config.parts, base)
+        self._by_source: dict[str, list[int]] = {}
+        self._outcomes: Outcomes = queue.SimpleQueue()
+        self._open: dict[int, _Open] = {}
+        self._done: dict[int, Score] = {}
+        self._next_ticket = 0
+        self._broken: BaseException | None = None
+        self._is_closed = False
+        self._counters = {"answer_timeout": 0, "scorer_failed": 0}
+        self._pools: dict[bool, Pool] = {}  # by whether they run a user's functions
+        for users in sorted({part.is_users for part in self._parts}):
+            specs = {
+                i: PartSpec(p.config.name, p.config.options) for i, p in enumerate(self._parts) if p.is_users is users
+            }
+            folder = None if base is None else str(Path(base).resolve())
+            setup = Setup(specs, folder, config.timeout_s, not users, config.memory_gib)
+            self._pools[users] = Pool(setup, config.workers, self._outcomes)
+
+    @property
+    def pending(self) -> int:
+        """How many submitted requests have not been returned yet."""
+        return len(self._open) + len(self._done)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What went wrong so far: answer_timeout and scorer_failed by part of a request, scorer_retried by call."""
+        total = dict(self._counters)
+        for pool in self._pools.values():
+            for name, count in pool.counters.items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> None:
+        """Start scoring; `poll` returns the scores as they are done."""
+        self._submit(requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Score]:
+        """The scores that are done, waiting at most `timeout_s` (None: no limit) for the first; [] if none is pending."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._collect(0.0)
+        while not self._done and self._open and (deadline is None or time.monotonic() < deadline):
+            self._collect(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        scores = list(self._done.values())
+        self._done.clear()
+        return scores
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """The scores of these requests, in their order; others that finish meanwhile stay for `poll`."""
+        tickets = self._submit(requests)
+        while any(ticket in self._open for ticket in tickets):
+            self._collect(None)
+        return [self._done.pop(ticket) for ticket in tickets]
+
+    def close(self) -> None:
+        """Kill and reap every worker; what is pending is dropped."""
+        for pool in self._pools.values() if not self._is_closed else ():
+            pool.close()
+        self._is_closed = True
+        self._open.clear()
+        self._done.clear()
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, requests: Sequence[ScoreRequest]) -> list[int]:
+        if self._is_closed:
+            raise RuntimeError("submit after close")
+        limit = self._config.max_answer_chars
+        requests = [r if len(r.completion) <= limit else replace(r, completion=r.completion[-limit:]) for r in requests]
+        applying = [self._applying(request) for request in requests]
+        tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
+        calls: dict[bool, list[Call]] = {users: [] for users in self._pools}
+        for index, part in enumerate(self._parts):
+            rows = [(t, r) for t, r, indexes in zip(tickets, requests, applying, strict=True) if index in indexes]
+            size = CHUNK if part.is_batch else 1
+            for at in range(0, len(rows), size):
+                some_tickets, some_requests = zip(*rows[at : at + size], strict=True)
+                calls[part.is_users].append(Call(index, some_tickets, _pickled(some_requests)))
+        # Nothing is queued before every row has passed its checks, so an error leaves nothing half submitted.
+        self._next_ticket += len(requests)
+        self._open |= {t: _Open(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)}
+        for users, some in calls.items():
+            self._pools[users].submit(some)
+        return tickets
+
+    def _applying(self, request: ScoreRequest) -> list[int]:
+        """The parts that apply to a row, by its data source; the row is checked against what they need."""
+        source = request.data_source
+        if source not in self._by_source:
+            found = [i for i, p in enumerate(self._parts) if p.config.sources is None or source in p.config.sources]
+            if not found:
+                listed = "; ".join(f"{p.label}: {', '.join(p.config.sources or [])}" for p in self._parts)
+                raise UserError(
+                    f"no reward part applies to data_source {source!r} of row {request.id!r} (sources of the parts: "
+                    f"{listed}); add it to a part's sources"
+                )
+            self._by_source[source] = found
+        for index in self._by_source[source]:
+            missing = [name for name in self._parts[index].required if name not in request.extra]
+            if missing:
+                available = ", ".join([*request.extra, *ROW_COLUMNS])
+                hint = "; 'task' scores only rows of generated tasks" if missing == ["task"] else ""
+                raise UserError(
+                    f"reward.parts[{index}] ({self._parts[index].config.name}) needs a column {missing[0]!r}, which row "
+                    f"{request.id!r} of {source!r} does not have (it has: {available}){hint}"
+                )
+        return self._by_source[source]
+
+    def _collect(self, timeout_s: float | None) -> None:
+        """Take the outcomes that are there, waiting for the first one."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            outcome = self._outcomes.get(timeout=timeout_s) if timeout_s != 0 else self._outcomes.get_nowait()
+            while True:
+                if isinstance(outcome, BaseException):
+                    self._broken = outcome
+                    raise outcome
+                self._record(outcome)
+                outcome = self._outcomes.get_nowait()
+        except queue.Empty:
+            return
+
+    def _record(self, outcome: Outcome) -> None:
+        index = outcome.call.part
+        label = self._parts[index].label
+        for at, ticket in enumerate(outcome.call.tickets):
+            item = self._open[ticket]
+            item.missing.remove(index)
+            if outcome.results is not None:
+                item.results[index] = outcome.results[at]
+            elif outcome.timed_out:
+                self._counters["answer_timeout"] += 1
+                item.timed_out = True
+                item.results[index] = Result(0.0, 0.0)
+            else:
+                self._counters["scorer_failed"] += 1
+                shown = item.request.completion[-SHOWN_CHARS:]
+                item.errors.append(
+                    f"reward part {label!r} failed twice on row {item.request.id!r} of {item.request.data_source!r}\n"
+                    f"{outcome.error}\nthe completion (its last {SHOWN_CHARS} characters): {shown!r}"
+                )
+            if not item.missing:
+                self._done[ticket] = combine(self._parts, self._open.pop(ticket))
+
+
+def _pickled(requests: Sequence[ScoreRequest]) -> bytes:
+    try:
+        return pickle.dumps(list(requests))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        ids = ", ".join(repr(r.id) for r in requests[:3])
+        raise UserError(
+            f"row {ids}: its answer or extra columns cannot be sent to a scoring process: {error}"
+        ) from error

@@ -1,0 +1,53 @@
+"""What goes into scoring and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One completion to be scored."""
+
+    id: str
+    prompt: str | list[dict[str, Any]]  # text, or chat messages
+    completion: str
+    data_source: str
+    answer: Any  # the expected answer; a task or a plug-in may need none
+    extra: dict[str, Any]  # the row's other columns
+    truncated: bool = False  # the completion stopped at its length limit; plug-ins see it
+
+
+@dataclass(frozen=True)
+class Score:
+    """The verdict on one request.
+
+    `reward` is None when the scorer itself failed twice: the sample then leaves the loss and the group statistics,
+    and `error` holds the traceback, the part and the text that caused it. A call past its deadline is no failure: its
+    part is 0.0 and `timed_out` says so.
+    """
+
+    id: str
+    reward: float | None
+    accuracy: float | None  # None too when only `format` applies
+    parts: dict[str, float] = field(default_factory=dict)  # raw values by part, before weights
+    timed_out: bool = False
+    error: str | None = None
+
+
+class Result(NamedTuple):
+    """What one part says of one request."""
+
+    value: float | None  # None: a batch function says that it does not apply to this row (TRL's convention)
+    accuracy: float | None = None
+    parts: Mapping[str, float] = MappingProxyType({})  # further numbers to log
+
+
+class PartSpec(NamedTuple):
+    """A part as a worker process has to load it."""
+
+    name: str  # a verifier's name, or path/to/file.py:function
+    options: dict[str, Any]

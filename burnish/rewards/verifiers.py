@@ -1,0 +1,230 @@
+r"""Built-in verifiers: pure functions `(completion, answer, extra, **options) -> float`.
+
+A completion that cannot be parsed is incorrect (0.0), never an exception. An *expected* answer that cannot be parsed
+is a mistake in the data and raises, so that it is counted and shown instead of becoming a quiet zero.
+
+They run in processes that can be killed (burnish.rewards.pool): a regular expression that backtracks for ever or
+`\boxed{9^{9^{9^{9}}}}` is stopped by the deadline there, so nothing here keeps a clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from burnish.config.errors import UserError, nearest
+
+# --- finding the answer in a completion ------------------------------------------------------------------------------
+
+ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+
+
+def answer_block(text: str) -> str | None:
+    """The inside of the last `<answer>...</answer>`, or None."""
+    blocks = ANSWER_BLOCK.findall(text)
+    return blocks[-1].strip() if blocks else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The inside of the last complete `\boxed{...}`, braces balanced, or None; one pass, however many are left open."""
+    open_braces: list[int] = []  # where the inside of each open \boxed starts, -1 for a plain brace
+    best = (-1, -1)
+    for token in _BRACES.finditer(text):
+        if token[0] == "}":
+            start = open_braces.pop() if open_braces else -1
+            best = max(best, (start, token.start()))
+        elif token[0].endswith("{") and not token[0].startswith("\\{"):
+            open_braces.append(token.end() if token[0] != "{" else -1)
+    return text[best[0] : best[1]].strip() if best[0] >= 0 else None
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
+
+
+def exact(completion: str, answer: Any, extra: Mapping[str, Any], *, ignore_case: bool = False) -> float:
+    """1 if the completion, or its `<answer>` block, is the answer up to surrounding white space."""
+
+    def normal(text: str) -> str:
+        return text.strip().casefold() if ignore_case else text.strip()
+
+    candidates = [completion, answer_block(completion)]
+    return float(any(c is not None and normal(c) == normal(str(answer)) for c in candidates))
+
+
+# --- number ----------------------------------------------------------------------------------------------------------
+
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)])-)?(?:\\[dt]?frac\{{(?P<top>-?{_DIGITS})\}}\{{(?P<bottom>-?{_DIGITS})\}}"
+    rf"|(?P<plain>{_DIGITS})(?:\s?/\s?(?P<over>{_DIGITS}))?)"
+)
+_NOISE = re.compile(r"\\?[$%]|\\[,;! ]|(?<=\d)\{,\}(?=\d)")
+_MAX_EXPONENT = 400  # past the range of a float; 1e999999999 would otherwise become a gigabyte of digits
+
+
+def _exact_value(digits: str) -> Fraction:
+    exponent = digits.lower().partition("e")[2]
+    if exponent and abs(int(exponent)) > _MAX_EXPONENT:
+        raise ValueError(f"exponent of {digits} is out of range")
+    return Fraction(digits.replace(",", ""))
+
+
+def last_number(text: str) -> Fraction | None:
+    r"""The last number in a text, exactly: `1,234.50`, `-3/4`, `\frac{3}{4}`, `1e-3`; `$` and `%` are ignored."""
+    text = _NOISE.sub(lambda m: "," if m[0] == "{,}" else "", text.replace("−", "-"))
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    found = matches[-1]
+    top, bottom = found["top"] or found["plain"], found["bottom"] or found["over"] or "1"
+    try:
+        value = _exact_value(top) / _exact_value(bottom)
+    except (ValueError, ZeroDivisionError):  # more digits than Python converts, an absurd exponent, or x/0
+        return None
+    return -value if found["sign"] else value
+
+
+def answered_number(text: str) -> Fraction | None:
+    r"""The number a text answers with: in the `<answer>` block, in `\boxed{}`, after `####`, else the last of all."""
+    text = answer_block(text) or text
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return last_number(boxed)
+    return last_number(text.rpartition("####")[2])
+
+
+def number(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+    """1 if the number answered equals the expected one exactly (0.50 is 1/2); GSM8K solutions are accepted as answers."""
+    expected = answered_number(str(answer))
+    if expected is None:
+        raise ValueError(f"the expected answer {answer!r} holds no number")
+    return float(answered_number(completion) == expected)
+
+
+# --- multiple choice -------------------------------------------------------------------------------------------------
+
+# In running text a lone `a` or `I` is a word more often than a choice: a lower-case letter must close its clause.
+_LETTER = r"(?:\(([A-Ja-j])\)|(I(?!['’]|\s+[a-z])|[A-HJ])(?![A-Za-z'’])|([a-j])(?=\s*(?:[.,;:!)*\n]|$)))"
+_SAID = re.compile(rf"(?i:answer|choice|option)(?:\s+(?i:is))?\s*[:=]?\s*\**\s*{_LETTER}")
+_PARENTHESISED = re.compile(r"\(([A-Ja-j])\)")
+_ALONE = re.compile(r"(?:\\text\{|\\mathrm\{|\\textbf\{)?\W*([A-Ja-j])\W*")
+_LED = re.compile(r"\**\(?([A-J])[.):]\**\s")
+
+
+def chosen_letter(text: str) -> str | None:
+    r"""The letter A to J a text chooses: `\boxed{B}`, `answer is B`, `(B)`, `B` alone, `B. Paris`; the last of its kind."""
+    text = (answer_block(text) or text).strip()
+    alone = _ALONE.fullmatch(last_boxed(text) or text)
+    if alone:
+        return alone[1].upper()
+    for pattern in (_SAID, _PARENTHESISED):
+        matches = pattern.findall(text)
+        if matches:
+            return "".join(matches[-1]).upper()
+    led = _LED.match(text)
+    return led[1] if led else None
+
+
+def choice(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+    """1 if the letter chosen is the expected one; case and parentheses do not matter."""
+    expected = _ALONE.fullmatch(str(answer).strip())
+    if expected is None:
+        raise ValueError(f"the expected answer {answer!r} is no choice letter from A to J")
+    return float(chosen_letter(completion) == expected[1].upper())
+
+
+# --- mathematics -----------------------------------------------------------------------------------------------------
+
+_DELIMITED = re.compile(r"\\boxed|(?<!\\)\$")
+_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s")
+
+
+def _parse_math(latex: str) -> list[Any]:
+    from math_verify import parse
+
+    # Its own clock needs the main thread and would turn a hostile answer into an uncounted zero: ours does both right.
+    return parse(latex, parsing_timeout=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected_math(answer: str) -> list[Any]:
+    # Answers in data files are bare LaTeX, of which math-verify sees only what stands inside a delimiter.
+    parsed = _parse_math(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}")
+    if not parsed:
+        raise ValueError(f"math-verify cannot parse the expected answer {answer!r}")
+    return parsed
+
+
+def math(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+    """1 if math-verify finds the completion's expression equal to the expected one (Hugging Face, math-verify)."""
+    from math_verify import verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its clock is off
+    expected = _expected_math(str(answer))
+    block = answer_block(completion)
+    text = block or completion
+    if block and not _DELIMITED.search(block) and not _PROSE.search(block):
+        text = f"\\boxed{{{block}}}"
+    return float(verify(expected, _parse_math(text), timeout_seconds=None))
+
+
+# --- format ----------------------------------------------------------------------------------------------------------
+
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
+R1_FORMAT = rf"\s*<think>(?=\s*(?!</think>)\S){_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
+
+
+def format(completion: str, answer: Any, extra: Mapping[str, Any], *, pattern: str = R1_FORMAT) -> float:
+    """1 if the whole completion matches; by default R1's thinking then answer, once each (DeepSeek-R1, 2501.12948)."""
+    return float(re.compile(pattern, re.DOTALL).fullmatch(completion) is not None)
+
+
+# --- generated tasks -------------------------------------------------------------------------------------------------
+
+
+def task(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+    """What the checker of the generated task that made the row says; `extra["task"]` is its name."""
+    from burnish.data.tasks.registry import score_answer
+
+    return float(score_answer(extra["task"], completion, answer, dict(extra)))
+
+
+VERIFIERS: dict[str, Callable[..., float]] = {
+    "exact": exact,
+    "number": number,
+    "choice": choice,
+    "math": math,
+    "format": format,
+    "task": task,
+}
+
+
+def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
+    """Refuse, before a run starts, options a verifier does not take, patterns that do not compile, a missing extra."""
+    known = [p.name for p in inspect.signature(VERIFIERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for key in options:
+        if key not in known:
+            takes = f"takes: {', '.join(known)}" if known else "takes no options"
+            raise UserError(f"{where}: unknown option {key!r}{nearest(key, known)} ({takes})")
+    if "pattern" in options:
+        try:
+            re.compile(options["pattern"], re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise UserError(f"{where}: pattern {options['pattern']!r} is no regular expression: {error}") from error
+    if name == "math" and importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"{where}: the math verifier needs math-verify; install it with pip install 'burnish[math]'")
+
+
+def warm_up(name: str) -> None:
+    """Load what a verifier loads on first use, so that no answer pays for it out of its own deadline."""
+    if name == "math":
+        math("\\boxed{\\frac{1}{2}}", "0.5", {})
+    elif name == "task":
+        import burnish.data.tasks.registry  # noqa: F401

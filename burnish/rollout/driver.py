@@ -1,0 +1,114 @@
+"""Runs environments against any engine: trajectories out, as they finish.
+
+Each sample of each prompt gets its own environment and its own random key; turns of many trajectories are in flight
+at once. What comes out depends on the keys and the weights, not on the order of completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from burnish.core.engine import Completion, Engine, Request, SamplingOptions
+from burnish.core.keys import sample_key
+from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.data.prompts import Draw
+from burnish.environments.base import Done, Environment, MakeEnvironment
+from burnish.models.tokenizer import Tokenizer
+
+
+@dataclass
+class _Running:
+    """A trajectory on its way."""
+
+    draw: Draw
+    sample: int
+    key: int
+    environment: Environment
+    context: list[int] = field(default_factory=list)
+    action: list[bool] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+    prompt_length: int = 0
+    drawn: int = 0
+    turns: int = 0
+
+    def append(self, tokens: Sequence[int], logp: Sequence[float] | None = None, version: int = -1) -> None:
+        written = logp is not None
+        self.context.extend(tokens)
+        self.action.extend([written] * len(tokens))
+        self.logp.extend(logp if logp is not None else [0.0] * len(tokens))
+        self.version.extend([version] * len(tokens))
+
+
+class Driver:
+    """Turns draws of prompts into trajectories."""
+
+    def __init__(
+        self, engine: Engine, make_environment: MakeEnvironment, tokenizer: Tokenizer, seed: int, max_turns: int = 1
+    ) -> None:
+        self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
+        self.seed, self.max_turns = seed, max_turns
+
+    def run(self, draws: Sequence[Draw], n: int, sampling: SamplingOptions, stream: str) -> Iterator[Trajectory]:
+        """`n` trajectories of each draw, as they finish."""
+        running: dict[str, _Running] = {}
+        requests = []
+        for draw in draws:
+            for sample in range(n):
+                key = sample_key(self.seed, stream, draw.prompt.row.id, draw.visit, sample)
+                one = _Running(draw, sample, key, self.make_environment(draw.prompt))
+                one.append(one.environment.start().tokens)
+                one.prompt_length = len(one.context)
+                requests.append(self._request(one, sampling, running))
+        self.engine.submit(requests)
+        for completion in self.engine.stream():
+            one = running.pop(completion.id)
+            finished = self._observe(one, completion)
+            if finished is None:
+                self.engine.submit([self._request(one, sampling, running)])
+            else:
+                yield finished
+
+    def _request(self, one: _Running, sampling: SamplingOptions, running: dict[str, _Running]) -> Request:
+        name = f"{one.draw.prompt.row.id}#{one.draw.visit}.{one.sample}/{one.turns}"
+        running[name] = one
+        return Request(name, tuple(one.context), sampling, one.key, one.drawn)
+
+    def _observe(self, one: _Running, completion: Completion) -> Trajectory | None:
+        """The trajectory if this completion ended it, else None with the next turn in the context."""
+        tokens = completion.tokens.tolist()
+        one.append(tokens, completion.logp.tolist(), completion.version)
+        one.drawn += len(tokens)
+        one.turns += 1
+        if completion.finish == "length":
+            return self._trajectory(one, "length", None)
+        answer = one.environment.observe(tokens, self.tokenizer.decode(tokens))
+        if isinstance(answer, Done):
+            return self._trajectory(one, "stop", answer.reward)
+        if one.turns >= self.max_turns:
+            return self._trajectory(one, "turns", None)
+        one.append(answer.tokens)
+        return None
+
+    def _trajectory(self, one: _Running, finish: str, reward: float | None) -> Trajectory:
+        sequence = TokenSequence(
+            tokens=np.array(one.context, dtype=np.int64),
+            action_mask=np.array(one.action, dtype=bool),
+            behaviour_logp=np.array(one.logp, dtype=np.float32),
+            version=np.array(one.version, dtype=np.int32),
+        )
+        return Trajectory(
+            prompt_id=one.draw.prompt.row.id,
+            visit=one.draw.visit,
+            sample=one.sample,
+            sequences=[sequence],
+            finish=finish,  # type: ignore[arg-type]
+            completion=self.tokenizer.decode(one.context[one.prompt_length :]),
+            reward=reward,
+            accuracy=None if reward is None else float(reward >= 1),
+            parts={} if reward is None else {"environment": reward},
+            metadata={"prompt_length": one.prompt_length},
+        )

@@ -1,0 +1,55 @@
+"""Measuring a policy on held-out prompts: accuracy, by a column of the rows if asked, and lengths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from burnish.config.schema import Sampling
+from burnish.core.engine import SamplingOptions
+from burnish.data.prompts import Draw, Prompt
+from burnish.rewards.rewards import Rewards
+from burnish.rollout.driver import Driver
+from burnish.rollout.scored import Progress, Scored, rollout_and_score
+
+
+def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOptions:
+    """A config's sampling section as the engine wants it; the model's end tokens always end a completion."""
+    return SamplingOptions(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens,
+        stop_tokens=eos_ids,
+        stop=tuple(config.stop),
+    )
+
+
+def measure(
+    driver: Driver, rewards: Rewards, prompts: Sequence[Prompt], n: int, sampling: SamplingOptions, progress: Progress
+) -> Scored:
+    """`n` scored completions of each prompt. The noise is that of the `eval` stream: the same at every step of a run."""
+    return rollout_and_score(driver, rewards, [Draw(p, 0) for p in prompts], n, sampling, "eval", progress)
+
+
+def summary(scored: Scored, by: str | None = None) -> dict[str, float]:
+    """accuracy, reward_mean, length_mean, truncated, failed; and accuracy/<by>=<value> for each value of a column."""
+    trajectories = [t for t in scored.trajectories if t.reward is not None]
+    values = {"failed": float(len(scored.trajectories) - len(trajectories))}
+    if not trajectories:
+        return values
+    values["accuracy"] = _mean([float(t.accuracy or 0.0) for t in trajectories])
+    values["reward_mean"] = _mean([float(t.reward or 0.0) for t in trajectories])
+    values["length_mean"] = _mean([t.num_actions for t in trajectories])
+    values["truncated"] = _mean([t.truncated for t in trajectories])
+    if by is not None:
+        column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in scored.draws}
+        parts = defaultdict(list)
+        for t in trajectories:
+            parts[column[t.prompt_id]].append(float(t.accuracy or 0.0))
+        values.update({f"accuracy/{by}={value}": _mean(parts[value]) for value in sorted(parts, key=str)})
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values)) / len(values)

@@ -1,0 +1,95 @@
+"""The key/value cache of the native engine: one row a running sequence, rows kept dense.
+
+Rows 0..n-1 are always the running ones: when a sequence ends, the last row moves into its place, so every decode
+step works on plain slices and no row-step is spent on a finished sequence. Capacity along time grows by doubling
+with the sequences that are really there, not with the longest they might become.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from burnish.models.architecture import Architecture
+
+
+class KVCache:
+    """Keys and values of all rows, [layers, rows, capacity, kv_heads, head_dim] each."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.rows, self.capacity = 0, 0
+        self.keys = self.values = self._empty(0, 0)
+
+    def _empty(self, rows: int, capacity: int) -> Tensor:
+        shape = (self.arch.num_layers, rows, capacity, self.arch.num_kv_heads, self.arch.head_dim)
+        # Zeros, not empty: what a mask hides must still be finite, or 0 * NaN would leak into the sum.
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Room for `rows` rows of `length` tokens; grows, never shrinks."""
+        if rows <= self.rows and length <= self.capacity:
+            return
+        new_rows = max(rows, self.rows)
+        capacity = self.capacity if length <= self.capacity else max(64, length, 2 * self.capacity)
+        for name in ("keys", "values"):
+            old, new = getattr(self, name), self._empty(new_rows, capacity)
+            new[:, : self.rows, : self.capacity] = old
+            setattr(self, name, new)
+        self.rows, self.capacity = new_rows, capacity
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.rows = self.capacity = 0
+        self.keys = self.values = self._empty(0, 0)
+
+    def put_prompt(self, rows: slice, keys: Tensor, values: Tensor) -> None:
+        """Write one prompt's [layers, length, kv_heads, head_dim] into each of the rows."""
+        length = keys.shape[1]
+        self.keys[:, rows, :length] = keys[:, None]
+        self.values[:, rows, :length] = values[:, None]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a row into another."""
+        self.keys[:, target, :length] = self.keys[:, source, :length]
+        self.values[:, target, :length] = self.values[:, source, :length]
+
+
+class PrefillAttention:
+    """Packed attention that keeps the keys and values it saw, for the cache."""
+
+    def __init__(self, packed: object, num_layers: int) -> None:
+        self.packed = packed
+        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self.values: list[Tensor] = [torch.empty(0)] * num_layers
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys[layer], self.values[layer] = k, v
+        return self.packed(layer, q, k, v)  # type: ignore[operator]
+
+
+class DecodeAttention:
+    """One query a row against its cached past, which it first extends by the query's own key and value."""
+
+    def __init__(self, cache: KVCache, positions: Tensor, longest: int, shortest: int) -> None:
+        rows = positions.shape[0]
+        self.cache, self.rows, self.width = cache, rows, longest + 1
+        self.slots = torch.arange(rows, device=positions.device) * cache.capacity + positions
+        window = cache.arch.window
+        self.mask: Tensor | None = None
+        if shortest != longest or (window is not None and longest >= window):
+            column = torch.arange(self.width, device=positions.device)
+            mask = column <= positions[:, None]
+            if window is not None:
+                mask &= column > positions[:, None] - window
+            self.mask = mask[:, None, None, :]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache, arch = self.cache, self.cache.arch
+        for store, new in ((cache.keys, k), (cache.values, v)):
+            store[layer].view(-1, arch.num_kv_heads, arch.head_dim).index_copy_(0, self.slots, new)
+        keys, values = (x[layer, : self.rows, : self.width].transpose(1, 2) for x in (cache.keys, cache.values))
+        # The query heads that share a key head stand as so many queries of that head: no key is repeated.
+        queries = q.view(self.rows, arch.num_kv_heads, -1, arch.head_dim)
+        return functional.scaled_dot_product_attention(queries, keys, values, self.mask).reshape(q.shape)

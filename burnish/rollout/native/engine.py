@@ -1,0 +1,270 @@
+"""The native engine: continuous batching on the learner's own weights.
+
+One loop: admit waiting requests into free rows (each distinct prompt is prefilled once, whatever the number of its
+samples), decode one token for every running row, take finished rows out at once. The model handed in is the module
+the learner trains; nothing is copied, so new weights need no transfer. What a request yields depends on its key and
+on the weights, not on its neighbours (to rounding; exactly so in float64 for any practical purpose).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.config.errors import UserError
+from burnish.core.engine import Completion, Request
+from burnish.core.noise import uniforms
+from burnish.core.segments import offsets_from_lengths
+from burnish.models.decoder import Decoder
+from burnish.models.ops.attention import PackedAttention
+from burnish.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
+from burnish.rollout.native.rows import Rows
+from burnish.rollout.native.sampler import sample
+
+PREFILL_TOKENS = 8192  # prompts packed into one forward, at most (a longer prompt goes alone)
+
+
+@dataclass
+class Prefilled:
+    """A prompt whose keys and values are known and whose samples are not all admitted yet."""
+
+    keys: Tensor  # [layers, length, kv_heads, head_dim]
+    values: Tensor
+    logits: Tensor  # [vocab], of the first new token
+    waiting: int
+
+
+@dataclass
+class EngineStats:
+    """Work done so far."""
+
+    prefilled_tokens: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    """Rows decoded, summed over steps; the tokens produced besides each sample's first, which the prefill gives."""
+    tokens: int = 0
+
+
+class NativeEngine:
+    """Samples from a decoder. `listener(request_id, token)` hears every token as it is drawn."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        max_rows: int = 256,
+        decode: Callable[[list[int]], str] | None = None,
+        listener: Callable[[str, int], None] | None = None,
+    ) -> None:
+        weight = model.embedding.weight
+        self.model, self.decode, self.listener = model, decode, listener
+        self.device = weight.device
+        self.max_rows = max_rows
+        self.cache = KVCache(model.arch, weight.dtype, weight.device)
+        self.rows = Rows(max_rows, weight.device)
+        self.queue: deque[Request] = deque()
+        self.prefilled: dict[tuple[int, ...], Prefilled] = {}
+        self.version = 0
+        self.stats = EngineStats()
+        self._ids: set[str] = set()
+
+    # --- the Engine protocol -----------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._check(request)
+        self.queue.extend(requests)
+        self._ids.update(r.id for r in requests)
+
+    def stream(self) -> Iterator[Completion]:
+        while self.queue or len(self.rows):
+            with torch.inference_mode():
+                finished = self._admit() if self.queue and len(self.rows) < self.max_rows else []
+                if not finished and len(self.rows):
+                    finished = self._decode_step()
+            yield from finished
+
+    def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
+        wanted = set(ids)
+        unknown = wanted - self._ids
+        if unknown:
+            raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
+        kept = [
+            self._take(i, "aborted") for i in range(len(self.rows) - 1, -1, -1) if self.rows.requests[i].id in wanted
+        ]
+        for request in [r for r in self.queue if r.id in wanted]:
+            self.queue.remove(request)
+            self._ids.discard(request.id)
+            self._forget(request)
+            kept.append(Completion(request.id, _no_tokens(), _no_logp(), "aborted", self.version))
+        return kept if keep else []
+
+    def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if len(self.rows) or self.prefilled:
+            raise RuntimeError(
+                f"new weights while {len(self.rows)} rows are running: their cache would be stale; finish or abort first"
+            )
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                parameters[name].copy_(tensor)
+        self.version = version
+
+    def sleep(self) -> None:
+        if self.queue or len(self.rows):
+            raise RuntimeError(f"the engine cannot sleep with {len(self.queue) + len(self.rows)} requests unfinished")
+        self.cache.release()
+
+    def wake(self) -> None:
+        """Nothing to do: the cache grows back with the first requests."""
+
+    # --- one iteration -----------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        if not request.tokens:
+            raise UserError(f"request {request.id}: the prompt has no tokens")
+        if request.id in self._ids:
+            raise ValueError(f"request {request.id} is already running")
+        longest = len(request.tokens) + request.sampling.max_tokens
+        if longest > self.model.arch.max_positions:
+            raise UserError(
+                f"request {request.id}: {len(request.tokens)} prompt tokens + {request.sampling.max_tokens} new ones = {longest}, "
+                f"but the model is made for {self.model.arch.max_positions} positions; lower max_tokens"
+            )
+        if request.sampling.stop and self.decode is None:
+            raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
+
+    def _admit(self) -> list[Completion]:
+        """Fill free rows from the queue; prefill the prompts that are new; draw each new row's first token."""
+        first = len(self.rows)
+        admitted = [self.queue.popleft() for _ in range(min(self.max_rows - first, len(self.queue)))]
+        self._prefill([r.tokens for r in admitted])
+        self.cache.reserve(
+            self.max_rows if len(self.queue) else len(self.rows) + len(admitted),
+            max(len(r.tokens) for r in admitted) + 1,
+        )
+        logits = []
+        start = first
+        while start < first + len(admitted):
+            request = admitted[start - first]
+            stop = start
+            while stop < first + len(admitted) and admitted[stop - first].tokens == request.tokens:
+                self.rows.add(admitted[stop - first], self.version)
+                stop += 1
+            prompt = self.prefilled[request.tokens]
+            self.cache.put_prompt(slice(start, stop), prompt.keys, prompt.values)
+            logits.append(prompt.logits.expand(stop - start, -1))
+            for k in range(start, stop):
+                self._forget(admitted[k - first])
+            start = stop
+        return self._draw(slice(first, len(self.rows)), torch.cat(logits))
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        for prompt in prompts:
+            if prompt in self.prefilled:
+                self.prefilled[prompt].waiting = -1  # counted below, together with the queue
+        new = [p for p in dict.fromkeys(prompts) if p not in self.prefilled]
+        chunk: list[tuple[int, ...]] = []
+        size = 0
+        for prompt in new:
+            if chunk and size + len(prompt) > PREFILL_TOKENS:
+                self._prefill_chunk(chunk)
+                chunk, size = [], 0
+            chunk.append(prompt)
+            size += len(prompt)
+        if chunk:
+            self._prefill_chunk(chunk)
+        for prompt in dict.fromkeys(prompts):
+            self.prefilled[prompt].waiting = prompts.count(prompt)
+        for request in self.queue:
+            if request.tokens in self.prefilled:
+                self.prefilled[request.tokens].waiting += 1
+
+    def _prefill_chunk(self, prompts: list[tuple[int, ...]]) -> None:
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        offsets = offsets_from_lengths(lengths)
+        tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
+        positions = torch.arange(tokens.shape[0], device=self.device) - torch.repeat_interleave(offsets[:-1], lengths)
+        attend = PrefillAttention(PackedAttention(offsets, self.model.arch.window), self.model.arch.num_layers)
+        hidden = self.model(tokens, positions, attend, max(len(p) for p in prompts))
+        logits = self.model.logits(hidden[offsets[1:] - 1])
+        keys, values = torch.stack(attend.keys), torch.stack(attend.values)
+        bounds = offsets.tolist()
+        for i, prompt in enumerate(prompts):
+            part = slice(bounds[i], bounds[i + 1])
+            self.prefilled[prompt] = Prefilled(keys[:, part], values[:, part], logits[i], 0)
+        self.stats.prefilled_tokens += tokens.shape[0]
+
+    def _forget(self, request: Request) -> None:
+        """One sample fewer waits for this prompt; the last one lets it go."""
+        prompt = self.prefilled.get(request.tokens)
+        if prompt is not None:
+            prompt.waiting -= 1
+            if prompt.waiting <= 0:
+                del self.prefilled[request.tokens]
+
+    def _decode_step(self) -> list[Completion]:
+        n = len(self.rows)
+        positions = self.rows.position[:n]
+        shortest, longest = (int(x) for x in torch.aminmax(positions))
+        self.cache.reserve(n, longest + 2)
+        attend = DecodeAttention(self.cache, positions, longest, shortest)
+        hidden = self.model(self.rows.last_token[:n], positions, attend, longest + 1)
+        self.stats.decode_steps += 1
+        self.stats.row_steps += n
+        return self._draw(slice(0, n), self.model.logits(hidden))
+
+    def _draw(self, rows: slice, logits: Tensor) -> list[Completion]:
+        """Sample one token for each of the rows; returns the completions that this ended."""
+        state = self.rows
+        options = [r.sampling for r in state.requests[rows]]
+        tokens, logp = sample(
+            logits,
+            uniforms(state.key[rows], state.drawn[rows]),
+            state.temperature[rows],
+            state.top_k[rows] if any(o.top_k for o in options) else None,
+            state.top_p[rows] if any(o.top_p < 1 for o in options) else None,
+        )
+        state.record(rows, tokens, logp, int(state.produced[rows].max()) + 1)
+        self.stats.tokens += tokens.shape[0]
+        drawn = tokens.tolist()
+        if self.listener is not None:
+            for request, token in zip(state.requests[rows], drawn, strict=True):
+                self.listener(request.id, token)
+        full = (state.produced[rows] >= state.limit[rows]).tolist()
+        ended = []
+        for k, request in enumerate(state.requests[rows]):
+            if drawn[k] in request.sampling.stop_tokens or (request.sampling.stop and self._hits_stop(rows.start + k)):
+                ended.append((rows.start + k, "stop"))
+            elif full[k]:
+                ended.append((rows.start + k, "length"))
+        # From the last row down, so that a row that moves into a hole has been looked at already.
+        return [self._take(row, finish) for row, finish in reversed(ended)][::-1]
+
+    def _hits_stop(self, row: int) -> bool:
+        stop, count = self.rows.requests[row].sampling.stop, int(self.rows.produced[row])
+        # A string of k characters spans at most k tokens that show text, and a few that show none.
+        tail = max(len(s) for s in stop) + 8
+        assert self.decode is not None
+        text = self.decode(self.rows.tokens[row, max(0, count - tail) : count].tolist())
+        return any(s in text for s in stop)
+
+    def _take(self, row: int, finish: str) -> Completion:
+        completion = self.rows.completion(row, finish)
+        self._ids.discard(completion.id)
+        last = self.rows.remove(row)
+        if last != row:
+            self.cache.move(last, row, int(self.rows.position[row]))
+        return completion
+
+
+def _no_tokens() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
+def _no_logp() -> np.ndarray:
+    return np.empty(0, dtype=np.float32)

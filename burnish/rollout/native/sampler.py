@@ -1,0 +1,44 @@
+"""Drawing tokens: one uniform number a row, by inversion of the cumulative distribution.
+
+The log-prob returned is of the drawn token under the very distribution it was drawn from, after temperature, top-k
+and top-p. Greedy rows (temperature 0) take the most likely token and report its untempered log-prob.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sample(
+    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens [n] and their log-probs [n] from logits [n, V]; options are [n] tensors, None where no row uses one."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    greedy = temperature == 0
+    scale = torch.where(greedy, torch.ones_like(temperature), temperature).to(logits.dtype)
+    logp = (logits / scale[:, None]).log_softmax(-1)
+    if top_k is not None or top_p is not None:
+        logp = _truncate(logp, top_k, top_p)
+    cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
+    # The total may miss 1 by rounding; scaling by it keeps every draw inside the support.
+    tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None]).squeeze(1)
+    if bool(greedy.any()):
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _truncate(logp: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Log-probs renormalised over each row's top-k tokens, then over the smallest set of them with mass top-p."""
+    ordered, order = logp.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logp.shape[1], device=logp.device)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        keep &= (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    if top_p is not None:
+        p = torch.where(keep, ordered, -torch.inf).softmax(-1)
+        before = p.cumsum(-1, dtype=torch.float64) - p
+        keep &= before < top_p[:, None]  # the first token is always kept: nothing stands before it
+    kept = torch.zeros_like(keep).scatter(1, order, keep)
+    return torch.where(kept, logp, -torch.inf).log_softmax(-1)

@@ -1,0 +1,171 @@
+"""The run directory: where everything of one run lies, who may write it, and whether a command means the same run.
+
+    <root>/<name>/config.yaml  metrics.jsonl  journal/  samples/  checkpoints/  report.html  curves.png  log.txt
+
+The same command again finds the same config and goes on; another config under the same name is refused with the keys
+that differ, so two experiments never mix. One process at a time writes a run: the lock is the kernel's (`flock`), so
+it goes with the process however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from burnish.config.errors import UserError, nearest
+from burnish.run.files import atomic_write, sweep
+
+MAX_SHOWN_KEYS = 12
+_held: set[int] = set()
+
+
+def _forget_locks() -> None:
+    """In a forked child: give up its copy of each lock, or an orphaned worker would keep a dead run locked."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+class RunDirectory:
+    """Paths of one run; `create` also holds its lock until `close` (or the end of a `with` block)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.journal = path / "journal"
+        self.samples = path / "samples"
+        self.checkpoints = path / "checkpoints"
+        self.report = path / "report.html"
+        self.curves = path / "curves.png"
+        self.log = path / "log.txt"
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, root: Path, name: str, config_text: str) -> RunDirectory:
+        """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
+        if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+            raise UserError(
+                f"run name {name!r} cannot be a folder name: use letters, digits and _ - + = . (not first); the folder of all runs is run.directory"
+            )
+        run = cls(root / name)
+        if run.path.exists() and not run.config.exists():
+            _refuse_foreign(run.path)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.lock()
+        except OSError as error:
+            raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
+        try:
+            run._prepare(config_text)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """A run to read; takes no lock, so a run can be looked at while it trains."""
+        run = cls(path)
+        if not run.config.is_file():
+            siblings = [c.parent.name for c in path.parent.glob("*/config.yaml")] if path.parent.is_dir() else []
+            raise UserError(f"{path} is not a run: it has no config.yaml{nearest(path.name, siblings)}")
+        return run
+
+    def lock(self) -> None:
+        """Become the only writer, or raise a `UserError` that names the process that is."""
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise UserError(
+                f"run {self.path} is being written by another process (pid {owner}): wait for it, stop it, or choose another run.name"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        _held.add(descriptor)
+        self._lock = descriptor
+
+    def close(self) -> None:
+        """Give the lock back. Safe to call twice."""
+        if self._lock is not None and self._lock in _held:
+            _held.remove(self._lock)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child that was forked but has not run yet
+            os.close(self._lock)
+        self._lock = None
+
+    def _prepare(self, config_text: str) -> None:
+        if self.config.exists():
+            _refuse_other_config(self, config_text)
+        else:
+            atomic_write(self.config, config_text)
+        for folder in (self.path, self.journal, self.samples, self.checkpoints):
+            folder.mkdir(exist_ok=True)
+            sweep(folder)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder that is not a run (a run killed before its config was written holds nothing but the lock) stays untouched."""
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, but the run wants a folder there: choose another run.name")
+    foreign = sorted(e.name for e in path.iterdir() if e.name != "lock" and not e.name.startswith("."))
+    if foreign:
+        raise UserError(
+            f"{path} exists and is not a run (no config.yaml, but {', '.join(foreign[:3])}): choose another run.name"
+        )
+
+
+def _refuse_other_config(run: RunDirectory, config_text: str) -> None:
+    try:
+        old = flatten(yaml.safe_load(run.config.read_text()))
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{run.config} is not readable as YAML ({error}): restore it, or choose another run.name"
+        ) from error
+    new = flatten(yaml.safe_load(config_text))
+    missing = object()
+    differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
+    if not differing:
+        return
+    shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in differing[:MAX_SHOWN_KEYS]]
+    if len(differing) > len(shown):
+        shown.append(f"  and {len(differing) - len(shown)} more")
+    raise UserError(
+        f"run {run.path} exists with another config:\n"
+        + "\n".join(shown)
+        + f"\ngive this one another run.name, repeat the old settings to continue it, or delete {run.path} to start over"
+    )
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`: the dotted names people type as overrides. Lists stay values."""
+    if not isinstance(value, dict) or (not value and prefix):
+        return {prefix: value} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _value(flat: dict[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "not set"

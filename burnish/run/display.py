@@ -1,0 +1,206 @@
+"""The progress display: a live panel in a terminal, plain lines elsewhere, and log.txt in both cases.
+
+A terminal gets rich's live view. A pipe or a file gets at most one line a step: all of them while steps are slow, one
+every few seconds when they are fast, always the first and the last. log.txt gets every step and every note.
+A display never stops a run: when the terminal or rich fails it says so once and goes on in a plainer way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+LINE_EVERY_S = 2.0
+PHASE_EVERY_S = 30.0
+FEW_STEPS = 20  # a run this short shows every step
+
+
+def summarise(values: dict[str, Any]) -> dict[str, float]:
+    """The few numbers worth a line, by the names people say: reward, accuracy, loss, length, tokens/s."""
+    accuracies = [n for n in values if n.startswith("validation/") and n.endswith("/accuracy")]
+    names = {
+        "reward": ("reward/mean",),
+        "accuracy": tuple(accuracies),
+        "loss": ("sft/loss", "loss"),
+        "length": ("rollout/length_mean",),
+        "tokens/s": ("time/tokens_per_s",),
+    }
+    found = {label: next((values[n] for n in options if n in values), None) for label, options in names.items()}
+    return {label: float(value) for label, value in found.items() if isinstance(value, int | float)}
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m07s`, `2h05m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def number(label: str, value: float) -> str:
+    """A value in the precision its kind deserves."""
+    return f"{value:,.0f}" if label == "tokens/s" else f"{value:.1f}" if label == "length" else f"{value:.3f}"
+
+
+class Display:
+    """Shows one run. Use it in a `with` block, so that the terminal is restored however the run ends."""
+
+    def __init__(self, log: Path, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log: Path | None = log
+        self._stream: TextIO | None = stream or sys.stdout
+        self._clock = clock
+        self._live: Any = None
+        self._title = ""
+        self._total = self._first = self._step = 0
+        self._started = self._last_line = clock()
+        self._values: dict[str, float] = {}
+        self._phase = ""
+        self._unshown = ""
+        self._is_first = True
+
+    def start(self, title: str, total_steps: int, first_step: int = 0) -> None:
+        """Begin a stage of `total_steps`; `first_step` of them were done before (a resumed run)."""
+        self.stop()
+        self._title, self._total, self._first, self._step = title, total_steps, first_step, first_step
+        self._values, self._phase, self._started, self._is_first = {}, "", self._clock(), True
+        self.note(title if first_step == 0 else f"{title}, going on after step {first_step} of {total_steps}")
+        if self._is_terminal():
+            self._begin_live()
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        """One step is done."""
+        self._values = self._values | summarise(values)  # a new dictionary: rich's thread may be reading the old one
+        self._step, self._phase = step, ""
+        line = self._line()
+        self._write_log(line)
+        if self._live is not None:
+            return
+        now = self._clock()
+        is_first, self._is_first = self._is_first, False
+        if is_first or self._total <= FEW_STEPS or step >= self._total or now - self._last_line >= LINE_EVERY_S:
+            self._print(line)
+        else:
+            self._unshown = line
+
+    def phase(self, text: str) -> None:
+        """What is going on inside the step, such as `rollout 312/512`. Cheap: call it as often as you like."""
+        self._phase = text
+        if self._live is None and self._clock() - self._last_line >= PHASE_EVERY_S:
+            line = f"step {self._step + 1}/{self._total}: {text}"
+            self._write_log(line)
+            self._print(line)
+
+    def note(self, text: str) -> None:
+        """Something worth keeping: a line above the display, and in log.txt."""
+        self._write_log(text)
+        if self._live is not None:
+            console = self._live.console
+            self._with_rich(lambda: console.print(text, markup=False, highlight=False, soft_wrap=True))
+        if self._live is None:
+            self._print(text)
+
+    def stop(self) -> None:
+        """End the stage: show a last step that was not shown, give the terminal back. Safe to call twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except Exception as error:  # noqa: BLE001 -- whatever rich meets in a strange terminal, the run goes on
+                self._write_log(f"live display: {type(error).__name__}: {error}")
+            if self._step > self._first:
+                self._print(self._line())
+        elif self._unshown:
+            self._print(self._unshown)
+        self._unshown = ""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _line(self) -> str:
+        shown = [f"{label} {number(label, value)}" for label, value in self._values.items()]
+        left = self._time_left()
+        return "  ".join([f"step {self._step}/{self._total}", *shown, *([f"left {duration(left)}"] if left else [])])
+
+    def _time_left(self) -> float | None:
+        done = self._step - self._first
+        if done <= 0 or self._step >= self._total:
+            return None
+        return (self._clock() - self._started) / done * (self._total - self._step)
+
+    def _is_terminal(self) -> bool:
+        return self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def _print(self, text: str) -> None:
+        self._last_line, self._unshown = self._clock(), ""
+        if self._stream is None:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # the reader of the pipe left, or the stream was closed
+            self._stream = None
+            self._write_log(f"nobody reads the output any more ({error}); the run goes on, this file has every line")
+
+    def _write_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        try:
+            with open(self._log, "a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {text}\n")
+        except OSError as error:
+            path, self._log = self._log, None
+            self.note(f"cannot write {path} ({error.strerror}); the run goes on without it")
+
+    def _begin_live(self) -> None:
+        def begin() -> None:
+            from rich.console import Console
+            from rich.live import Live
+
+            live = Live(
+                console=Console(file=self._stream), get_renderable=self._render, refresh_per_second=4, transient=True
+            )
+            live.start()
+            self._live = live
+
+        self._with_rich(begin)
+
+    def _with_rich(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 -- whatever rich meets in a strange terminal, the run goes on
+            self.stop()
+            self.note(f"the live display failed ({type(error).__name__}: {error}); going on with plain lines")
+
+    def _render(self) -> Any:
+        """Called by rich's own thread a few times a second; reads plain fields that the run sets."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Table.grid(padding=(0, 1))
+        elapsed = duration(self._clock() - self._started)
+        head.add_row(
+            Text(self._title, style="bold"),
+            ProgressBar(total=max(self._total, 1), completed=self._step, width=30),
+            Text(f"{self._step}/{self._total}", style="bold"),
+            Text(elapsed + (f", {duration(left)} left" if (left := self._time_left()) else ""), style="dim"),
+        )
+        body = Text("  ")
+        for label, value in self._values.items():
+            body.append(f"{label} ", style="dim").append(f"{number(label, value)}  ", style="cyan")
+        return Group(head, body.append(self._phase, style="dim italic"))

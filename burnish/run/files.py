@@ -1,0 +1,150 @@
+"""Writing so that a kill at any moment leaves either the old thing or the new thing, never half of one.
+
+A file or a folder is written under a temporary name beside its target, forced to disk, and renamed into place; the
+rename itself is forced by syncing the folder that holds it. `sweep` clears what killed writers left behind; only the
+holder of the run's lock may call it, because a live writer's temporary name looks the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TEMPORARY = ".tmp-"
+ASIDE = ".old-"
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write(path: Path, content: bytes | str) -> None:
+    """Replace a file's content, durably, or leave it as it was."""
+    temporary = _temporary(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def append_durably(path: Path, data: bytes) -> None:
+    """Add bytes at the end of a file and force them to disk; on an error the file keeps its old length.
+
+    Without the cut a full disk would leave half a line, and the next append would bury it in the middle of the file.
+    """
+    created = not path.exists()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        length = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        except BaseException:
+            os.ftruncate(descriptor, length)
+            raise
+    finally:
+        os.close(descriptor)
+    if created:
+        fsync_path(path.parent)
+
+
+def truncate(path: Path, length: int) -> None:
+    """Cut a file to its first bytes, durably."""
+    with open(path, "r+b") as file:
+        file.truncate(length)
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic_directory(path: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder to fill, which becomes `path` when the block ends well and vanishes when it raises.
+
+    Every file and folder in it is on disk before the rename. An empty folder at `path` is a leftover and is
+    replaced; a folder with content is a `FileExistsError` unless `replace`.
+    """
+    if not replace and path.exists() and any(path.iterdir()):
+        raise FileExistsError(f"{path} exists already and is not empty")
+    temporary = _temporary(path)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for folder, _, names in os.walk(temporary, topdown=False):
+            for name in names:
+                fsync_path(Path(folder, name))
+            fsync_path(Path(folder))
+        aside = _set_aside(path)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _restore(path.with_name(ASIDE + path.name))
+        raise
+    fsync_path(path.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Remove what killed writers left directly in a folder; returns the names, sorted.
+
+    A folder set aside for its replacement goes back when the replacement never arrived.
+    """
+    swept = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(ASIDE) and _restore(entry):
+            continue
+        if entry.name.startswith((TEMPORARY, ASIDE)):
+            remove(entry)
+            swept.append(entry.name)
+    return swept
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a whole folder, the folder under a temporary name first so that no reader meets half of it."""
+    if not path.is_dir():
+        path.unlink()
+        return
+    if not path.name.startswith((TEMPORARY, ASIDE)):
+        hidden = _temporary(path)
+        os.rename(path, hidden)
+        path = hidden
+    shutil.rmtree(path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Make room for a replacement: a rename cannot land on a folder with content."""
+    if not path.exists() or not any(path.iterdir()):
+        return None
+    aside = path.with_name(ASIDE + path.name)
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.rename(path, aside)
+    return aside
+
+
+def _restore(aside: Path) -> bool:
+    target = aside.with_name(aside.name.removeprefix(ASIDE))
+    if not aside.exists() or target.exists():
+        return False
+    os.rename(aside, target)
+    return True

@@ -1,0 +1,147 @@
+"""The journal: what happened in a run, one checksummed line per event, on disk before anyone acts on it.
+
+A line is JSON with a running index `i`, the `event`, its fields, and `crc`, the CRC-32 of the same object without
+`crc`, in canonical form (sorted keys, no spaces). Nothing is ever erased: a run that goes back to a checkpoint writes a
+`resumed` record, and `live_events` leaves out what that record made obsolete. Large arrays lie beside the journal as
+safetensors files that a record refers to by name and checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.errors import UserError
+from burnish.run.files import append_durably, atomic_write, truncate
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RESERVED = ("i", "event", "crc")
+SUFFIX = ".safetensors"
+
+
+def canonical(record: dict[str, Any]) -> str:
+    """The one spelling of a record; ASCII, so that a lone surrogate in a completion survives too."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def checksum(record: dict[str, Any]) -> int:
+    """CRC-32 of a record without its `crc`."""
+    return zlib.crc32(canonical({k: v for k, v in record.items() if k != "crc"}).encode())
+
+
+def encode(record: dict[str, Any]) -> str:
+    """A record as its line, without the newline."""
+    return canonical({**record, "crc": checksum(record)})
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, or None where the line is damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or record.get("crc") != checksum(record):
+        return None
+    return record
+
+
+class Journal:
+    """The events of one run, in order; opening replays them and cuts a last line that a kill tore."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.path = folder / "events.jsonl"
+        self.events: list[dict[str, Any]] = []
+        if self.path.exists():
+            self._replay()
+
+    def append(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Write one record; it is on disk when this returns. Returns the record as a reader will see it."""
+        return self.append_many([(event, fields)])[0]
+
+    def append_many(self, events: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Write several records `(event, fields)` with one sync."""
+        lines: list[str] = []
+        for event, fields in events:
+            if clash := [name for name in RESERVED if name in fields]:
+                raise ValueError(f"journal fields {clash} are the record's own; nest them under another name")
+            lines.append(encode({"i": len(self.events) + len(lines), "event": event, **fields}))
+        try:
+            append_durably(self.path, "".join(line + "\n" for line in lines).encode())
+        except OSError as error:
+            raise UserError(
+                f"cannot write the journal {self.path}: {error.strerror}; make room and start again"
+            ) from error
+        # Re-read from the text: a tuple or an integer key looks the same now as after a resume.
+        records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.events += records
+        return records
+
+    def rewind(self, step: int) -> None:
+        """Say that the run goes on after `step`: records of later steps written until now are no longer live."""
+        self.append("resumed", step=step)
+
+    def live_events(self) -> list[dict[str, Any]]:
+        """The events that still count: without step-carrying records newer than a later `resumed` record's step."""
+        live = []
+        limit = float("inf")
+        for record in reversed(self.events):
+            if record.get("step", -1) > limit:
+                continue
+            live.append(record)
+            if record["event"] == "resumed":
+                limit = min(limit, record["step"])
+        return live[::-1]
+
+    def attach(self, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Write arrays beside the journal; returns the reference `{"file", "crc"}` to put in a record's field."""
+        import numpy as np
+        from safetensors.numpy import save
+
+        if "/" in name or name.startswith("."):
+            raise ValueError(f"attachment name {name!r} is not a plain file name")
+        # safetensors writes a strided view's underlying memory, not its elements: make each array contiguous first.
+        content = save({key: np.ascontiguousarray(array) for key, array in arrays.items()})
+        atomic_write(self.folder / (name + SUFFIX), content)
+        return {"file": name + SUFFIX, "crc": zlib.crc32(content)}
+
+    def attachment(self, reference: dict[str, Any]) -> dict[str, np.ndarray] | None:
+        """The arrays behind a reference from `attach`, or None when the file is gone or not what was written."""
+        from safetensors.numpy import load
+
+        try:
+            content = (self.folder / reference["file"]).read_bytes()
+        except FileNotFoundError:
+            return None
+        return load(content) if zlib.crc32(content) == reference["crc"] else None
+
+    def drop_attachments(self, keep: Callable[[str], bool]) -> None:
+        """Delete the attachments whose name `keep` refuses."""
+        for file in sorted(self.folder.glob("*" + SUFFIX)):
+            if not keep(file.name.removesuffix(SUFFIX)):
+                file.unlink()
+
+    def _replay(self) -> None:
+        content = self.path.read_bytes()
+        *lines, tail = content.split(b"\n")  # whole lines end in a newline, so an intact file has an empty tail
+        records = [decode(line) for line in lines]
+        intact: list[dict[str, Any]] = []
+        for i, record in enumerate(records):
+            if record is None or record.get("i") != i:
+                break
+            intact.append(record)
+        after = sum(record is not None for record in records[len(intact) :])
+        if after:
+            raise UserError(
+                f"{self.path}, line {len(intact) + 1}: the record is damaged or missing, and {after} intact ones follow it, so this is "
+                "not a torn last write; restore the file from a copy, or delete the run to start over"
+            )
+        self.events = intact
+        if tail or len(intact) < len(lines):
+            truncate(self.path, sum(len(line) + 1 for line in lines[: len(intact)]))

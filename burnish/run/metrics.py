@@ -1,0 +1,82 @@
+"""metrics.jsonl: one line a step, the numbers a run is judged by.
+
+A float is written so that it reads back bit for bit. NaN and infinities, which JSON does not have, are the strings
+"nan", "inf" and "-inf" and read back as floats. Names that start with `time/` are the only ones that differ between two
+runs of one config.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.run.files import append_durably, atomic_write, truncate
+
+Value = float | int | str
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def format_line(step: int, values: dict[str, Value]) -> str:
+    """The line of one step, without the newline: `step` first, then the names in order."""
+    if "step" in values:
+        raise ValueError("'step' is the line's own key and cannot name a metric")
+    return json.dumps({"step": step} | {name: _plain(values[name]) for name in sorted(values)}, allow_nan=False)
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """The values of one line; raises ValueError where it is not one."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("not an object with a whole number 'step'")
+    return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines in order; none where the file does not exist yet. A last line without its newline is still being written."""
+    return [row for _, row in _lines(path)] if path.exists() else []
+
+
+class Metrics:
+    """The writer of one metrics.jsonl; opening it cuts a last line that a kill tore."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists():
+            content = path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                truncate(path, whole)
+
+    def append(self, step: int, values: dict[str, Value]) -> None:
+        """Write one step's line; it is on disk when this returns."""
+        line = format_line(step, values) + "\n"
+        try:
+            append_durably(self.path, line.encode())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; make room and start again") from error
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps and a torn last line, all at once: the run goes on after `step`."""
+        if self.path.exists():
+            atomic_write(self.path, "".join(line + "\n" for line, row in _lines(self.path) if row["step"] <= step))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    *lines, _ = path.read_text(errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield line, parse_line(line)
+        except ValueError as error:
+            raise UserError(
+                f'{path}, line {number}: not a line of metrics ({error}); expected JSON like {{"step": 3, "reward/mean": 0.5}}'
+            ) from error
+
+
+def _plain(value: Value) -> Value:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return value

@@ -1,0 +1,112 @@
+"""Tables of samples: what the model wrote, what it was given for it, and how sure it was of each token.
+
+One parquet file a step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`), all with the same columns, so that
+any tool reads them together. A value that does not exist (the advantage of a validation sample, the reward where the
+scorer failed) is null, never a number.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from burnish.config.errors import UserError, nearest
+from burnish.run.files import atomic_write
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = {
+    "step": "int64",
+    "kind": "string",
+    "group": "string",
+    "sample": "int64",
+    "data_source": "string",
+    "prompt": "string",
+    "completion": "string",
+    "answer": "string",
+    "reward": "double",
+    "accuracy": "double",
+    "parts": "string",
+    "advantage": "double",
+    "truncated": "bool",
+    "length": "int64",
+    "pieces": "strings",
+    "logp": "floats",
+    "error": "string",
+}
+
+
+def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]) -> Path:
+    """Write one table, whole or not at all. `step` and `kind` are filled in, `parts` may be a dictionary, a missing column is null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for row in rows:
+        if strange := [name for name in row if name not in COLUMNS]:
+            raise ValueError(f"samples have no column {strange[0]!r}{nearest(strange[0], COLUMNS)}")
+    filled = [row | {"step": step, "kind": kind} for row in rows]
+    columns = {name: [_clean(row.get(name)) for row in filled] for name in COLUMNS}
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns, schema=_schema()), buffer, compression="zstd")
+    path = folder / f"{quote(kind, safe='')}-{step:06d}.parquet"
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, buffer.getvalue())
+    return path
+
+
+def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
+    """(step, quoted kind, file) of every table, by step and then kind, without opening any."""
+    found = []
+    for path in folder.glob("*.parquet"):
+        kind, _, step = path.stem.rpartition("-")
+        if step.isdigit() and not path.name.startswith("."):
+            found.append((int(step), kind, path))
+    return sorted(found)
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of one table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"{path}: not readable as a table of samples ({error}); delete it if it is of no use"
+        ) from error
+    return rows
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """The rows of every table, by step and kind."""
+    return [row for _, _, path in sample_files(folder) for row in read_table(path)]
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    types = {
+        "int64": pa.int64(),
+        "string": pa.string(),
+        "double": pa.float64(),
+        "bool": pa.bool_(),
+        "strings": pa.list_(pa.string()),
+        "floats": pa.list_(pa.float32()),
+    }
+    return pa.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
+
+
+def _clean(value: Any) -> Any:
+    """Text that UTF-8 can hold: a lone surrogate from a data file must not stop a run."""
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return [_clean(piece) for piece in value]
+    return value

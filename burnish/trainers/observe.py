@@ -1,0 +1,150 @@
+"""What a step looked like: the numbers for metrics.jsonl and the rows for the samples table.
+
+Names starting with `time/` are the only ones that differ between two identical runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from burnish.core.batch import Batch
+from burnish.core.segments import compact_ids, segment_max, segment_min
+from burnish.models.tokenizer import Tokenizer
+from burnish.rollout.scored import Scored
+from burnish.training.learner import Update
+
+MAX_SAMPLES = 64
+
+
+def step_values(rollouts: Scored, batch: Batch | None, updates: Sequence[Update], step_s: float) -> dict[str, Any]:
+    """All metrics of a training step."""
+    values = reward_values(rollouts) | rollout_values(rollouts)
+    if batch is not None:
+        values["rollout/sequences_used"] = batch.num_sequences
+        values["rollout/tokens_used"] = int(batch.loss_mask.sum())
+    values["actor/updates"] = sum(u.skipped is None for u in updates)
+    for name in sorted({k for u in updates for k in u.stats}):
+        seen = [u.stats[name] for u in updates if name in u.stats]
+        values[f"actor/{name}"] = sum(seen) / len(seen)
+    if batch is not None and updates:
+        values |= mismatch_values(batch, updates)
+    values["time/step_s"] = step_s
+    values["time/rollout_s"] = rollouts.rollout_s
+    values["time/reward_s"] = rollouts.reward_s
+    values["time/tokens_per_s"] = rollouts.num_tokens / step_s
+    return values
+
+
+def reward_values(rollouts: Scored) -> dict[str, float]:
+    """Mean reward and accuracy, each part's mean, what timed out and what failed."""
+    scored = [t for t in rollouts.trajectories if t.reward is not None]
+    values = {
+        "reward/failed": float(len(rollouts.failed)),
+        "reward/answer_timeout": float(sum(bool(t.metadata.get("timed_out")) for t in rollouts.trajectories)),
+    }
+    if scored:
+        rewards = [float(t.reward or 0.0) for t in scored]
+        values["reward/mean"] = sum(rewards) / len(rewards)
+        values["reward/accuracy"] = sum(float(t.accuracy or 0.0) for t in scored) / len(scored)
+    for name in sorted({k for t in scored for k in t.parts}):
+        part = [t.parts[name] for t in scored if name in t.parts]
+        values[f"reward/part/{name}"] = sum(part) / len(part)
+    return values
+
+
+def rollout_values(rollouts: Scored) -> dict[str, float]:
+    """Lengths, truncation, and how many groups had nothing to compare."""
+    lengths = [t.num_actions for t in rollouts.trajectories]
+    groups: dict[tuple[str, int], set[float]] = {}
+    for t in rollouts.trajectories:
+        if t.reward is not None:
+            groups.setdefault((t.prompt_id, t.visit), set()).add(t.reward)
+    return {
+        "rollout/length_mean": sum(lengths) / len(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated": sum(t.truncated for t in rollouts.trajectories) / len(lengths),
+        "rollout/zero_signal": sum(len(g) == 1 for g in groups.values()) / max(1, len(groups)),
+    }
+
+
+def mismatch_values(batch: Batch, updates: Sequence[Update]) -> dict[str, float]:
+    """How far the sampler's log-probs are from the learner's on the same tokens and weights.
+
+    The learner's are the old log-probs where they were computed, else those of the only update's own forward pass.
+    """
+    mask = batch.loss_mask
+    learner = batch.token["old_logp"] if "old_logp" in batch.token else updates[0].logp
+    gap = (learner[mask].double() - batch.token["behaviour_logp"][mask].double()).abs()
+    return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())} if gap.numel() else {}
+
+
+def why_no_signal(batch: Batch) -> str:
+    """One line on a batch whose groups were all filtered out."""
+    groups, num = compact_ids(batch.sequence["group_ids"])
+    rewards = batch.sequence["reward"]
+    high, low = segment_max(rewards, groups, num), segment_min(rewards, groups, num)
+    best, equal = int((low == rewards.max()).sum()), int((high == low).sum())
+    return (
+        f"{equal} of {num} groups gave equal rewards to all their samples ({best} of them {float(rewards.max()):g}, "
+        f"{equal - best} lower): nothing to compare; the prompts are all too easy or all too hard"
+    )
+
+
+def used_ids(rollouts: Scored, batch: Batch | None) -> list[str]:
+    """Ids of the trajectories whose tokens were in the loss."""
+    if batch is None:
+        return []
+    usable = [t for t in rollouts.trajectories if t.reward is not None]
+    return [usable[i].id for i in batch.sequence["trajectory_ids"].unique().tolist()]
+
+
+def sample_rows(
+    rollouts: Scored, batch: Batch | None, tokenizer: Tokenizer, limit: int = MAX_SAMPLES
+) -> list[dict[str, Any]]:
+    """The first trajectories as rows of the samples table, whole groups first."""
+    advantages = _advantages(rollouts, batch)
+    rows = {(d.prompt.row.id, d.visit): d.prompt for d in rollouts.draws}
+    table = []
+    for t in rollouts.trajectories[:limit]:
+        prompt, sequence = rows[t.prompt_id, t.visit], t.sequences[-1]
+        written = sequence.tokens[sequence.action_mask].tolist()
+        table.append(
+            {
+                "group": f"{t.prompt_id}#{t.visit}",
+                "sample": t.sample,
+                "data_source": prompt.row.data_source,
+                "prompt": prompt.text,
+                "completion": t.completion,
+                "answer": "" if prompt.row.answer is None else str(prompt.row.answer),
+                "reward": t.reward,
+                "accuracy": t.accuracy,
+                "parts": t.parts,
+                "advantage": advantages.get(t.id),
+                "truncated": t.truncated,
+                "length": t.num_actions,
+                "pieces": tokenizer.pieces(written),
+                "logp": sequence.behaviour_logp[sequence.action_mask].tolist(),
+                "error": t.error,
+            }
+        )
+    return table
+
+
+def _advantages(rollouts: Scored, batch: Batch | None) -> dict[str, float]:
+    """Mean advantage of each trajectory in the batch."""
+    if batch is None:
+        return {}
+    if "advantages" in batch.sequence:
+        per_sequence = batch.sequence["advantages"]
+    else:
+        mask, ids = batch.loss_mask, batch.sequence_ids
+        total = torch.zeros(batch.num_sequences, dtype=torch.float64, device=ids.device)
+        total.index_add_(0, ids[mask], batch.token["advantages"][mask].double())
+        per_sequence = total / ids[mask].bincount(minlength=batch.num_sequences).clamp(min=1)
+    usable = [t for t in rollouts.trajectories if t.reward is not None]
+    owners = batch.sequence["trajectory_ids"].tolist()
+    return {usable[i].id: a for i, a in zip(owners, per_sequence.tolist(), strict=True) if math.isfinite(a)}

@@ -1,0 +1,171 @@
+"""The RL loop. Every algorithm, every place to run, every kind of rollout source goes through these lines.
+
+    rollouts = source.next()      draw prompts, sample, score
+    batch = select(...)           group filters
+    batch = prepare(...)          old and reference log-probs, KL, advantages
+    batch = trim(...)             sample filters
+    for mini_batch in ...:        epochs and mini-batches
+        learner.update(...)       exactly one optimizer step
+    run.commit(...)               metrics, journal, samples, checkpoint
+
+`examples/one_file_grpo.py` is the same loop in one plain file.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from burnish.config.schema import TrainConfig
+from burnish.core.batch import Batch
+from burnish.core.engine import Engine
+from burnish.core.trajectory import pack
+from burnish.data.prompts import PromptStream
+from burnish.models.policy import PolicyModel
+from burnish.rollout.scored import Scored
+from burnish.rollout.sources import SyncSource
+from burnish.run.run import Run
+from burnish.trainers import observe
+from burnish.trainers.prepare import Recipe
+from burnish.training.learner import Learner, Update
+from burnish.training.reference import FrozenReference
+
+Validate = Callable[[int], dict[str, float]]
+
+
+@dataclass
+class TrainerState:
+    """Everything that changes besides weights and optimizer; saved with every checkpoint."""
+
+    step: int = 0
+    stream: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Job:
+    """The parts of a run, built by `controller/roles.py`."""
+
+    config: TrainConfig
+    run: Run
+    policy: PolicyModel
+    learner: Learner
+    reference: FrozenReference | None
+    engine: Engine
+    stream: PromptStream
+    source: SyncSource
+    recipe: Recipe
+    validate: Validate
+    state: TrainerState
+
+
+def train(job: Job) -> bool:
+    """Train from `job.state.step` on. True when all steps are done, False when the user asked to stop."""
+    config, run = job.config, job.run
+    total = config.training.steps
+    run.display.start(f"{config.algorithm.preset} on {run.directory.name}: {job.policy.note}", total, job.state.step)
+    if job.state.step == 0 and config.validation.before:
+        run.commit(0, job.validate(0), [])
+    with _StopOnInterrupt(run.display.note) as stop:
+        for step in range(job.state.step + 1, total + 1):
+            started = time.perf_counter()
+            rollouts = job.source.next(step, run.display.phase)
+            batch, updates = learn(job, rollouts)
+            job.engine.load(step, ())
+            job.state = TrainerState(step, job.stream.state())
+            values = observe.step_values(rollouts, batch, updates, time.perf_counter() - started)
+            finish_step(job, step, values, rollouts, batch, last=step == total or stop.requested)
+            if stop.requested and step < total:
+                return False
+    return True
+
+
+def learn(job: Job, rollouts: Scored) -> tuple[Batch | None, list[Update]]:
+    """One batch through the algorithm and the learner; None when it has nothing to teach (and a note says why)."""
+    training, recipe = job.config.training, job.recipe
+    usable = [t for t in rollouts.trajectories if t.reward is not None]
+    if not usable:
+        job.run.display.note(
+            f"step {job.state.step + 1}: no update, every scorer failed: {rollouts.trajectories[0].error}"
+        )
+        return None, []
+    job.run.display.phase("learning")
+    packed = pack(usable).to(job.learner.device)
+    batch = recipe.select(packed)
+    if batch.num_sequences == 0:
+        job.run.display.note(f"step {job.state.step + 1}: no update, {observe.why_no_signal(packed)}")
+        return None, []
+    batch, _ = recipe.prepare(batch, job.learner, job.reference)
+    batch = recipe.trim(batch)
+    updates = []
+    for mini_batch in recipe.mini_batches(batch, training.mini_batches, training.epochs) if batch.num_sequences else ():
+        updates.append(job.learner.update(mini_batch, recipe.loss))
+        if updates[-1].skipped:
+            job.run.display.note(f"step {job.state.step + 1}: no update, {updates[-1].skipped}")
+    return batch, updates
+
+
+def finish_step(job: Job, step: int, values: dict[str, Any], rollouts: Scored, batch: Batch | None, last: bool) -> None:
+    """Validation when it is due, samples, metrics and journal, a checkpoint when it is due."""
+    config, run = job.config, job.run
+    due = config.validation.every and step % config.validation.every == 0
+    score = None
+    if due or step == config.training.steps:
+        measured = job.validate(step)
+        values |= measured
+        score = next((v for k, v in measured.items() if k.endswith("/accuracy")), None)
+    if step % config.run.samples_every == 0 or step in (1, config.training.steps):
+        run.samples(step, "train", observe.sample_rows(rollouts, batch, job.policy.tokenizer))
+    for failed in rollouts.failed[:1]:
+        run.display.note(
+            f"step {step}: {len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}"
+        )
+    run.commit(step, values, observe.used_ids(rollouts, batch))
+    if last or score is not None or step % config.run.save_every == 0:
+        run.checkpoint(step, lambda folder: save(job, folder), score)
+
+
+def save(job: Job, folder: Path) -> None:
+    """A checkpoint: a Hugging Face directory, plus optimizer and trainer state."""
+    job.policy.save(folder)
+    job.learner.save(folder)
+    (folder / "trainer.json").write_text(json.dumps({"step": job.state.step, "stream": job.state.stream}))
+
+
+def restore(job: Job, folder: Path) -> None:
+    """Go on from a checkpoint."""
+    job.policy.load_weights(folder)
+    job.learner.load(folder)
+    job.state = TrainerState(**json.loads((folder / "trainer.json").read_text()))
+    job.stream.restore(job.state.stream)
+    job.engine.load(job.state.step, ())
+
+
+class _StopOnInterrupt:
+    """The first Ctrl-C lets the step finish and be saved; the second stops at once (the journal keeps what is done)."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note, self.requested = note, False
+        self.previous: Any = None
+
+    def __enter__(self) -> _StopOnInterrupt:
+        try:
+            self.previous = signal.signal(signal.SIGINT, self._handle)
+        except ValueError:  # not the main thread: whoever owns it handles the signal
+            self.previous = None
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self.note("stopping after this step; press Ctrl-C again to stop now")
+
+    def __exit__(self, *_: object) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)

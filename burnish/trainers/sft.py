@@ -1,0 +1,44 @@
+"""Supervised fine-tuning: the learner with a likelihood loss, on examples whose mask says what the assistant said.
+
+Used by `burnish sft` and as the warm start of `burnish train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.losses import NllLoss
+from burnish.config.schema import Sft
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+from burnish.data.supervised import Example, example_order
+from burnish.training.learner import Learner
+
+OnUpdate = Callable[[int, dict[str, float]], None]
+
+
+def pack_examples(examples: Sequence[Example]) -> Batch:
+    """Examples as a batch; the masks mark what is learnt. A sequence's first token has no past, so it never is."""
+    mask = torch.tensor([m and k > 0 for e in examples for k, m in enumerate(e.mask)], dtype=torch.bool)
+    return Batch(
+        tokens=torch.tensor([t for e in examples for t in e.tokens]),
+        offsets=offsets_from_lengths(torch.tensor([len(e.tokens) for e in examples])),
+        token={"action_mask": mask, "loss_mask": mask},
+    )
+
+
+def train(learner: Learner, examples: Sequence[Example], config: Sft, seed: int, on_update: OnUpdate) -> None:
+    """Updates `learner.updates`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order."""
+    order = example_order(len(examples), seed, config.updates * config.batch_size)
+    for update in range(learner.updates, config.updates):
+        chosen = [examples[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
+        batch = pack_examples(chosen).to(learner.device)
+        batch = batch.with_token(weight=aggregation_weights(batch, "token-mean"))
+        result = learner.update(batch, NllLoss())
+        values = {f"sft/{name}": value for name, value in result.stats.items()}
+        if result.skipped:
+            values["sft/skipped"] = 1.0
+        on_update(update + 1, values)

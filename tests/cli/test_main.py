@@ -1,0 +1,106 @@
+"""The command line's scaffold: what it loads, what it prints on errors, how it exits."""
+
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from burnish import __version__
+from burnish.cli import main as cli
+from burnish.config.errors import UserError
+
+
+def command(monkeypatch: pytest.MonkeyPatch, run) -> None:
+    """Make `burnish probe` run a function of the parsed arguments."""
+
+    def add_arguments(parser: ArgumentParser) -> None:
+        parser.add_argument("recipe", nargs="?")
+        parser.add_argument("overrides", nargs="*")
+        parser.add_argument("--dry-run", action="store_true")
+
+    monkeypatch.setitem(cli.COMMANDS, "probe", ("probe", "probe things"))
+    module = SimpleNamespace(add_arguments=add_arguments, run=run)
+    monkeypatch.setattr(cli.importlib, "import_module", {"probe": module}.__getitem__)
+
+
+def raising(error: BaseException):
+    def run(args: Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_loads_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys\nfrom burnish.cli.main import main\ntry: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
+        "print(sorted({'torch', 'pydantic', 'numpy', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert name in done.stdout
+        assert summary in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"burnish {__version__}\n"
+
+
+def test_no_command_is_an_error_that_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["algoritms"]) == 2
+    assert "burnish: error: unknown command 'algoritms'; did you mean 'algorithms'?" in capsys.readouterr().err
+
+
+def test_arguments_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Namespace] = []
+
+    def run(args: Namespace) -> int:
+        seen.append(args)
+        return 7
+
+    command(monkeypatch, run)
+    assert cli.main(["probe", "a.yaml", "--dry-run", "rollout.n=4", "seed=1"]) == 7
+    assert seen == [Namespace(recipe="a.yaml", overrides=["rollout.n=4", "seed=1"], dry_run=True)]
+
+
+def test_a_user_error_is_one_message_and_status_2(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command(monkeypatch, raising(UserError("a.yaml: no such file")))
+    assert cli.main(["probe"]) == 2
+    assert capsys.readouterr() == ("", "burnish: error: a.yaml: no such file\n")
+
+
+def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    command(monkeypatch, raising(KeyboardInterrupt()))
+    assert cli.main(["probe"]) == 130
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    command(monkeypatch, raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    # The reader is gone before anything is written, so the first flush already fails.
+    code = "import sys\nsys.stdin.readline()\nfrom burnish.cli.main import main\nsys.exit(main(['algorithms']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141

@@ -1,0 +1,99 @@
+"""Errors for people: the key, what was given, what was expected, the nearest right thing; no validator's jargon."""
+
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+
+MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(TrainConfig, None, [*MINIMAL, *overrides])
+    text = str(caught.value)
+    assert not any(
+        jargon in text for jargon in ("pydantic", "http", "type=", "input_", "union", "discriminator", "Extra")
+    )
+    return text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.tempreture=1", "rollout.tempreture: unknown key; did you mean 'temperature'?"),
+        ("rolout.n=1", "rolout: unknown key; did you mean 'rollout'?"),
+        ("rollout.lr=1", "rollout.lr: unknown key; 'lr' is a key elsewhere: training.optimizer.lr"),
+        ("run.qqq=1", "run.qqq: unknown key (keys here: directory, name,"),
+        ("data.train.0.pth=x", "data.train.0.pth: unknown key; did you mean 'path'?"),
+        ("validation.modes.greedy.tmp=1", "validation.modes.greedy.tmp: unknown key"),
+        ("algorithm.advantge=x", "algorithm.advantge: unknown key; did you mean 'advantage'?"),
+        ("algorithm.advantage.sdt=1", "algorithm.advantage.sdt: grpo has no option 'sdt'; did you mean 'std'?"),
+        (
+            "algorithm.advantage.gamma=1",
+            "grpo has no option 'gamma'; it belongs to advantage reinforce (takes std, eps, singleton)",
+        ),
+        ("algorithm.ratio.x=1", "algorithm.ratio.x: token has no option 'x' (takes none)"),
+        ("algorithm.advantage={name: a.py:f, x: 1}", "a plug-in has no option 'x' (takes options)"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, words: str) -> None:
+    assert words in error_of(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.n=many", "rollout.n: got 'many', expected an integer of 1 or more"),
+        ("rollout.n=0", "rollout.n: got 0, expected an integer of 1 or more"),
+        ("rollout.n=1.5", "rollout.n: got 1.5, expected an integer"),
+        ("rollout.top_p=2", "rollout.top_p: got 2, expected a number above 0, at most 1"),
+        ("rollout.stop=5", "rollout.stop: got 5, expected a list of texts"),
+        ("rollout.stop=[5]", "rollout.stop.0: got 5, expected text; put it in quotes"),
+        ("rollout=5", "rollout: got 5, expected a section with the keys temperature, top_p"),
+        ("rollout=null", "rollout: got null, expected a section"),
+        (
+            "model.dtype=float31",
+            "got 'float31', expected one of float64, float32, bfloat16, float16; did you mean 'float32'?",
+        ),
+        (
+            "run.trackers=[wand]",
+            "run.trackers.0: got 'wand', expected one of tensorboard, wandb; did you mean 'wandb'?",
+        ),
+        ("training.optimizer.betas=[1]", "training.optimizer.betas: got [1], expected a list of 2 numbers"),
+        ("reward.parts=[{weight: 1}]", "reward.parts.0.name: missing; expected text"),
+        (
+            "algorithm.advantage=grop",
+            "algorithm.advantage: got 'grop', expected one of grpo, reinforce, path/to/file.py:function; did you mean 'grpo'?",
+        ),
+        ("algorithm.ratio=a.py:f", "algorithm.ratio: got 'a.py:f', expected one of token, none"),
+        (
+            "algorithm.advantage.std=grup",
+            "algorithm.advantage.std: got 'grup', expected one of group, none, batch; did you mean 'group'?",
+        ),
+        ("algorithm.filters=[overlng]", "algorithm.filters.0: got 'overlng'"),
+        ("algorithm=grop", "unknown algorithm 'grop'; did you mean 'grpo'?"),
+        ("algorithm.preset=[1]", "algorithm"),
+    ],
+)
+def test_a_wrong_value_says_what_was_given_and_expected(override: str, words: str) -> None:
+    assert words in error_of(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.n=1", "grpo compares samples of one prompt and needs rollout.n of 2 or more"),
+        ("algorithm.kl.reference=none", "algorithm: kl has a coefficient above 0 but kl.reference is none"),
+        ("data.train.path=x", "data.train.0: a data source needs exactly one of path, task, plugin; got path, task"),
+    ],
+)
+def test_an_invalid_combination_says_why(override: str, words: str) -> None:
+    assert words in error_of(override)
+
+
+def test_all_problems_are_listed_at_once_one_line_each() -> None:
+    lines = error_of("rollout.n=0", "rollout.tempreture=1", "seed=-1", "data.sampler=[1]").splitlines()
+    assert lines[0] == "configuration: 3 problems"
+    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == ["rollout.n", "rollout.tempreture", "seed"]

@@ -1,0 +1,43 @@
+"""YAML in and out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.config.errors import UserError
+from burnish.config.text import parse, render
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.sampled_from(["1e-6", "-2E5", "1e", "no", "null", "~", "=", "<<", "2024-01-01", "0x1f", "1_000", "12:30"]),
+)
+KEYS = st.text(st.characters(exclude_categories=["Cs"]))
+TREES = st.recursive(SCALARS, lambda t: st.one_of(st.lists(t), st.dictionaries(KEYS, t)), max_leaves=12)
+
+
+@given(TREES)
+def test_what_is_rendered_parses_to_the_same(tree: object) -> None:
+    again = parse(render(tree), "here")
+    assert again == tree
+    assert repr(again) == repr(tree)  # 1 == 1.0 == True, which must not pass for one another
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("-2E+5", -2e5), (".5e1", 5.0), ("1.e3", 1000.0), ("3e4", 3e4)]
+)
+def test_exponents_are_numbers(text: str, value: float) -> None:
+    assert parse(text, "here") == value
+    assert parse(f"'{text}'", "here") == text
+
+
+def test_merge_keys_are_not_duplicates() -> None:
+    assert parse("a: &x {b: 1}\nc: {<<: *x, d: 2}", "here") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+
+
+def test_python_objects_are_refused() -> None:
+    with pytest.raises(UserError, match="line 1, column 1"):
+        parse("!!python/object/apply:os.getcwd []", "here")

@@ -1,0 +1,77 @@
+"""Curves: the right metrics in the right chart, no spike lost, a real PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.config.errors import UserError
+from burnish.report.curves import charts, other_charts, series, thin, write_curves
+from burnish.run.metrics import Metrics
+
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, "validation/greedy/accuracy": 0.4, "validation/greedy/accuracy/length=4": 0.5},
+    {
+        "step": 1,
+        "reward/mean": 0.5,
+        "reward/task": 0.5,
+        "reward/answer_timeout": 2,
+        "rollout/length_mean": 6.0,
+        "actor/entropy": float("nan"),
+        "actor/lr": 1e-4,
+        "note": "text",
+    },
+    {"step": 2, "reward/mean": 0.75, "actor/entropy": 1.0, "validation/greedy/accuracy": 0.9},
+]
+
+
+def test_each_metric_is_in_its_chart_and_the_rest_in_charts_of_their_own() -> None:
+    shown = charts(ROWS)
+    assert {c.title: list(c.series) for c in shown} == {
+        "Reward": ["reward/mean", "reward/task"],
+        "Held-out accuracy": ["validation/greedy/accuracy"],
+        "Completion length (tokens)": ["rollout/length_mean"],
+        "Entropy": ["actor/entropy"],
+    }
+    assert [c.title for c in other_charts(ROWS, shown)] == [
+        "actor/lr",
+        "reward/answer_timeout",
+        "validation/greedy/accuracy/length=4",
+    ]
+
+
+def test_points_are_by_step_and_finite() -> None:
+    lines = series(ROWS)
+    assert lines["validation/greedy/accuracy"] == [(0, 0.4), (2, 0.9)]
+    assert lines["actor/entropy"] == [(2, 1.0)]
+    assert "note" not in lines
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 40))
+def test_thinning_keeps_the_extremes_the_ends_and_the_order(values: list[float], limit: int) -> None:
+    points = list(enumerate(values))
+    kept = thin(points, limit)
+    assert kept == sorted(set(kept))
+    assert set(kept) <= set(points)
+    assert len(kept) <= limit + 2
+    assert kept[-1] == points[-1]
+    assert {min(values), max(values)} <= {y for _, y in kept}
+
+
+def test_the_png_is_written(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for row in ROWS:
+        metrics.append(int(row["step"]), {k: v for k, v in row.items() if k != "step"})
+    path = write_curves(tmp_path)
+    assert path == tmp_path / "curves.png"
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_no_metrics_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no numbers to draw"):
+        write_curves(tmp_path)
+    assert list(tmp_path.iterdir()) == []

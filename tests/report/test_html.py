@@ -1,0 +1,261 @@
+"""report.html: right numbers, nothing from a completion becomes markup, nothing from the network, never large."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.report.html import write_report
+from burnish.report.page import SCRIPT
+from burnish.report.rollouts import choose, collect, evenly
+from burnish.report.svg import bounds, ticks
+from burnish.run.metrics import Metrics
+from burnish.run.samples import write_samples
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "\"'><svg onload=alert(1)>",
+    "&lt;b&gt; &amp;",
+    "\u2028\x00\x1b[31m",
+]
+
+
+def row(index: int, text: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "group": f"g{index // 2}",
+        "sample": index % 2,
+        "data_source": text,
+        "prompt": text,
+        "completion": text,
+        "answer": text,
+        "reward": 1.0,
+        "accuracy": None,
+        "parts": {text: 1.0},
+        "advantage": 0.5,
+        "truncated": False,
+        "length": len(text),
+        "pieces": list(text),
+        "logp": [-0.5] * len(text),
+        "error": text,
+    } | changes
+
+
+def make_run(folder: Path, text: str = "plain", rows: int = 4) -> Path:
+    run = folder / "run-1"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"seed: 0\nname: {json.dumps(text)}\n")
+    (run / "log.txt").write_text(f"2026-01-01 10:00:00  note {text}\n2026-01-01 10:00:01  step 1/2  reward 0.5\n")
+    metrics = Metrics(run / "metrics.jsonl")
+    metrics.append(0, {"validation/greedy/accuracy": 0.402, "validation/greedy/accuracy/length=4": 0.8})
+    metrics.append(1, {"reward/mean": 0.25, "time/step_s": 30.0, f"odd/{text}": 1.0})
+    metrics.append(
+        2,
+        {
+            "reward/mean": 0.5,
+            "time/step_s": 60.5,
+            "validation/greedy/accuracy": 0.995,
+            "validation/greedy/accuracy/length=4": 1.0,
+        },
+    )
+    write_samples(run / "samples", 2, "train", [row(i, text) for i in range(rows)])
+    return run
+
+
+class Elements(HTMLParser):
+    """Every tag with its attributes' names, every script's text, all other text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, tuple[str, ...]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.values: list[str] = []
+        self._in_script = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, tuple(name for name, _ in attrs)))
+        self.values += [value or "" for _, value in attrs]
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+
+def parse(run: Path) -> Elements:
+    return Elements(write_report(run).read_text())
+
+
+def test_the_headline_shows_before_and_after_steps_and_time(tmp_path: Path) -> None:
+    text = parse(make_run(tmp_path)).text
+    assert "held-out accuracy, greedy0.402 → 0.995step 0 → step 2" in text
+    assert "mean reward0.250 → 0.500" in text
+    assert "steps2" in text
+    assert "time in steps1m30s" in text
+    assert "greedylength=40.8001.000" in text.replace("\n", "")
+
+
+def test_config_and_notes_are_in_the_page_and_step_lines_are_not(tmp_path: Path) -> None:
+    text = parse(make_run(tmp_path)).text
+    assert "seed: 0" in text
+    assert "note plain" in text
+    assert "step 1/2  reward" not in text
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
+    plain = parse(make_run(tmp_path))
+    (tmp_path / "other").mkdir()
+    page = parse(make_run(tmp_path / "other", hostile))
+    assert page.tags == plain.tags
+    assert len(page.scripts) == 2
+    assert page.scripts[1] == SCRIPT
+    data = json.loads(page.scripts[0])
+    sample = data["groups"][0]["samples"][0]
+    assert "".join(sample["pieces"]) == hostile
+    assert data["groups"][0]["prompt"] == hostile
+    assert sample["parts"] == {hostile: 1.0}
+
+
+def test_the_script_never_parses_text_as_markup_or_code() -> None:
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|setAttribute\(\"on", SCRIPT
+    )
+    assert "<" not in re.sub(r" <=? ", "", SCRIPT)  # `</script` or `<!--` in a string would end or garble the block
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = parse(make_run(tmp_path))
+    assert not {name for _, names in page.tags for name in names} & {
+        "src",
+        "href",
+        "srcset",
+        "action",
+        "data",
+        "poster",
+    }
+    assert {tag for tag, _ in page.tags}.isdisjoint({"link", "img", "iframe", "object", "embed", "base"})
+    content = write_report(tmp_path / "run-1").read_text()
+    assert "default-src 'none'" in content
+    assert not re.search(r"https?://|url\(|@import", content)
+
+
+def test_the_policy_names_the_hash_of_the_script(tmp_path: Path) -> None:
+    import base64
+    import hashlib
+
+    content = write_report(make_run(tmp_path)).read_text()
+    script = content[content.rindex("<script>") + 8 : content.rindex("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in content
+
+
+def test_non_finite_numbers_reach_the_page_as_null(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    strange = row(0, "ab", reward=float("nan"), logp=[float("-inf"), -1.0], parts={"x": float("inf")}, advantage=None)
+    write_samples(run / "samples", 1, "train", [strange])
+    data = json.loads(parse(run).scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    sample = data["groups"][0]["samples"][0]
+    assert (sample["reward"], sample["logp"], sample["parts"]) == (None, [None, -1.0], {"x": None})
+
+
+def test_a_completion_that_differs_from_its_pieces_is_kept_beside_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_samples(run / "samples", 1, "train", [row(0, "é", pieces=["\ufffd", "\ufffd"], logp=[-1.0, -2.0])])
+    data = json.loads(parse(run).scripts[0])
+    assert data["groups"][0]["samples"][0]["text"] == "é"
+    assert "text" not in data["groups"][1]["samples"][0]
+
+
+def test_a_large_run_gives_a_small_page_that_says_what_it_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    metrics = Metrics(run / "metrics.jsonl")
+    metrics.path.write_text(
+        "".join(json.dumps({"step": s, "reward/mean": s % 7, "actor/loss": s % 5}) + "\n" for s in range(5000))
+    )
+    long = row(0, "word " * 4000, pieces=["word "] * 4000, logp=[-0.123456] * 4000)
+    rows = [long | {"group": f"g{i // 4}", "sample": i % 4} for i in range(8)]
+    for step in range(10, 310, 10):
+        write_samples(run / "samples", step, "train", rows)
+    path = write_report(run)
+    assert path.stat().st_size < 5_000_000
+    page = Elements(path.read_text())
+    assert "To keep this page small it shows" in page.text
+    groups = json.loads(page.scripts[0])["groups"]
+    assert (groups[0]["step"], groups[-1]["step"]) == (2, 300)
+    cut = groups[-1]["samples"][0]
+    assert len(cut["pieces"]) == len(cut["logp"]) == 900
+    assert cut["cut"] == 3100
+
+
+def test_groups_stay_whole_and_under_the_limit() -> None:
+    groups = [{"group": str(i), "samples": [{"text": "x" * 50}] * 4} for i in range(10)]
+    size = len(json.dumps(groups[0]))
+    chosen = choose(groups, 4 * size)
+    assert [g["group"] for g in chosen] == ["0", "3", "6", "9"]
+    assert all(len(g["samples"]) == 4 for g in chosen)
+    assert choose(groups, 10 * size) == groups
+    assert [len(g["samples"]) for g in choose(groups, size // 2)] == [2]
+    assert choose([], 100) == []
+
+
+def test_an_even_choice_has_both_ends() -> None:
+    assert evenly([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 4) == [0, 3, 6, 9]
+    assert evenly([0, 1], 5) == [0, 1]
+    assert evenly([0, 1, 2], 1) == [2]
+
+
+def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
+    groups, left_out = collect(make_run(tmp_path) / "samples")
+    assert sum(len(g["samples"]) for g in groups) == 4
+    assert left_out == ""
+
+
+def test_a_run_without_samples_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "samples" / "train-000002.parquet").unlink()
+    assert "no samples yet" in parse(run).text
+
+
+def test_a_folder_that_is_no_run_and_a_run_without_metrics_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.yaml"):
+        write_report(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(UserError, match="no lines yet"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0.0, 0.5, 1.0]),
+        (0.0, 150.0, [0.0, 50.0, 100.0, 150.0]),
+        (3.0, 3.0, [3.0]),
+        (-2.0, 2.0, [-2.0, -1.0, 0.0, 1.0, 2.0]),
+    ],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_constant_values_still_have_a_range_to_draw() -> None:
+    assert bounds([2.0, 2.0]) == pytest.approx((1.8, 2.2))
+    assert bounds([0.0]) == (-1.0, 1.0)
+    assert bounds([1.0, 3.0]) == (1.0, 3.0)

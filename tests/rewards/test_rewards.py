@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import importlib.util
+import random
+import time
+
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.config.schema import Reward
+from burnish.rewards.rewards import CHUNK, Rewards
+from burnish.rewards.types import Score, ScoreRequest
+
+PLUGIN = """
+import time
+
+def half(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.5, "acc": 1.0, "length": len(solution_str)}
+
+def jitter(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(extra_info["sleep"])
+    return len(solution_str)
+
+def sizes(prompts, completions, **columns):
+    return [float(len(completions))] * len(completions)
+
+def only_code(completions, kind):
+    return [1.0 if k == "code" else None for k in kind]
+"""
+
+
+def request(id: str, completion: str = "1", source: str = "s", answer: object = "1", **extra: object) -> ScoreRequest:
+    return ScoreRequest(id, "p", completion, source, answer, extra)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    return tmp_path
+
+
+def test_the_reward_is_the_weighted_sum_and_parts_are_raw():
+    parts = [{"name": "format", "weight": 0.5, "options": {"pattern": r"\d+"}}, {"name": "number", "weight": 2.0}]
+    with Rewards(Reward(parts=parts)) as rewards:
+        scores = rewards.score([request("right"), request("wrong", "2"), request("shape", "is 1")])
+    assert scores == [
+        Score("right", 2.5, 1.0, {"format": 1.0, "number": 1.0}),
+        Score("wrong", 0.5, 0.0, {"format": 1.0, "number": 0.0}),
+        Score("shape", 2.0, 1.0, {"format": 0.0, "number": 1.0}),
+    ]
+
+
+def test_parts_are_chosen_by_data_source(folder):
+    parts = [
+        {"name": "exact", "sources": ["a"]},
+        {"name": "mine.py:half", "sources": ["b"]},
+        {"name": "number", "weight": 0.1},
+    ]
+    with Rewards(Reward(parts=parts), base=folder) as rewards:
+        one, two = rewards.score([request("1", "1", "a"), request("2", "x", "b")])
+        assert one == Score("1", 1.1, 1.0, {"exact": 1.0, "number": 1.0})
+        assert two == Score("2", 0.5, 1.0, {"half": 0.5, "half/length": 1.0, "number": 0.0})
+    with Rewards(Reward(parts=parts[:2]), base=folder) as rewards:
+        with pytest.raises(UserError, match=r"data_source 'c' of row '3' .*exact: a; half: b"):
+            rewards.submit([request("1", "1", "a"), request("3", "1", "c")])
+        assert rewards.pending == 0
+
+
+def test_a_format_part_alone_says_nothing_about_accuracy():
+    with Rewards(Reward(parts=["format"], workers=1)) as rewards:
+        assert rewards.score([request("1")])[0].accuracy is None
+
+
+def test_long_completions_are_cut_to_their_end():
+    with Rewards(Reward(parts=["exact"], max_answer_chars=3, workers=1)) as rewards:
+        assert [s.reward for s in rewards.score([request("1", "xx123", answer="123"), request("2", "1231")])] == [
+            1.0,
+            0.0,
+        ]
+
+
+def test_scores_keep_their_order_and_do_not_depend_on_the_number_of_workers(folder):
+    rng = random.Random(0)
+    asked = [request(str(i), "x" * rng.randrange(9), sleep=rng.choice([0.0, 0.01])) for i in range(60)]
+    results = []
+    for workers in (1, 3):
+        with Rewards(Reward(parts=["mine.py:jitter", "exact"], workers=workers), base=folder) as rewards:
+            results.append(rewards.score(asked))
+    assert results[0] == results[1]
+    assert [s.id for s in results[0]] == [r.id for r in asked]
+    assert [s.reward for s in results[0]] == [float(len(r.completion)) for r in asked]
+
+
+def test_a_batch_function_sees_chunks_of_one_submission(folder):
+    with Rewards(Reward(parts=["mine.py:sizes"], workers=2), base=folder) as rewards:
+        scores = rewards.score([request(str(i)) for i in range(CHUNK + 5)])
+    assert [s.reward for s in scores] == [64.0] * CHUNK + [5.0] * 5
+
+
+def test_none_from_a_batch_function_leaves_the_part_out(folder):
+    with Rewards(Reward(parts=["mine.py:only_code", "exact"], workers=1), base=folder) as rewards:
+        code, text = rewards.score([request("1", kind="code"), request("2", kind="text")])
+        assert (code.reward, text.reward) == (2.0, 1.0)
+        assert text.parts == {"exact": 1.0}
+        with pytest.raises(UserError, match="needs a column 'kind', which row '3'"):
+            rewards.submit([request("3")])
+    with Rewards(Reward(parts=["mine.py:only_code"], workers=1), base=folder) as rewards:
+        (nothing,) = rewards.score([request("2", kind="text")])
+        assert nothing.reward is None
+        assert "no reward part gave a value" in (nothing.error or "")
+
+
+def test_poll_returns_what_is_done_and_score_leaves_the_rest_to_it(folder):
+    with Rewards(Reward(parts=["mine.py:jitter"], workers=2), base=folder) as rewards:
+        assert rewards.poll(None) == []
+        rewards.score([request("warm", sleep=0.0)])
+        rewards.submit([request("slow", sleep=0.4)])
+        assert rewards.pending == 1
+        assert rewards.poll(0.0) == []
+        assert [s.id for s in rewards.score([request("quick", sleep=0.0)])] == ["quick"]
+        start = time.monotonic()
+        assert rewards.poll(0.05) == []
+        assert time.monotonic() - start < 0.3
+        assert [s.id for s in rewards.poll(None)] == ["slow"]
+        assert rewards.pending == 0
+        assert rewards.counters == {"answer_timeout": 0, "scorer_failed": 0, "scorer_retried": 0, "worker_restarts": 0}
+
+
+def test_the_same_function_twice_gets_two_labels():
+    parts = [{"name": "format", "options": {"pattern": p}} for p in (r"\d+", r"\w+")]
+    with Rewards(Reward(parts=parts, workers=1)) as rewards:
+        assert rewards.score([request("1", "x")])[0].parts == {"format": 0.0, "format_2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "reward.parts is empty"),
+        (["exakt"], "did you mean 'exact'"),
+        ([{"name": "exact", "sources": []}], "sources is empty"),
+        ([{"name": "format", "options": {"patern": "x"}}], "did you mean 'pattern'"),
+        (["nowhere.py:f"], "no such file"),
+    ],
+)
+def test_mistakes_are_found_at_construction(parts, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        Rewards(Reward(parts=parts), base=tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("burnish.data.tasks") is None, reason="the generated tasks are not there")
+def test_rows_of_a_generated_task_are_scored_by_its_checker():
+    with Rewards(Reward(parts=["task"], workers=1)) as rewards:
+        row = ScoreRequest("1", "507508>", "005578", "sort_digits", "005578", {"task": "sort_digits"})
+        wrong = ScoreRequest("2", "507508>", "507508", "sort_digits", "005578", {"task": "sort_digits"})
+        assert [s.reward for s in rewards.score([row, wrong])] == [1.0, 0.0]
+        with pytest.raises(UserError, match="'task' scores only rows of generated tasks"):
+            rewards.submit([request("3")])
