@@ -46,24 +46,33 @@ def grpo(
 
     DeepSeekMath (2402.03300). `std="none"` is Dr.GRPO (2503.20783), `std="batch"` divides by the deviation of all rewards.
     """
-    rewards = sequence_rewards(batch)
-    groups, num = compact_ids(batch.sequence["group_ids"])
+    owner, groups = trajectory_groups(batch)  # [S] sequence -> trajectory, [T] trajectory -> group
+    rewards = segment_mean(sequence_rewards(batch), owner, groups.numel())  # [T]
+    num = int(groups.max()) + 1
     count = segment_count(groups, num)
     centred = rewards - segment_mean(rewards, groups, num)[groups]
-    if std == "none":
-        advantages = centred
-    elif std == "batch":
-        advantages = centred / (rewards.std() + eps) if rewards.numel() > 1 else centred
-    else:
+    scale = torch.ones_like(rewards)
+    if std == "group":
         variance = segment_sum(centred**2, groups, num) / (count - 1).clamp(min=1)
-        advantages = centred / (variance.sqrt() + eps)[groups]
+        scale = (variance.sqrt() + eps)[groups]
+    elif std == "batch" and float(rewards.max()) > float(rewards.min()):
+        scale = scale * (rewards.std() + eps)
     constant = segment_max(rewards, groups, num) == segment_min(rewards, groups, num)
-    advantages = torch.where(constant[groups], torch.zeros_like(advantages), advantages)
-    alone = (count == 1)[groups]
-    raw = rewards
-    if std == "batch" and rewards.numel() > 1:
-        raw = rewards / (rewards.std() + eps)
-    return torch.where(alone, raw if singleton == "raw" else torch.zeros_like(raw), advantages)
+    advantages = torch.where(constant[groups], torch.zeros_like(centred), centred / scale)
+    raw = rewards / (scale if std == "batch" else 1) if singleton == "raw" else torch.zeros_like(rewards)
+    return torch.where((count == 1)[groups], raw, advantages)[owner]
+
+
+def trajectory_groups(batch: Batch) -> tuple[Tensor, Tensor]:
+    """[S] the trajectory of each sequence and [T] the group of each trajectory, both numbered from 0.
+
+    Without `trajectory_ids` every sequence is a trajectory of its own.
+    """
+    groups, _ = compact_ids(batch.sequence["group_ids"])
+    if "trajectory_ids" not in batch.sequence:
+        return torch.arange(batch.num_sequences, device=groups.device), groups
+    owner, num = compact_ids(batch.sequence["trajectory_ids"])
+    return owner, groups.new_zeros(num).index_copy(0, owner, groups)
 
 
 def reinforce(batch: Batch, gamma: float = 1.0, baseline: float = 0.0) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burnish.algorithms.advantages import trajectory_groups
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_count, segment_max, segment_min
@@ -19,7 +20,8 @@ def zero_signal(batch: Batch) -> Tensor:
     groups, num = compact_ids(batch.sequence["group_ids"])
     rewards = batch.sequence["reward"]
     keep = segment_max(rewards, groups, num) > segment_min(rewards, groups, num)
-    return (keep | (segment_count(groups, num) == 1))[groups]
+    _, group_of_trajectory = trajectory_groups(batch)
+    return (keep | (segment_count(group_of_trajectory, num) == 1))[groups]
 
 
 def overlong(batch: Batch) -> Tensor:

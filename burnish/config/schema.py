@@ -284,7 +284,7 @@ class Sft(Record):
     """Supervised training on prompt/completion rows or messages, with loss only on what the assistant says."""
 
     data: Sources = Field(default_factory=list)
-    """Rows with `prompt` and `completion` (text or messages), or `messages`."""
+    """Rows with `prompt` and `completion` (text or messages), or `messages`; a task gives its demonstrations."""
     updates: int = Field(250, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(128, ge=1)
@@ -390,5 +390,5 @@ class SftConfig(Record):
         if self.model.path is None and self.model.new is None:
             raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
         if not self.sft.data:
-            raise ValueError("no data: give sft.data (a file or a plug-in)")
+            raise ValueError("no data: give sft.data (a file, a task or a plug-in)")
         return self

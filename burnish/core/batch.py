@@ -55,6 +55,10 @@ class Batch:
         for name, ragged in self.ragged.items():
             if ragged.offsets.shape != (s + 1,):
                 raise ValueError(f"ragged column {name!r} has {ragged.offsets.numel() - 1} sequences, expected {s}")
+            if int(ragged.offsets[-1]) != ragged.values.shape[0]:
+                raise ValueError(
+                    f"ragged column {name!r} ends at {int(ragged.offsets[-1])} of {ragged.values.shape[0]} values"
+                )
 
     @property
     def num_tokens(self) -> int:

@@ -27,4 +27,5 @@ def _mix(x: Tensor) -> Tensor:
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Numbers in (0, 1), float64, for int64 `keys` and the position each is drawn for."""
     bits = _mix(keys + (positions + 1) * signed(GOLDEN))
-    return (((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) + 0.5) * 2.0**-53
+    # 52 bits and a half fill a float64's 53: one bit more and the half would round the last number up to 1.
+    return (((bits >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) * 2.0**-52

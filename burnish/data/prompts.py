@@ -20,6 +20,7 @@ from burnish.config.plugins import is_plugin, load_plugin
 from burnish.config.schema import Data, Source
 from burnish.core.keys import fold, permutation, unit
 from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, make_pools, overlong_report
+from burnish.data.rows import refuse_weights
 from burnish.models.tokenizer import Tokenizer
 
 SAMPLERS = ("shuffle", "sequential")
@@ -180,6 +181,7 @@ def validation_prompts(
     A source too small for its share leaves the rest to the others. Prompts left out as over-long are logged, because
     they change what is measured.
     """
+    refuse_weights(sources, "validation, which shares out equally")
     pools = make_pools(sources, tokenizer, data, seed, "test", base)
     for pool in pools:
         if pool.size is None and limit is None:

@@ -49,6 +49,13 @@ def source_name(source: Source) -> str:
     return source.task or Path(source.path or "").name
 
 
+def refuse_weights(sources: list[Source], use: str) -> None:
+    """Weights divide training draws; where every row is used once they would be ignored, so they are errors."""
+    for source in sources:
+        if source.weight != 1.0:
+            raise UserError(f"{source_name(source)}: weight={source.weight} has no effect on {use}; leave it out")
+
+
 def read_rows(source: Source, base: Path | None = None) -> list[Row]:
     """All rows of a file or plug-in source, for rollouts."""
     located = enumerate(records_of(source, base))

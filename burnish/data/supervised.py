@@ -16,7 +16,7 @@ from typing import Literal
 from burnish.config.errors import UserError
 from burnish.config.schema import Source, Template
 from burnish.core.keys import permutation
-from burnish.data.rows import Message, Row, read_supervised_rows, source_name, supervised_row
+from burnish.data.rows import Message, Row, read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.data.template import as_messages, joined, kind_of, plain_text, with_system
 from burnish.models.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ def load_examples(
     seed: int = 0,
 ) -> tuple[list[Example], int]:
     """All examples of the sources, in order, and how many were left out as over-long."""
+    refuse_weights(sources, "supervised data, which is used whole")
     examples: list[Example] = []
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import check_options, is_plugin, load_plugin
 from burnish.config.schema import Environment as EnvironmentConfig
 from burnish.data.prompts import Prompt
@@ -70,6 +70,6 @@ def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: A
                     f"environment {config.name}: the class has no method {method!r} (needs start() and observe(completion, text))"
                 )
     else:
-        raise UserError(f"unknown environment {config.name!r} (known: single_turn, or path/to/file.py:Class)")
+        raise unknown("environment", config.name, ["single_turn", "path/to/file.py:Class"])
     check_options(kind, config.options, f"environment {config.name}")
     return lambda prompt: kind(prompt, tokenizer, **config.options)

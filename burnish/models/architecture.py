@@ -33,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", sliding_window=True),
 }
 ROPE_TYPES = ("default", "linear", "llama3")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text())
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(config).__name__}")
+    return config
 
 
 def why_not_native(config: dict[str, Any]) -> str | None:
@@ -97,12 +101,16 @@ def why_not_native(config: dict[str, Any]) -> str | None:
     return None
 
 
-def from_hf(config: dict[str, Any]) -> Architecture:
-    """The architecture of a native config.json."""
+def from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
+    """The architecture of a native config.json; `where` names the file in errors."""
+    missing = [name for name in SIZES if not isinstance(config.get(name), int)]
+    if missing:
+        raise UserError(f"{where} gives no number for {missing[0]!r}, which a {config['model_type']} model needs")
     family = FAMILIES[config["model_type"]]
     heads = config["num_attention_heads"]
     theta, scaling = _rope(config)
-    attention_bias = bool(config.get("attention_bias", False))
+    # The other families' classes in transformers have no such option, and ignore the key.
+    attention_bias = bool(config.get("attention_bias", False)) and config["model_type"] in ("llama", "qwen3")
     return Architecture(
         family=config["model_type"],
         vocab_size=config["vocab_size"],
@@ -118,8 +126,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         rope_scaling=scaling if scaling.get("rope_type", "default") != "default" else None,
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or attention_bias,
-        out_bias=attention_bias and config["model_type"] in ("llama", "qwen3"),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        out_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)) and config["model_type"] == "llama",
         qk_norm=family.qk_norm,
         window=config.get("sliding_window") if family.sliding_window else None,
     )

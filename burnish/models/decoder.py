@@ -18,6 +18,7 @@ from torch.nn import functional
 from burnish.models.architecture import Architecture
 from burnish.models.ops.attention import PackedAttention
 from burnish.models.ops.logprob import head_logprob
+from burnish.models.ops.norm import RMSNorm
 from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,15 +31,15 @@ class Layer(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         heads = arch.num_heads + 2 * arch.num_kv_heads
-        self.attention_norm = nn.RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.qkv = nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
         self.out = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.out_bias)
-        self.mlp_norm = nn.RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.mlp_size, bias=arch.mlp_bias)
         self.down = nn.Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
         if arch.qk_norm:
-            self.q_norm = nn.RMSNorm(arch.head_dim, arch.norm_eps)
-            self.k_norm = nn.RMSNorm(arch.head_dim, arch.norm_eps)
+            self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps)
+            self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = x + self.out(self._attention(self.attention_norm(x), cos, sin, attend))
@@ -64,7 +65,7 @@ class Decoder(nn.Module):
         self.arch = arch
         self.embedding = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.num_layers))
-        self.norm = nn.RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         self._table: tuple[Tensor, Tensor] | None = None
 

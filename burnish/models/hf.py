@@ -10,11 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.core.batch import from_padded, to_padded
 from burnish.models.weights import weight_files
+
+
+def _read(directory: Path, dtype: torch.dtype) -> Any:
+    """transformers' model of a directory, every weight in place; no code from it is run, no pickle is opened."""
+    from transformers import AutoModelForCausalLM
+
+    weight_files(directory)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported below, with names
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"transformers cannot load {directory}: {error}") from error
+    inner, info = loaded
+    # Of both, transformers would only warn and go on with random numbers in their place.
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(f"{directory}: {name} is {tuple(stored)} but config.json implies {tuple(wanted)}")
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}")
+    return inner
 
 
 class TransformersPolicy(nn.Module):
@@ -26,19 +54,29 @@ class TransformersPolicy(nn.Module):
 
     @staticmethod
     def load(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersPolicy:
-        """From a local directory; no code from it is run, no pickle is opened."""
-        from transformers import AutoModelForCausalLM
-
-        weight_files(directory)
-        try:
-            inner = AutoModelForCausalLM.from_pretrained(
-                str(directory), dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"transformers cannot load {directory}: {error}") from error
-        policy = TransformersPolicy(inner)
+        """From a local directory."""
+        policy = TransformersPolicy(_read(directory, dtype))
         policy.to(device)
         return policy
+
+    def load_weights(self, directory: Path) -> None:
+        """Copy the weights of a saved directory in place; tensors keep their addresses.
+
+        They are read by way of a second model: the names and the grouping of tensors in a file are not always
+        those of the module, and only transformers knows how to translate them.
+        """
+        own = self.inner.state_dict()
+        read = _read(directory, self.inner.dtype).state_dict()
+        if own.keys() != read.keys():
+            unexpected, missing = sorted(read.keys() - own.keys()), sorted(own.keys() - read.keys())
+            raise UserError(f"{directory} does not fit the model: unexpected {unexpected[:3]}, missing {missing[:3]}")
+        for name, tensor in own.items():
+            if tensor.shape != read[name].shape:
+                shapes = f"{tuple(read[name].shape)}, but the model has {tuple(tensor.shape)}"
+                raise UserError(f"{directory} does not fit the model: {name} is {shapes}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(read[name])
 
     def token_logprobs(
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, with_entropy: bool = False

@@ -29,6 +29,13 @@ class PolicyModel:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model is made for; None where its config does not say."""
+        if isinstance(self.module, Decoder):
+            return self.module.arch.max_positions
+        return getattr(self.module.inner.config.get_text_config(), "max_position_embeddings", None)
+
     def save(self, directory: Path) -> None:
         """Weights, configs and tokenizer as a Hugging Face directory."""
         if isinstance(self.module, Decoder):
@@ -41,12 +48,8 @@ class PolicyModel:
         """Copy the weights of a saved directory into the module in place; tensors keep their addresses."""
         if isinstance(self.module, Decoder):
             fill(self.module, stored_tensors(directory), str(directory))
-            return
-        state = dict(stored_tensors(directory))
-        missing, unexpected = self.module.inner.load_state_dict(state, strict=False)
-        tied = set(getattr(self.module.inner, "all_tied_weights_keys", None) or {})
-        if unexpected or set(missing) - tied:
-            raise UserError(f"{directory} does not fit the model: unexpected {unexpected[:3]}, missing {missing[:3]}")
+        else:
+            self.module.load_weights(directory)
 
 
 def pick_device(name: str) -> torch.device:

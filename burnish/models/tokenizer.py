@@ -48,10 +48,13 @@ class Tokenizer:
                 f"no tokenizer in {directory}: expected one of {', '.join(TOKENIZER_FILES)}; "
                 "copy the tokenizer files of the model there (tokenizer.json and tokenizer_config.json)"
             )
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # tokenizer.json says everything about splitting; AutoTokenizer would for some model types (qwen2) rather
+        # build the family's usual pre-tokenizer, and lose every character of a tokenizer that is not of that kind.
+        loader: Any = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         try:
-            inner = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            inner = loader.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"the tokenizer in {directory} does not load: {error}") from error
         return cls(inner, _read_generation_config(directory / GENERATION_CONFIG))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory; pickled weights are refused."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        files = [directory / name for name in sorted(set(_weight_map(index).values()))]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise UserError(f"{directory}: {index.name} names files that are not there: {', '.join(missing)}")
@@ -87,13 +87,24 @@ def weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory} has no weights: expected model.safetensors or model.safetensors.index.json")
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """File name by tensor name."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index} is damaged: it should be a JSON object with a `weight_map`") from error
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} is damaged: `weight_map` should be an object, not a {type(weight_map).__name__}")
+    return weight_map
+
+
 def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Our decoder with the weights of a Hugging Face directory."""
     config = read_config(directory)
     reason = why_not_native(config)
     if reason:
         raise UserError(f"{directory} cannot run on the native decoder: {reason}; set model.backend=transformers")
-    arch = from_hf(config)
+    arch = from_hf(config, str(directory / "config.json"))
     with torch.device("meta"):
         model = Decoder(arch)
     model.to_empty(device=device)
@@ -131,12 +142,8 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
                     yield name, handle.get_tensor(name)
-        except (OSError, RuntimeError) as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {error}") from error
-        except Exception as error:  # safetensors raises its own class, which it does not export for every version
-            if type(error).__name__ == "SafetensorError":
-                raise UserError(f"{file} is damaged: {error}") from error
-            raise
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,11 @@ class TransformersEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        ids = {r.id for r in self.queue}
         for request in requests:
+            if request.id in ids:
+                raise ValueError(f"request {request.id} is already waiting")
+            ids.add(request.id)
             longest = len(request.tokens) + request.sampling.max_tokens
             if not request.tokens:
                 raise UserError(f"request {request.id}: the prompt has no tokens")
@@ -89,14 +94,26 @@ class TransformersEngine:
         config = GenerationConfig(
             do_sample=False, max_new_tokens=options.max_tokens, pad_token_id=self.pad_id, use_cache=True
         )
-        self.model.generate(
-            inputs=prompts,
-            attention_mask=real,
-            generation_config=config,
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=StoppingCriteriaList([_Ended(batch, draw, self.decode)]),
-        )
+        with _only(self.model, config):
+            self.model.generate(
+                inputs=prompts,
+                attention_mask=real,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([_Ended(batch, draw, self.decode)]),
+            )
         return [draw.completion(i, self.version) for i in range(len(batch))]
+
+
+@contextmanager
+def _only(model: Any, config: Any) -> Iterator[None]:
+    """`generate` fills what a config leaves open from the model's own; a penalty or an end token from there would
+    change the distribution or end a row that the request did not ask to end."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class _Draw:

@@ -50,9 +50,15 @@ def build_job(config: TrainConfig, base: Path | None, run: Run, policy: PolicyMo
 
 
 def build_validation(
-    config: TrainConfig, base: Path | None, run: Run, policy: PolicyModel, driver: Driver, rewards: Rewards
+    config: TrainConfig,
+    base: Path | None,
+    run: Run,
+    policy: PolicyModel,
+    driver: Driver,
+    rewards: Rewards,
+    kind: str = "validation-",
 ) -> Validate:
-    """A function that measures every mode at a step and keeps its samples."""
+    """A function that measures every mode at a step and keeps its samples in tables named `kind` + mode."""
     if not config.data.validation:
         return lambda step: {}
     prompts = validation_prompts(
@@ -66,7 +72,7 @@ def build_validation(
             options = sampling_options(mode, policy.tokenizer.eos_ids)
             scored = measure(driver, rewards, prompts, mode.n, options, run.display.phase)
             values |= {f"validation/{name}/{k}": v for k, v in summary(scored, config.validation.by).items()}
-            run.samples(step, f"validation-{name}", observe.sample_rows(scored, None, policy.tokenizer))
+            run.samples(step, f"{kind}{name}", observe.sample_rows(scored, None, policy.tokenizer))
         return values
 
     return validate
@@ -78,10 +84,11 @@ def warm_start(config: Sft, template: Template, seed: int, base: Path | None, ru
     data = [
         _as_file(source, seed, run.directory.path / f"demonstrations-{k}.jsonl") for k, source in enumerate(config.data)
     ]
-    examples, left_out = load_examples(data, policy.tokenizer, template, config.max_tokens, config.overlong, base, seed)
+    longest = min(config.max_tokens, policy.max_positions or config.max_tokens)
+    examples, left_out = load_examples(data, policy.tokenizer, template, longest, config.overlong, base, seed)
     run.display.start(f"warm start on {len(examples):,} demonstrations: {policy.note}", config.updates)
     if left_out:
-        run.display.note(f"{left_out} demonstrations are longer than {config.max_tokens} tokens and were left out")
+        run.display.note(f"{left_out} demonstrations are longer than {longest} tokens and were left out")
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, examples, config, seed, run.display.step)
     with atomic_directory(path, replace=True) as folder:
@@ -95,4 +102,4 @@ def _as_file(source: Source, seed: int, path: Path) -> Source:
         return source
     rows = make_demonstrations(source.task, source.options, seed)
     atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return Source(path=str(path.resolve()), weight=source.weight, limit=source.limit, name=source.name or source.task)
+    return Source(path=str(path.resolve()), limit=source.limit, name=source.name or source.task)

@@ -59,7 +59,7 @@ class Recipe:
 
     def select(self, batch: Batch) -> Batch:
         """Group filters: only the groups worth a forward pass."""
-        keep = torch.ones(batch.num_sequences, dtype=torch.bool)
+        keep = torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
         for slot in self.algorithm.filters:
             if slot.name in GROUP_FILTERS:
                 keep &= GROUP_FILTERS[slot.name](batch)
@@ -89,7 +89,7 @@ class Recipe:
                 batch = batch.with_token(loss_mask=SAMPLE_FILTERS[slot.name](batch))
         for name, function, options in self.user_filters:
             batch = batch.with_token(loss_mask=loss_mask_from(function(batch, **options), batch, name))
-        left = torch.zeros(batch.num_sequences, dtype=torch.bool)
+        left = torch.zeros_like(batch.sequence["truncated"])
         left[batch.sequence_ids[batch.loss_mask]] = True
         return batch.select(left.nonzero().squeeze(1))
 

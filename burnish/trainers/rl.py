@@ -14,12 +14,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from burnish.config.schema import TrainConfig
@@ -30,6 +28,7 @@ from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
 from burnish.rollout.scored import Scored
 from burnish.rollout.sources import SyncSource
+from burnish.run.interrupt import StopOnInterrupt
 from burnish.run.run import Run
 from burnish.trainers import observe
 from burnish.trainers.prepare import Recipe
@@ -71,7 +70,7 @@ def train(job: Job) -> bool:
     run.display.start(f"{config.algorithm.preset} on {run.directory.name}: {job.policy.note}", total, job.state.step)
     if job.state.step == 0 and config.validation.before:
         run.commit(0, job.validate(0), [])
-    with _StopOnInterrupt(run.display.note) as stop:
+    with StopOnInterrupt(run.display.note) as stop:
         for step in range(job.state.step + 1, total + 1):
             started = time.perf_counter()
             rollouts = job.source.next(step, run.display.phase)
@@ -144,28 +143,3 @@ def restore(job: Job, folder: Path) -> None:
     job.state = TrainerState(**json.loads((folder / "trainer.json").read_text()))
     job.stream.restore(job.state.stream)
     job.engine.load(job.state.step, ())
-
-
-class _StopOnInterrupt:
-    """The first Ctrl-C lets the step finish and be saved; the second stops at once (the journal keeps what is done)."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self.note, self.requested = note, False
-        self.previous: Any = None
-
-    def __enter__(self) -> _StopOnInterrupt:
-        try:
-            self.previous = signal.signal(signal.SIGINT, self._handle)
-        except ValueError:  # not the main thread: whoever owns it handles the signal
-            self.previous = None
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        self.note("stopping after this step; press Ctrl-C again to stop now")
-
-    def __exit__(self, *_: object) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGINT, self.previous)

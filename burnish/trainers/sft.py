@@ -1,10 +1,11 @@
 """Supervised fine-tuning: the learner with a likelihood loss, on examples whose mask says what the assistant said.
 
-Used by `burnish sft` and as the warm start of `burnish train`.
+Used by `burnish sft` (`sft_session.py`) and as the warm start of `burnish train`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,8 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.data.supervised import Example, example_order
 from burnish.training.learner import Learner
 
-OnUpdate = Callable[[int, dict[str, float]], None]
+OnUpdate = Callable[[int, dict[str, float]], bool | None]
+"""Called after every update with its number and metrics; True ends the training there."""
 
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
@@ -30,10 +32,16 @@ def pack_examples(examples: Sequence[Example]) -> Batch:
     )
 
 
-def train(learner: Learner, examples: Sequence[Example], config: Sft, seed: int, on_update: OnUpdate) -> None:
-    """Updates `learner.updates`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order."""
+def train(
+    learner: Learner, examples: Sequence[Example], config: Sft, seed: int, on_update: OnUpdate, start: int = 0
+) -> None:
+    """Updates `start`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order.
+
+    `start` is not the learner's own count: that leaves out updates that were skipped, which used up their examples.
+    """
     order = example_order(len(examples), seed, config.updates * config.batch_size)
-    for update in range(learner.updates, config.updates):
+    for update in range(start, config.updates):
+        started = time.perf_counter()
         chosen = [examples[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
         batch = pack_examples(chosen).to(learner.device)
         batch = batch.with_token(weight=aggregation_weights(batch, "token-mean"))
@@ -41,4 +49,7 @@ def train(learner: Learner, examples: Sequence[Example], config: Sft, seed: int,
         values = {f"sft/{name}": value for name, value in result.stats.items()}
         if result.skipped:
             values["sft/skipped"] = 1.0
-        on_update(update + 1, values)
+        values["time/step_s"] = time.perf_counter() - started
+        values["time/tokens_per_s"] = batch.num_tokens / values["time/step_s"]
+        if on_update(update + 1, values):
+            return

@@ -19,6 +19,7 @@ from burnish.algorithms.losses import Loss, Outputs
 from burnish.config.errors import UserError
 from burnish.config.schema import Optimizer
 from burnish.core.batch import Batch
+from burnish.training.adamw import AdamW
 from burnish.training.forward import Policy, batch_logprobs, element_positions, split
 from burnish.training.schedule import factor
 
@@ -46,14 +47,7 @@ class Learner:
         self.token_budget, self.temperature = token_budget, temperature
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # Norm scales and biases are not decayed: shrinking them is not regularisation.
-        groups = [
-            {"params": [p for p in self.names.values() if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
-            {"params": [p for p in self.names.values() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
+        self.optimizer = AdamW(self.names, optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +65,7 @@ class Learner:
         num_tokens = int(batch.loss_mask.sum())
         if num_tokens == 0:
             return Update({}, torch.zeros(batch.num_tokens), "no token is left in the loss")
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         total, sums, logp = self._accumulate(batch, loss)
         lr = self.config.lr * factor(
             self.updates, self.total_updates, self.config.schedule, self.config.warmup, self.config.final
@@ -79,11 +73,9 @@ class Learner:
         norm = float(nn.utils.clip_grad_norm_(self.names.values(), self.config.clip_norm, foreach=True))
         stats = {"loss": total, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
         if not torch.isfinite(torch.tensor(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             return Update(stats, logp, f"the gradient is not finite (norm {norm})")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
         self.updates += 1
         return Update(stats, logp, None)
 
@@ -113,10 +105,7 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Optimizer state beside the weights (which the model's own code saves): safetensors, never pickle."""
-        tensors = {}
-        for name, parameter in self.names.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().cpu().contiguous().clone()
+        tensors = {k: t.detach().cpu().contiguous() for k, t in self.optimizer.tensors().items()}
         save_file(tensors, directory / "optimizer.safetensors")
         (directory / "optimizer.json").write_text(json.dumps({"updates": self.updates}))
 
@@ -126,11 +115,10 @@ class Learner:
         unknown = [k for k in tensors if k.split("/", 1)[1] not in self.names]
         if unknown:
             raise UserError(f"{directory}: optimizer state for parameters this model does not have: {unknown[:3]}")
-        for key, value in tensors.items():
-            kind, name = key.split("/", 1)
-            parameter = self.names[name]
-            device = "cpu" if kind == "step" and parameter.device.type == "cpu" else parameter.device
-            self.optimizer.state[parameter][kind] = value.to(device)
+        missing = self.names.keys() - {k.split("/", 1)[1] for k in tensors}
+        if tensors and missing:
+            raise UserError(f"{directory}: no optimizer state for {sorted(missing)[:3]}")
+        self.optimizer.restore(tensors)
         self.updates = int(json.loads((directory / "optimizer.json").read_text())["updates"])
 
 

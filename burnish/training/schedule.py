@@ -6,7 +6,10 @@ import math
 
 
 def factor(update: int, total: int, schedule: str, warmup: int, final: float) -> float:
-    """Linear from 1/warmup to 1 over `warmup` updates, then constant, or down to `final` at the last of `total`."""
+    """Linear from 1/warmup to 1 over `warmup` updates, then constant, or down to `final` at the last of `total`.
+
+    A single update after warm-up is made at the peak.
+    """
     if update < warmup:
         return (update + 1) / warmup
     progress = min(1.0, (update - warmup) / max(1, total - warmup - 1))

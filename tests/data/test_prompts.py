@@ -220,6 +220,8 @@ def test_validation_says_what_it_left_out_and_refuses_the_endless(
     with caplog.at_level(logging.WARNING):
         assert len(ids(folder, [{"path": "long.jsonl"}], None, max_prompt_tokens=4)) == 3
     assert "2 over-long prompts left out: long.jsonl/1, long.jsonl/3" in caplog.text
+    with pytest.raises(UserError, match=r"weight=2\.0 has no effect on validation"):
+        ids(folder, [{"path": "ten.jsonl", "weight": 2.0}], None)
     with pytest.raises(UserError, match="without end"):
         ids(folder, [{"task": "addition"}], None)
     for source in ({"path": "ten.jsonl"}, {"task": "sort_digits"}):

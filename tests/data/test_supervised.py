@@ -117,6 +117,8 @@ def test_overlong_examples_are_left_out_and_counted_or_stop_the_run(tmp_path: Pa
     assert examples[1].mask == [False, True, True, True]
     with pytest.raises(UserError, match=r"d\.jsonl:2: 6 tokens, more than max_tokens=4"):
         load_examples(sources, tokenizer, Template(), 4, "error")
+    with pytest.raises(UserError, match=r"weight=2\.0 has no effect on supervised data"):
+        load_examples([sources[0].model_copy(update={"weight": 2.0})], tokenizer, Template(), 4, "filter")
     with pytest.raises(UserError, match="no examples left"):
         load_examples(sources, tokenizer, Template(), 2, "filter")
 

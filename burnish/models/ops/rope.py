@@ -34,8 +34,26 @@ def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> t
     return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [N, H, D] by the rows of the table already chosen for their positions."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     swapped = torch.cat([x[..., half:], x[..., :half]], -1)
     return torch.addcmul(x * cos, swapped, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's backward is the rotation the other way: nothing but the table is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, -sin), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [N, H, D] by the rows of the table already chosen for their positions."""
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)

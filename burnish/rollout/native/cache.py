@@ -15,7 +15,7 @@ from burnish.models.architecture import Architecture
 
 
 class KVCache:
-    """Keys and values of all rows, [layers, rows, capacity, kv_heads, head_dim] each."""
+    """Keys and values of all rows, [layers, rows, kv_heads, capacity, head_dim] each."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
@@ -23,7 +23,7 @@ class KVCache:
         self.keys = self.values = self._empty(0, 0)
 
     def _empty(self, rows: int, capacity: int) -> Tensor:
-        shape = (self.arch.num_layers, rows, capacity, self.arch.num_kv_heads, self.arch.head_dim)
+        shape = (self.arch.num_layers, rows, self.arch.num_kv_heads, capacity, self.arch.head_dim)
         # Zeros, not empty: what a mask hides must still be finite, or 0 * NaN would leak into the sum.
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
@@ -35,7 +35,7 @@ class KVCache:
         capacity = self.capacity if length <= self.capacity else max(64, length, 2 * self.capacity)
         for name in ("keys", "values"):
             old, new = getattr(self, name), self._empty(new_rows, capacity)
-            new[:, : self.rows, : self.capacity] = old
+            new[:, : self.rows, :, : self.capacity] = old
             setattr(self, name, new)
         self.rows, self.capacity = new_rows, capacity
 
@@ -47,13 +47,13 @@ class KVCache:
     def put_prompt(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Write one prompt's [layers, length, kv_heads, head_dim] into each of the rows."""
         length = keys.shape[1]
-        self.keys[:, rows, :length] = keys[:, None]
-        self.values[:, rows, :length] = values[:, None]
+        self.keys[:, rows, :, :length] = keys.transpose(1, 2)[:, None]
+        self.values[:, rows, :, :length] = values.transpose(1, 2)[:, None]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row into another."""
-        self.keys[:, target, :length] = self.keys[:, source, :length]
-        self.values[:, target, :length] = self.values[:, source, :length]
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
 class PrefillAttention:
@@ -70,26 +70,46 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """One query a row against its cached past, which it first extends by the query's own key and value."""
+    """One query a row against its cached past, which it first extends by the query's own key and value.
+
+    The query heads that share a key head stand as so many queries of that head: no key is repeated. In float32 and
+    float64 the scores are explicit, which for a few queries is faster than the fused kernel; in half types the fused
+    kernel keeps them in float32.
+    """
 
     def __init__(self, cache: KVCache, positions: Tensor, longest: int, shortest: int) -> None:
-        rows = positions.shape[0]
+        arch, rows = cache.arch, positions.shape[0]
         self.cache, self.rows, self.width = cache, rows, longest + 1
-        self.slots = torch.arange(rows, device=positions.device) * cache.capacity + positions
-        window = cache.arch.window
-        self.mask: Tensor | None = None
-        if shortest != longest or (window is not None and longest >= window):
+        heads = torch.arange(rows * arch.num_kv_heads, device=positions.device).view(rows, -1)
+        self.slots = (heads * cache.capacity + positions[:, None]).view(-1)
+        self.hidden: Tensor | None = None
+        if shortest != longest or (arch.window is not None and longest >= arch.window):
             column = torch.arange(self.width, device=positions.device)
-            mask = column <= positions[:, None]
-            if window is not None:
-                mask &= column > positions[:, None] - window
-            self.mask = mask[:, None, None, :]
+            hidden = column > positions[:, None]
+            if arch.window is not None:
+                hidden |= column <= positions[:, None] - arch.window
+            bias = torch.zeros(hidden.shape, dtype=cache.dtype, device=positions.device).masked_fill_(
+                hidden, -torch.inf
+            )
+            self.hidden = bias.repeat_interleave(arch.num_kv_heads, 0)[:, None]  # [rows * kv_heads, 1, width]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache, arch = self.cache, self.cache.arch
         for store, new in ((cache.keys, k), (cache.values, v)):
-            store[layer].view(-1, arch.num_kv_heads, arch.head_dim).index_copy_(0, self.slots, new)
-        keys, values = (x[layer, : self.rows, : self.width].transpose(1, 2) for x in (cache.keys, cache.values))
-        # The query heads that share a key head stand as so many queries of that head: no key is repeated.
-        queries = q.view(self.rows, arch.num_kv_heads, -1, arch.head_dim)
-        return functional.scaled_dot_product_attention(queries, keys, values, self.mask).reshape(q.shape)
+            store[layer].view(-1, arch.head_dim).index_copy_(0, self.slots, new.reshape(-1, arch.head_dim))
+        keys, values = (x[layer, : self.rows].flatten(0, 1)[:, : self.width] for x in (cache.keys, cache.values))
+        queries = q.reshape(self.rows * arch.num_kv_heads, -1, arch.head_dim)
+        if cache.dtype in (torch.float32, torch.float64):
+            out = _explicit(queries, keys, values, self.hidden)
+        else:
+            out = functional.scaled_dot_product_attention(queries, keys, values, self.hidden)
+        return out.reshape(q.shape)
+
+
+def _explicit(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+    scale = queries.shape[-1] ** -0.5
+    if hidden is None:
+        scores = torch.bmm(queries * scale, keys.transpose(1, 2))
+    else:
+        scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), values)

@@ -8,7 +8,7 @@ on the weights, not on its neighbours (to rounding; exactly so in float64 for an
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,10 +75,17 @@ class NativeEngine:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
+        ids = set[str]()
         for request in requests:
             self._check(request)
+            if request.id in ids:
+                raise ValueError(f"two of the requests are called {request.id}")
+            ids.add(request.id)
+        for request in requests:
+            if request.tokens in self.prefilled:
+                self.prefilled[request.tokens].waiting += 1
         self.queue.extend(requests)
-        self._ids.update(r.id for r in requests)
+        self._ids |= ids
 
     def stream(self) -> Iterator[Completion]:
         while self.queue or len(self.rows):
@@ -93,9 +100,9 @@ class NativeEngine:
         unknown = wanted - self._ids
         if unknown:
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
-        kept = [
-            self._take(i, "aborted") for i in range(len(self.rows) - 1, -1, -1) if self.rows.requests[i].id in wanted
-        ]
+        running = [i for i, request in enumerate(self.rows.requests) if request.id in wanted]
+        with torch.inference_mode():  # the cache was made in it, and may only be written in it
+            kept = [self._take(i, "aborted") for i in reversed(running)]
         for request in [r for r in self.queue if r.id in wanted]:
             self.queue.remove(request)
             self._ids.discard(request.id)
@@ -164,9 +171,6 @@ class NativeEngine:
         return self._draw(slice(first, len(self.rows)), torch.cat(logits))
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        for prompt in prompts:
-            if prompt in self.prefilled:
-                self.prefilled[prompt].waiting = -1  # counted below, together with the queue
         new = [p for p in dict.fromkeys(prompts) if p not in self.prefilled]
         chunk: list[tuple[int, ...]] = []
         size = 0
@@ -178,11 +182,10 @@ class NativeEngine:
             size += len(prompt)
         if chunk:
             self._prefill_chunk(chunk)
-        for prompt in dict.fromkeys(prompts):
-            self.prefilled[prompt].waiting = prompts.count(prompt)
-        for request in self.queue:
-            if request.tokens in self.prefilled:
-                self.prefilled[request.tokens].waiting += 1
+        if new:
+            counts = Counter([*prompts, *(request.tokens for request in self.queue)])
+            for prompt in new:
+                self.prefilled[prompt].waiting = counts[prompt]
 
     def _prefill_chunk(self, prompts: list[tuple[int, ...]]) -> None:
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
@@ -247,8 +250,8 @@ class NativeEngine:
 
     def _hits_stop(self, row: int) -> bool:
         stop, count = self.rows.requests[row].sampling.stop, int(self.rows.produced[row])
-        # A string of k characters spans at most k tokens that show text, and a few that show none.
-        tail = max(len(s) for s in stop) + 8
+        # A string of k bytes spans at most k tokens that show text, and a few that show none.
+        tail = max(len(s.encode()) for s in stop) + 8
         assert self.decode is not None
         text = self.decode(self.rows.tokens[row, max(0, count - tail) : count].tolist())
         return any(s in text for s in stop)

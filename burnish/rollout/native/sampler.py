@@ -39,6 +39,7 @@ def _truncate(logp: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tenso
     if top_p is not None:
         p = torch.where(keep, ordered, -torch.inf).softmax(-1)
         before = p.cumsum(-1, dtype=torch.float64) - p
-        keep &= before < top_p[:, None]  # the first token is always kept: nothing stands before it
+        # The first token is always kept: nothing stands before it. A row without top-p keeps all, whatever the sum rounds to.
+        keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)
     kept = torch.zeros_like(keep).scatter(1, order, keep)
     return torch.where(kept, logp, -torch.inf).log_softmax(-1)

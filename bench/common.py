@@ -1,0 +1,44 @@
+"""What every benchmark shares: the machine's description, and the file its rows go to."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """The machine in words, without names or paths."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = f"{models[0]} x {len(models)}" if models else cpu
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"gpu": gpu, "cpu": cpu, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Write `bench/results/<name>.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """Rows as a small text table."""
+    cells = [columns, *[[_cell(row.get(c)) for c in columns] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:,.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,151 @@
+"""`burnish sample DIR "prompt"`: text from a model, printed as it is drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.config.errors import UserError
+
+if TYPE_CHECKING:
+    from burnish.config.schema import Sampling
+    from burnish.core.engine import Request
+    from burnish.models.policy import PolicyModel
+    from burnish.models.tokenizer import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
+    add("prompt", help="the prompt; - reads it from stdin")
+    add("--n", type=int, default=1, help="samples, printed one after the other (default 1)")
+    add("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
+    add("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this probability (default 1)")
+    add("--top-k", type=int, default=0, help="keep the k most likely tokens; 0, the default, is off")
+    add("--max-tokens", type=int, default=256, help="most new tokens (default 256)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    add("--template", choices=("auto", "chat", "plain"), default="auto", help="auto: chat where the tokenizer has one")
+    add("--system", help="a system message (chat templates)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32", help="of the arithmetic")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the completions; everything else goes to stderr."""
+    from burnish.config.load import load
+    from burnish.config.schema import Model, Sampling
+    from burnish.evaluation.subject import find_subject
+
+    if args.n < 1:
+        raise UserError(f"--n {args.n}: expected 1 or more")
+    if args.n > 1 and args.temperature == 0:
+        raise UserError(f"--n {args.n} at --temperature 0: greedy samples are all alike; raise the temperature")
+    values = {key: getattr(args, key) for key in Sampling.model_fields}
+    sampling = load(Sampling, None, [f"{key}={json.dumps(value)}" for key, value in values.items()]).config
+    text = read_prompt(args.prompt)
+    subject = find_subject(args.model)
+    if subject.note is not None:
+        say(subject.note)
+    from burnish.models.policy import load_policy
+
+    policy = load_policy(Model(dtype=args.dtype, device=args.device), subject.path, None, args.seed)
+    stream(policy, requests(args, policy, sampling, text))
+    return 0
+
+
+def read_prompt(argument: str) -> str:
+    """The prompt, from stdin for `-`; the line break that `echo` adds is not part of it."""
+    text = sys.stdin.read().removesuffix("\n") if argument == "-" else argument
+    if not text.strip():
+        raise UserError("the prompt is empty" + (" (read from stdin)" if argument == "-" else ""))
+    return text
+
+
+def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, text: str) -> list[Request]:
+    """One request a sample, each with its own noise."""
+    from burnish.config.schema import Template
+    from burnish.core.engine import Request
+    from burnish.core.keys import sample_key
+    from burnish.data.rows import Row
+    from burnish.data.template import render
+    from burnish.evaluation.subject import fit_max_tokens
+    from burnish.rollout.measure import sampling_options
+
+    row = Row("prompt", text, "sample", None)
+    tokens = tuple(render(row, policy.tokenizer, Template(kind=args.template, system=args.system)))
+    max_tokens, note = fit_max_tokens(sampling.max_tokens, len(tokens), policy.max_positions)
+    if note is not None:
+        say(note)
+    options = sampling_options(sampling.model_copy(update={"max_tokens": max_tokens}), policy.tokenizer.eos_ids)
+    keys = (sample_key(args.seed, "eval", row.id, 0, sample) for sample in range(args.n))
+    return [Request(str(sample), tokens, options, key) for sample, key in enumerate(keys)]
+
+
+def stream(policy: PolicyModel, requests: list[Request]) -> None:
+    """Draw all samples at once and print them in order, the first unfinished one as its tokens come."""
+    from burnish.config.schema import Rollout
+    from burnish.controller.roles import build_engine
+    from burnish.models.decoder import Decoder
+
+    printer = Printer(policy.tokenizer, len(requests))
+    is_native = isinstance(policy.module, Decoder)
+    if not is_native:
+        say(f"each completion is printed whole: {policy.note}")
+    engine = build_engine(policy, Rollout(max_rows=min(len(requests), 256)), printer.hear if is_native else None)
+    engine.submit(requests)
+    for completion in engine.stream():
+        if not is_native:
+            for token in completion.tokens.tolist():
+                printer.hear(completion.id, token)
+        printer.end(completion.id)
+
+
+class Printer:
+    """Prints several completions one after the other, though their tokens come mixed."""
+
+    def __init__(self, tokenizer: Tokenizer, num_samples: int) -> None:
+        from burnish.evaluation.stream import TextStream
+
+        self.streams = [TextStream(tokenizer) for _ in range(num_samples)]
+        self.waiting = [""] * num_samples  # text of the samples whose turn has not come
+        self.has_ended = [False] * num_samples
+        self.turn = 0
+        self._write(self._header())
+
+    def hear(self, name: str, token: int) -> None:
+        """A token was drawn."""
+        self._take(int(name), self.streams[int(name)].push(token))
+
+    def end(self, name: str) -> None:
+        """A sample has ended; if it was its turn, the next ones follow as far as they have come."""
+        self._take(int(name), self.streams[int(name)].finish())
+        self.has_ended[int(name)] = True
+        while self.turn < len(self.streams) and self.has_ended[self.turn]:
+            self.turn += 1
+            self._write("\n")
+            if self.turn < len(self.streams):
+                self._write(self._header() + self.waiting[self.turn])
+
+    def _take(self, index: int, text: str) -> None:
+        if index == self.turn:
+            self._write(text)
+        else:
+            self.waiting[index] += text
+
+    def _header(self) -> str:
+        total = len(self.streams)
+        return f"--- sample {self.turn + 1} of {total} ---\n" if total > 1 else ""
+
+    def _write(self, text: str) -> None:
+        if text:
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def say(text: str) -> None:
+    """A note beside the text, which alone goes to stdout."""
+    print(text, file=sys.stderr, flush=True)

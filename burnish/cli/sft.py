@@ -1,0 +1,40 @@
+"""`burnish sft recipe.yaml [key=value ...]`: training on demonstrations, continued where it was if the run exists."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from burnish.config.schema import SftConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; the keys of the config are explained by --help, from the schema."""
+    from burnish.config.explain import help_text
+
+    parser.add_argument("recipe", type=Path, help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as sft.updates=500")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = help_text(SftConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the last lines are the final loss and where the model is."""
+    from burnish.config.explain import plan_text
+    from burnish.config.load import dump, load
+
+    loaded = load(SftConfig, args.recipe, args.overrides)
+    if args.dry_run:
+        print(dump(loaded.config))
+        print(plan_text(loaded.config))
+        return 0
+    from burnish.trainers.sft_session import execute
+
+    outcome = execute(loaded.config, loaded.resolved, loaded.base, args.recipe.stem)
+    if not outcome.is_complete:
+        print(f"stopped; the same command goes on from here: {outcome.directory}")
+        return 0
+    print(f"final loss: {'none (the last update was skipped)' if outcome.loss is None else f'{outcome.loss:.4f}'}")
+    print(f"model: {outcome.model}")
+    return 0

@@ -1,0 +1,182 @@
+"""`burnish sft`: the loss it prints, the model it leaves, and going on after a kill."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from burnish.cli.main import main
+from burnish.config.schema import Model, NewModel, Sft
+from burnish.data.supervised import Example, example_order
+from burnish.models.policy import load_policy
+from burnish.run.metrics import read
+from burnish.trainers import sft
+from burnish.trainers.sft_session import Learner
+from burnish.training.learner import Update
+
+RECIPE = """
+model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
+sft:
+  data: {task: sort_digits, options: {num: 24}}
+  updates: 7
+  batch_size: 8
+  optimizer: {lr: 1.0e-2, warmup: 2, schedule: linear}
+run: {directory: runs, save_every: 3}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPE)
+
+
+def without_times(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(path)]
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "tiny.yaml"]) == 0
+    rows = read(Path("runs/tiny-0/metrics.jsonl"))
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last == [f"final loss: {rows[-1]['sft/loss']:.4f}", "model: runs/tiny-0/checkpoints/step-000007"]
+    checkpoint = Path("runs/tiny-0/checkpoints/step-000007")
+    assert json.loads((checkpoint / "trainer.json").read_text()) == {"updates": 7}
+    assert "updates: 7" in Path("runs/tiny-0/config.yaml").read_text()
+    assert main(["sample", str(checkpoint), "4321>", "--max-tokens", "8"]) == 0
+    assert main(["sft", "tiny.yaml"]) == 0  # again: nothing is left to do
+    assert "is complete: all 7 updates are done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kill_after", [0, 2, 5])
+def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["sft", "tiny.yaml", "run.directory=whole"]) == 0
+    update, count = Learner.update, 0
+
+    def dying(self: Learner, *args: Any) -> Update:
+        nonlocal count
+        count += 1
+        if count > kill_after:
+            raise RuntimeError("killed")
+        return update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", dying)
+        with pytest.raises(RuntimeError, match="killed"):
+            main(["sft", "tiny.yaml", "run.directory=broken"])
+    assert len(read(Path("broken/tiny-0/metrics.jsonl"))) == kill_after
+    assert main(["sft", "tiny.yaml", "run.directory=broken"]) == 0
+    whole, broken = Path("whole/tiny-0"), Path("broken/tiny-0")
+    assert without_times(whole / "metrics.jsonl") == without_times(broken / "metrics.jsonl")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert_same_tensors(whole / "checkpoints/step-000007" / name, broken / "checkpoints/step-000007" / name)
+
+
+def test_the_first_loss_is_the_mean_nll_of_what_the_demonstrations_say() -> None:
+    from transformers import AutoModelForCausalLM
+
+    Path("d.jsonl").write_text('{"prompt": "21>", "completion": "12"}\n{"prompt": "5310>", "completion": "0135"}\n')
+    data = ["sft.data=[{path: d.jsonl}]", "model.new=null", "model.path=start", "sft.updates=1", "sft.batch_size=2"]
+    new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=32)
+    policy = load_policy(Model(new=new, device="cpu"), None, "0123456789>", seed=4)
+    Path("start").mkdir()
+    policy.save(Path("start"))
+    assert main(["sft", "tiny.yaml", *data]) == 0
+    theirs: Any = AutoModelForCausalLM.from_pretrained("start", dtype=torch.float32)
+    losses = []
+    for prompt, completion in (("21>", "12"), ("5310>", "0135")):
+        context = policy.tokenizer.encode(prompt)
+        tokens = torch.tensor([*context, *policy.tokenizer.encode(completion), policy.tokenizer.eos_ids[0]])
+        logp = theirs(tokens[None]).logits[0].detach().log_softmax(-1)
+        losses += [-float(logp[i - 1, tokens[i]]) for i in range(len(context), len(tokens))]
+    assert read(Path("runs/tiny-0/metrics.jsonl"))[0]["sft/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import signal
+
+    update = Learner.update
+
+    def interrupted(self: Learner, *args: Any) -> Update:
+        if self.updates == 1:
+            signal.raise_signal(signal.SIGINT)
+        return update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", interrupted)
+        assert main(["sft", "tiny.yaml"]) == 0
+    assert "stopped; the same command goes on from here: runs/tiny-0" in capsys.readouterr().out
+    assert [p.name for p in Path("runs/tiny-0/checkpoints").glob("step-*")] == ["step-000002"]
+    assert main(["sft", "tiny.yaml"]) == 0
+    assert [r["step"] for r in read(Path("runs/tiny-0/metrics.jsonl"))] == [1, 2, 3, 4, 5, 6, 7]
+
+
+class Recorder:
+    """Stands for a learner whose every second update is skipped; keeps the tokens it was given."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self.updates = 0
+
+    def update(self, batch: Any, loss: Any) -> Update:
+        self.seen.append(batch.tokens.tolist())
+        skipped = len(self.seen) % 2 == 0
+        self.updates += not skipped
+        return Update({"loss": 1.0}, torch.zeros(0), "not finite" if skipped else None)
+
+
+def test_a_skipped_update_uses_its_examples_up() -> None:
+    examples = [Example(str(i), [0, i], [False, True]) for i in range(1, 8)]
+    config, values = Sft(updates=5, batch_size=2), list[dict[str, float]]()
+    learner: Any = Recorder()
+    sft.train(learner, examples, config, 3, lambda update, v: values.append(v))
+    order = example_order(7, 3, 10)
+    assert learner.seen == [[0, order[2 * u] + 1, 0, order[2 * u + 1] + 1] for u in range(5)]
+    assert [v.get("sft/skipped") for v in values] == [None, 1.0, None, 1.0, None]
+    late: Any = Recorder()
+    sft.train(late, examples, config, 3, lambda update, v: update == 4, start=2)
+    assert late.seen == learner.seen[2:4]
+
+
+def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "tiny.yaml", "--dry-run", "sft.updates=9"]) == 0
+    assert "updates: 9" in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sft.updatez=1"], "did you mean 'updates'"),
+        (["sft.data=[{path: no.jsonl}]", "model.new=null", "model.path=start"], "model directory start does not exist"),
+        (["sft.data.options.nun=3"], "option of the demonstrations of 'sort_digits'"),
+        (["model.new.max_positions=4"], "no examples left"),
+        (["sft.overlong=error", "model.new.max_positions=12"], "more than max_tokens=12"),
+    ],
+)
+def test_bad_input_is_explained_and_leaves_no_run(
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", "tiny.yaml", *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_examples_left_out_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "tiny.yaml", "sft.updates=1", "model.new.max_positions=12"]) == 0
+    assert "examples are longer than 12 tokens and were left out" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""Settings of an evaluation: what a run brings, what the command says, what is refused."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.evaluation.settings import EvalConfig, settings
+
+RUN: dict[str, Any] = {
+    "seed": 7,
+    "data": {"template": {"kind": "plain", "text": "Q: {prompt}"}},
+    "rollout": {"max_tokens": 33, "stop": ["\n"]},
+    "reward": {"parts": [{"name": "number", "weight": 2.0}], "timeout_s": 3.0},
+}
+
+
+def made(
+    data: str, flags: dict[str, Any] | None = None, *overrides: str, run: dict[str, Any] | None = None
+) -> EvalConfig:
+    return settings(data, flags or {}, overrides, run or {}).config
+
+
+def test_a_task_is_judged_by_its_own_checker_on_a_thousand_problems() -> None:
+    config = made("task:sort_digits")
+    assert (config.data.source.task, config.limit) == ("sort_digits", 1000)
+    assert [p.name for p in config.reward.parts] == ["task"]
+    assert (config.sampling.n, config.sampling.temperature) == (1, 0.0)
+
+
+def test_a_file_needs_a_reward_and_the_error_lists_them() -> None:
+    with pytest.raises(UserError, match=r"how are answers to d\.jsonl .* exact, number, choice, math, format, or path"):
+        made("d.jsonl")
+    assert made("d.jsonl", {"reward.parts": ["number"]}).limit is None
+    assert made("d.jsonl", None, "reward.parts=exact").reward.parts[0].name == "exact"
+
+
+def test_a_run_brings_its_template_reward_seed_and_max_tokens() -> None:
+    config = made("d.jsonl", run=RUN)
+    assert (config.seed, config.sampling.max_tokens, config.sampling.stop) == (7, 33, ["\n"])
+    assert config.data.template.text == "Q: {prompt}"
+    assert (config.reward.parts[0].name, config.reward.timeout_s) == ("number", 3.0)
+
+
+def test_the_command_wins_over_the_run_and_an_override_over_a_flag() -> None:
+    flags = {"seed": 1, "reward.parts": ["exact"], "sampling.max_tokens": 5}
+    config = made("d.jsonl", flags, "sampling.max_tokens=6", run=RUN)
+    assert (config.seed, config.sampling.max_tokens) == (1, 6)
+    assert [p.name for p in config.reward.parts] == ["exact"]
+
+
+def test_a_runs_reward_is_left_where_it_cannot_score_the_data() -> None:
+    assert made("task:addition", run=RUN).reward.parts[0].name == "task"
+    of_task = {**RUN, "reward": {"parts": [{"name": "task"}]}}
+    with pytest.raises(UserError, match="how are answers"):
+        made("d.jsonl", run=of_task)
+
+
+def test_options_of_a_task_and_columns_of_a_file() -> None:
+    assert made("task:sort_digits", None, "data.source.options.max_digits=5").data.source.options == {"max_digits": 5}
+    source = made("d.jsonl", {"reward.parts": ["exact"], "data.source.prompt_key": "q: 1"}).data.source
+    assert source.prompt_key == "q: 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides", "message"),
+    [
+        ({"sampling.n": 4}, [], "n=4 samples at temperature 0 are all alike"),
+        ({"sampling.temperature": -1.0}, [], "sampling.temperature: got -1.0, expected a number of 0 or more"),
+        ({}, ["model.path=x"], "the model is the command's first argument"),
+        ({}, ["sampling.temprature=1"], "did you mean 'temperature'"),
+        ({"limit": 0}, [], "limit: got 0"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_reason(flags: dict[str, Any], overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        made("task:sort_digits", flags, *overrides)
+
+
+def test_prompts_may_be_as_long_as_the_positions_but_one() -> None:
+    assert made("task:sort_digits").prompts(64).max_prompt_tokens == 63
+    assert made("task:sort_digits", None, "data.max_prompt_tokens=9").prompts(64).max_prompt_tokens == 9
+    assert made("task:sort_digits", None, "data.max_prompt_tokens=900").prompts(64).max_prompt_tokens == 63
+
+
+def test_help_of_the_commands_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom burnish.cli.main import main\n"
+        "for name in ('eval', 'sample', 'sft'):\n"
+        "    try: main([name, '--help'])\n    except SystemExit as e: assert e.code == 0\n"
+        "print(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "data.source.options" in done.stdout

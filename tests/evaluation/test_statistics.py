@@ -1,0 +1,110 @@
+"""pass@k and intervals against enumeration, closed forms and simulation."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.evaluation.statistics import Z95, mean_at_k, mean_pass_at_k, pass_at_k, powers_up_to, wilson
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "k", "expected"),
+    [
+        (10, 3, 1, 0.3),
+        (10, 3, 2, 0.533333),
+        (10, 3, 5, 0.916667),
+        (10, 0, 5, 0),
+        (10, 8, 3, 1),
+        (200, 13, 100, 0.999919),
+    ],
+)
+def test_pass_at_k_of_known_cases(n: int, correct: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=5e-7)
+
+
+@given(st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 9))
+    correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations(range(n), k))
+    right = sum(any(i < correct for i in subset) for subset in subsets)
+    assert pass_at_k(n, correct, k) == pytest.approx(right / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_refuses_what_cannot_be(n: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(n, correct, k)
+
+
+def test_pass_at_k_leaves_out_prompts_with_too_few_samples() -> None:
+    groups = [[1.0, 0.0], [0.0, 0.0], [1.0]]
+    assert mean_pass_at_k(groups, 1) == pytest.approx((0.5 + 0 + 1) / 3)
+    assert mean_pass_at_k(groups, 2) == pytest.approx((1 + 0) / 2)
+    assert mean_pass_at_k(groups, 4) is None
+
+
+def test_only_a_full_accuracy_is_right_for_pass_at_k() -> None:
+    assert mean_pass_at_k([[0.9, 0.5]], 2) == 0.0
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, [1]), (2, [1, 2]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])])
+def test_powers_of_two_up_to_n(n: int, expected: list[int]) -> None:
+    assert powers_up_to(n) == expected
+
+
+def test_wilson_of_a_published_case() -> None:
+    # Newcombe (1998), table I: 81 of 263 is 0.2553 to 0.3662, 0 of 20 is 0 to 0.1611, 1 of 29 is 0.0061 to 0.1718.
+    for right, n, low, high in ((81, 263, 0.2553, 0.3662), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718)):
+        assert wilson(right / n, n) == pytest.approx((right / n, low, high), abs=5e-5)
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_ends_of_wilsons_interval_are_z_deviations_from_the_mean(case: tuple[int, int]) -> None:
+    right, n = case
+    mean, low, high = wilson(right / n, n)
+    assert 0 <= low <= mean <= high <= 1
+    for end in (low, high):
+        assert (mean - end) ** 2 == pytest.approx(Z95**2 * end * (1 - end) / n, abs=1e-12)
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=60))
+def test_one_sample_a_prompt_gives_wilsons_interval(values: list[float]) -> None:
+    assert mean_at_k([[v] for v in values]) == pytest.approx(wilson(sum(values) / len(values), len(values)), abs=1e-12)
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=40), st.integers(2, 8))
+def test_copies_of_a_sample_make_nobody_surer(values: list[float], copies: int) -> None:
+    assert mean_at_k([[v] * copies for v in values]) == pytest.approx(mean_at_k([[v] for v in values]), abs=1e-12)
+
+
+def test_samples_never_count_for_more_than_they_are() -> None:
+    groups = [[0.0, 1.0]] * 10  # no variance between prompts at all
+    assert mean_at_k(groups) == wilson(0.5, 20)
+
+
+def test_the_mean_is_over_prompts_not_over_samples() -> None:
+    assert mean_at_k([[1.0, 1.0, 1.0], [0.0]]).mean == 0.5
+
+
+def test_accuracies_outside_0_to_1_get_a_normal_interval() -> None:
+    half = Z95 * (5 / 4) ** 0.5  # four prompts of variance 5
+    assert mean_at_k([[0.0], [2.0], [4.0], [6.0]]) == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        mean_at_k([[], []])
+
+
+def test_the_clustered_interval_covers_the_truth_about_95_percent_of_the_time() -> None:
+    dice = random.Random(0)
+    covered, repeats = 0, 600
+    for _ in range(repeats):
+        chances = [dice.betavariate(0.5, 1.0) for _ in range(60)]  # prompts differ a lot; the mean chance is 1/3
+        _, low, high = mean_at_k([[float(dice.random() < p) for _ in range(8)] for p in chances])
+        covered += low <= 1 / 3 <= high
+    assert 0.92 < covered / repeats < 0.975

@@ -1,0 +1,57 @@
+"""Which model a directory stands for, and how many tokens it has room for."""
+
+from pathlib import Path
+
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.evaluation.subject import find_subject, fit_max_tokens
+from burnish.run.checkpoints import Checkpoints
+
+
+def run_with(path: Path, scores: list[float | None]) -> Path:
+    """A run with a checkpoint a step."""
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "config.yaml").write_text("seed: 3\n")
+    checkpoints = Checkpoints(path / "checkpoints", keep_last=10)
+    for step, score in enumerate(scores, start=1):
+        checkpoints.write(step, lambda folder: (folder / "config.json").write_text("{}") and None, score)
+    return path
+
+
+def test_a_model_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    subject = find_subject(tmp_path)
+    assert (subject.path, subject.note, subject.config) == (tmp_path, None, {})
+
+
+def test_a_run_stands_for_its_best_checkpoint_and_says_so(tmp_path: Path) -> None:
+    subject = find_subject(run_with(tmp_path / "r", [0.2, 0.9, 0.4]))
+    assert subject.path.name == "step-000002"
+    assert subject.note is not None
+    assert "step-000002 (its best, 0.900)" in subject.note
+    assert subject.config == {"seed": 3}
+
+
+def test_a_run_without_scores_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    subject = find_subject(run_with(tmp_path / "r", [None, None]))
+    assert subject.path.name == "step-000002"
+    assert subject.note is not None
+    assert "newest" in subject.note
+
+
+def test_what_is_no_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        find_subject(run_with(tmp_path / "fresh", []))
+    with pytest.raises(UserError, match=r"neither a Hugging Face model directory .* nor a run"):
+        find_subject(tmp_path)
+    with pytest.raises(UserError, match="is not a directory; did you mean 'fresh'"):
+        find_subject(tmp_path / "frech")
+
+
+def test_max_tokens_is_cut_to_the_positions_left() -> None:
+    assert fit_max_tokens(10, 20, 30) == (10, None)
+    assert fit_max_tokens(10, 20, None) == (10, None)
+    assert fit_max_tokens(11, 20, 30) == (10, "max_tokens cut from 11 to 10: 30 positions, 20 of them prompt")
+    with pytest.raises(UserError, match="30 tokens, but the model is made for 30 positions"):
+        fit_max_tokens(1, 30, 30)

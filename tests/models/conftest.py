@@ -1,0 +1,120 @@
+"""Tiny random models of transformers, saved as Hugging Face directories: the oracle of everything in burnish/models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+# With head size 8 the four wavelengths are 6, 63, 628 and 6283: Llama 3's rule keeps one, blends one, stretches two.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mistral-window": ("Mistral", {"sliding_window": 5}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+}
+
+OTHER_COMMON: dict[str, Any] = {"vocab_size": 61, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+OTHER_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", OTHER_SIZES),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        OTHER_SIZES | {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4},
+    ),
+}
+
+TinyModel = Callable[..., tuple[Any, Path]]
+
+
+def randomise(model: Any, seed: int = 0, std: float = 0.2) -> None:
+    """Weights large enough that logits are far from flat, biases and norm scales included."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise + (1.0 if "norm" in name or "ln_" in name else 0.0))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """`tiny_model(variant, tied, dtype)`: a model of transformers and the directory it was saved to, each made once."""
+    made: dict[tuple[str, bool, torch.dtype], tuple[Any, Path]] = {}
+
+    def build(variant: str, tied: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
+        if (variant, tied, dtype) not in made:
+            family, options = VARIANTS[variant]
+            config = getattr(transformers, f"{family}Config")(**(COMMON | {"tie_word_embeddings": tied} | options))
+            config._attn_implementation = "eager"
+            model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+            randomise(model)
+            directory = tmp_path_factory.mktemp(f"{variant}-{'tied' if tied else 'untied'}")
+            model.save_pretrained(directory)
+            made[variant, tied, dtype] = (model, directory)
+        return made[variant, tied, dtype]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_other() -> Callable[..., Any]:
+    """`tiny_other(name)`: a model of an architecture the native decoder does not know."""
+
+    def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+        config, model, options = OTHERS[name]
+        made: Any = getattr(transformers, model)(getattr(transformers, config)(**OTHER_COMMON, **options))
+        randomise(made)
+        return made.to(dtype).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def packed() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`packed(lengths, vocab)`: random packed tokens and their boundaries."""
+
+    def build(lengths: list[int], vocab: int = 61, seed: int = 0) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, vocab, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+        return tokens, torch.tensor([0, *lengths]).cumsum(0)
+
+    return build

@@ -1,0 +1,136 @@
+"""Nothing lost: SIGKILL anywhere, start again, and the run ends as if it had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pyarrow.parquet  # noqa: F401 (imported here once, not in every forked child)
+import pytest
+import transformers  # noqa: F401
+from safetensors.numpy import load_file
+from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.run.metrics import read
+from burnish.trainers.session import execute, open_run
+
+RECIPE = """
+model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
+data: {train: {task: sort_digits}, validation: {task: sort_digits}, max_prompt_tokens: 16}
+warm_start: {data: {task: sort_digits, options: {num: 50}}, updates: 8, batch_size: 16, optimizer: {lr: 3.0e-3}}
+reward: {parts: [task, {name: format, weight: 0.1, options: {pattern: '[0-9]{3,5}'}}], workers: 1}
+rollout: {prompts: 6, n: 4, max_tokens: 8}
+algorithm: {preset: grpo, kl: {loss: {coef: 0.01}}}
+training: {steps: 10, mini_batches: 2, optimizer: {lr: 1.0e-3, schedule: linear}}
+validation: {every: 4, limit: 8}
+run: {save_every: 3, samples_every: 5, threads: 1}
+"""
+NUM_KILLS, PARTS = 20, 4
+
+
+def start(folder: Path) -> int:
+    """The run in a child process (forked: it need not import torch again); its pid."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        quiet = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        recipe = folder / "recipe.yaml"
+        loaded = load(TrainConfig, recipe, [f"run.directory={folder}", "run.name=run"])
+        with open_run(loaded.config, loaded.resolved, "run") as run:
+            status = 0 if execute(loaded.config, loaded.base, run) else 3
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def finish(folder: Path) -> None:
+    _, status = os.waitpid(start(folder), 0)
+    assert os.waitstatus_to_exitcode(status) == 0, (folder / "output.txt").read_text()[-3000:]
+
+
+def result(folder: Path) -> tuple[list[dict], dict, list]:
+    """Everything that must not depend on interruptions: metrics, weights and optimizer, which samples were used."""
+    run = folder / "run"
+    metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(run / "metrics.jsonl")]
+    last = run / "checkpoints" / "step-000010"
+    weights = {n: t.tobytes() for f in ("model", "optimizer") for n, t in load_file(last / f"{f}.safetensors").items()}
+    events = [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]
+    resumed = [(i, e["step"]) for i, e in enumerate(events) if e["event"] == "resumed"]
+    used = [
+        (e["step"], e["ids"])
+        for i, e in enumerate(events)
+        if e["event"] == "used" and not any(i < k and e["step"] > step for k, step in resumed)
+    ]
+    return metrics, weights, used
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple, float]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    started = time.monotonic()
+    finish(folder)
+    return result(folder), time.monotonic() - started
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(
+    part: int, unbroken: tuple, tmp_path: Path
+) -> None:
+    expected, duration = unbroken
+    rng = random.Random(part)
+    moments = [duration * (k + rng.random()) / NUM_KILLS for k in range(part, NUM_KILLS, PARTS)]
+    for k, moment in enumerate(moments):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text(RECIPE)
+        pid = start(folder)
+        time.sleep(moment)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        finish(folder)
+        metrics, weights, used = result(folder)
+        assert metrics == expected[0], f"killed after {moment:.2f} s"
+        assert weights == expected[1]
+        assert used == expected[2]
+
+
+def test_a_run_killed_again_and_again_still_ends_the_same(unbroken: tuple, tmp_path: Path) -> None:
+    expected, duration = unbroken
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    for k in range(6):
+        pid = start(tmp_path)
+        time.sleep(duration * (0.3 + 0.1 * (k % 3)))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    finish(tmp_path)
+    assert result(tmp_path) == expected
+
+
+def test_the_unbroken_run_measured_what_it_should(unbroken: tuple) -> None:
+    metrics, weights, used = unbroken[0]
+    assert [row["step"] for row in metrics] == list(range(11))
+    assert all("validation/greedy/accuracy" in metrics[step] for step in (0, 4, 8, 10))
+    assert all(row["mismatch/mean"] <= 1e-5 and row["mismatch/max"] <= 1e-3 for row in metrics[1:])
+    assert all(row["actor/updates"] == 2 for row in metrics[1:])
+    assert len(used) == 11
+    assert len({i for step, ids in used for i in ids}) == sum(len(ids) for _, ids in used)
+    assert weights

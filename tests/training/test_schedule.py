@@ -1,0 +1,58 @@
+"""Learning-rate schedules: the factor at every update of short runs, written out."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.training.schedule import factor
+
+
+def factors(total: int, schedule: str, warmup: int, final: float) -> list[float]:
+    return [factor(update, total, schedule, warmup, final) for update in range(total)]
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert factors(4, "constant", 0, 0.1) == [1, 1, 1, 1]
+
+
+def test_warm_up_climbs_in_equal_steps_to_the_peak() -> None:
+    assert factors(6, "constant", 4, 0.0) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_linear_ends_at_final_on_the_last_update() -> None:
+    assert factors(5, "linear", 0, 0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_linear_after_warm_up() -> None:
+    assert factors(7, "linear", 2, 0.0) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+
+
+def test_cosine_ends_at_final_on_the_last_update() -> None:
+    half = math.sqrt(0.5)
+    expected = [1, 0.55 + 0.45 * half, 0.55, 0.55 - 0.45 * half, 0.1]
+    assert factors(5, "cosine", 0, 0.1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_past_the_end_the_rate_stays_at_final(schedule: str) -> None:
+    assert factor(50, 10, schedule, 2, 0.25) == pytest.approx(0.25)
+
+
+@given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(1, 40), st.integers(0, 10), st.floats(0, 1))
+def test_the_rate_rises_to_the_peak_and_never_again(schedule: str, total: int, warmup: int, final: float) -> None:
+    values = factors(total + warmup, schedule, warmup, final)
+    assert all(a < b for a, b in pairwise(values[:warmup]))
+    assert values[warmup] == 1
+    later = values[warmup:]
+    assert all(a >= b - 1e-12 for a, b in pairwise(later))
+    assert min(later) >= min(final, 1) - 1e-12
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="'step'"):
+        factor(3, 10, "step", 0, 0.0)
