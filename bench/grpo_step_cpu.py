@@ -78,7 +78,7 @@ def config_for(directory: Path, steps: int) -> TrainConfig:
             },
             "reward": {"parts": f"{plugins}:reward"},
             "rollout": {"prompts": PROMPTS, "n": SAMPLES, "max_tokens": NEW_TOKENS, "max_rows": PROMPTS * SAMPLES},
-            "training": {"steps": steps, "optimizer": {"lr": 1e-6}},
+            "training": {"steps": steps, "token_budget": 4096, "optimizer": {"lr": 1e-6}},
         }
     )
 

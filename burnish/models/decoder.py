@@ -20,6 +20,7 @@ from burnish.models.ops.attention import PackedAttention
 from burnish.models.ops.logprob import head_logprob
 from burnish.models.ops.norm import RMSNorm
 from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
+from burnish.models.ops.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -43,8 +44,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = x + self.out(self._attention(self.attention_norm(x), cos, sin, attend))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+        return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         arch = self.arch

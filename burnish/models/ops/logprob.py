@@ -40,7 +40,8 @@ class _HeadLogprob(torch.autograd.Function):
             if with_entropy:
                 entropy[i:j] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
         return logp, entropy
 
     @staticmethod
@@ -53,9 +54,12 @@ class _HeadLogprob(torch.autograd.Function):
             log_p = _logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
-            slope = -grad_logp[i:j, None] * p
-            slope.scatter_add_(1, targets[i:j, None], grad_logp[i:j, None])
-            if ctx.with_entropy:
+            if grad_logp is None:
+                slope = torch.zeros_like(p)
+            else:
+                slope = -grad_logp[i:j, None] * p
+                slope.scatter_add_(1, targets[i:j, None], grad_logp[i:j, None])
+            if grad_entropy is not None:
                 entropy = -(p * log_p).sum(-1, keepdim=True)
                 slope -= grad_entropy[i:j, None] * p * (log_p + entropy)
             slope = (slope if ctx.temperature == 1.0 else slope / ctx.temperature).to(hidden.dtype)

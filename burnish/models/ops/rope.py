@@ -36,8 +36,10 @@ def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> t
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    swapped = torch.cat([x[..., half:], x[..., :half]], -1)
-    return torch.addcmul(x * cos, swapped, sin)
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
 
 
 class _Rotate(torch.autograd.Function):

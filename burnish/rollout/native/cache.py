@@ -97,7 +97,8 @@ class DecodeAttention:
         cache, arch = self.cache, self.cache.arch
         for store, new in ((cache.keys, k), (cache.values, v)):
             store[layer].view(-1, arch.head_dim).index_copy_(0, self.slots, new.reshape(-1, arch.head_dim))
-        keys, values = (x[layer, : self.rows].flatten(0, 1)[:, : self.width] for x in (cache.keys, cache.values))
+        stop = self.rows * arch.num_kv_heads
+        keys, values = (x[layer].flatten(0, 1)[:stop, : self.width] for x in (cache.keys, cache.values))
         queries = q.reshape(self.rows * arch.num_kv_heads, -1, arch.head_dim)
         if cache.dtype in (torch.float32, torch.float64):
             out = _explicit(queries, keys, values, self.hidden)

@@ -1,0 +1,38 @@
+"""The gated activation silu(gate) * up (Shazeer, 2002.05202) of a fused gate-and-up projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class _Swiglu(torch.autograd.Function):
+    """The backward writes both halves of the gradient in place, instead of concatenating them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        activated = functional.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate_up, activated = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.mul(grads[0], activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu of the first half of the last dimension times the second half."""
+    if torch.is_grad_enabled():
+        return _Swiglu.apply(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate).mul_(up)
