@@ -41,4 +41,12 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:,.3f}" if isinstance(value, float) else str(value)
+    return (
+        ""
+        if value is None
+        else f"{value:,.4g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else f"{value:,.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -21,7 +21,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from common import save, table
 
 from burnish.config.schema import TrainConfig
@@ -29,6 +28,10 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.weights import save_decoder
+from burnish.run import metrics
+from burnish.trainers import rl
+from burnish.trainers.build import assemble
+from burnish.trainers.session import checked_run
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 13, 64
 ALPHABET = "".join(chr(c) for c in range(0x4E00, 0x4E00 + 126))  # one token each; with pad and eos, 128
@@ -85,21 +88,12 @@ def config_for(directory: Path, steps: int) -> TrainConfig:
 
 def burnish_steps(directory: Path, steps: int) -> list[dict[str, float]]:
     """Metrics of `steps` steps; the first is a warm-up and is left out."""
-    from burnish.controller.roles import build_policy
-    from burnish.rewards.rewards import Rewards
-    from burnish.run import metrics
-    from burnish.trainers import rl
-    from burnish.trainers.build import build_job
-    from burnish.trainers.session import open_run
-
     config = config_for(directory, steps)
     with tempfile.TemporaryDirectory() as folder:
         config = config.model_copy(update={"run": config.run.model_copy(update={"directory": folder})})
-        with open_run(config, {}, "bench") as run, Rewards(config.reward) as rewards:
-            torch.set_num_threads(2)
+        with checked_run(config, {}, directory, "bench") as (parts, run):
             run.display._stream = None
-            policy = build_policy(config.model, [], 0, None)
-            job = build_job(config, None, run, policy, rewards)
+            job = assemble(parts, run)
             job.source.sampling = dataclasses.replace(job.source.sampling, stop_tokens=())
             rl.train(job)
             return metrics.read(run.directory.metrics)[1:]

@@ -35,6 +35,10 @@ SAMPLE_FILTERS = {"overlong": overlong}
 
 def loss_mask_from(result: Tensor, batch: Batch, name: str) -> Tensor:
     """[N] the loss mask after a user's filter, which may answer per sequence (keep it?) or per token (keep it?)."""
+    if not isinstance(result, Tensor):
+        raise UserError(
+            f"filter {name} returned {type(result).__name__}; expected a bool tensor: what to keep in the loss"
+        )
     if result.dtype != torch.bool or result.shape not in ((batch.num_sequences,), (batch.num_tokens,)):
         raise UserError(
             f"filter {name} returned {result.dtype} of shape {tuple(result.shape)}; expected bool, one a sequence "

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -150,9 +151,20 @@ def self_check() -> Iterator[Row]:
     yield Row(OK, "configuration", f"parses; the default algorithm is {config.algorithm.preset}")
 
 
+def requirements() -> list[str]:
+    """What the package asks for, from its metadata, or from pyproject.toml when it runs from a checkout."""
+    try:
+        return metadata.requires("burnish") or []
+    except metadata.PackageNotFoundError:
+        path = Path(__file__).parents[2] / "pyproject.toml"
+        project = tomllib.loads(path.read_text())["project"]
+        optional = project["optional-dependencies"].items()
+        return project["dependencies"] + [f"{r}; extra == '{extra}'" for extra, rs in optional for r in rs]
+
+
 def required_torch() -> str:
-    """The lowest torch the package's own metadata allows, as `major.minor`."""
-    for requirement in metadata.requires("burnish") or []:
+    """The lowest torch the package allows, as `major.minor`."""
+    for requirement in requirements():
         if match := re.match(r"torch>=(\d+\.\d+)", requirement):
             return match[1]
     raise RuntimeError("the package's metadata names no torch")
@@ -161,7 +173,7 @@ def required_torch() -> str:
 def distributions(extra: str) -> list[str]:
     """The distributions an extra asks for."""
     marker = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
-    names = (re.match(r"[\w.-]+", r) for r in metadata.requires("burnish") or [] if marker.search(r))
+    names = (re.match(r"[\w.-]+", r) for r in requirements() if marker.search(r))
     return [match[0] for match in names if match]
 
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"burnish: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
+        print("burnish: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) is gone. What is still buffered goes nowhere, or the interpreter complains on its way out.

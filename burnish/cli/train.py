@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
         return 0
-    from burnish.trainers.session import execute, open_run
+    from burnish.trainers.session import checked_run, execute
 
-    with open_run(loaded.config, loaded.resolved, args.recipe.stem) as run:
-        if not execute(loaded.config, loaded.base, run):
+    with checked_run(loaded.config, loaded.resolved, loaded.base, args.recipe.stem) as (parts, run):
+        if not execute(parts, run):
             run.display.stop()
             print(f"stopped; the same command goes on from here: {run.directory.path}")
             return 0
@@ -76,9 +76,12 @@ def finish(run: Run) -> None:
     ]
     for mode in modes:
         _print_table(mode, before, after)
+    if not modes:
+        print("held-out accuracy: none, not one held-out sample could be scored")
+        return
     main = f"validation/{modes[0]}/accuracy"
     if before["step"] == 0:
-        print(f"held-out accuracy before RL: {before[main]:.3f}")
+        print(f"held-out accuracy before RL: {before.get(main, float('nan')):.3f}")
     print(f"held-out accuracy after RL: {after[main]:.3f}")
 
 

@@ -17,10 +17,10 @@ from burnish.config.slots import (
     GrpoAdvantage,
     Kl,
     LossSlot,
+    Plugin,
     PpoClip,
     RatioSlot,
     Record,
-    Slot,
     SurrogateLoss,
     TokenRatio,
 )
@@ -60,6 +60,10 @@ class Algorithm(Record):
         if self.kl.reward.estimator.endswith("+"):
             raise ValueError(
                 "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
+            )
+        if isinstance(self.loss, Plugin) and (self.ratio.name != "none" or self.clip.name != "none"):
+            raise ValueError(
+                "a loss of your own makes its ratio and clip itself: set algorithm.ratio=none and algorithm.clip=none"
             )
         if self.loss.name == "logprob" and (self.ratio.name != "none" or self.clip.name != "none"):
             raise ValueError("loss logprob uses no ratio: set algorithm.ratio=none and algorithm.clip=none")
@@ -108,8 +112,3 @@ def preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise unknown("algorithm", name, PRESETS)
     return {"preset": name, **PRESETS[name]}
-
-
-def slots_of(algorithm: Algorithm) -> dict[str, Slot]:
-    """The single-choice slots by name, for printing and for looking up their functions."""
-    return {name: getattr(algorithm, name) for name in ("advantage", "ratio", "clip", "loss")}

@@ -52,7 +52,7 @@ def _import_file(path: Path, spec: str) -> Any:
     sys.path.insert(0, str(path.parent))
     try:
         module_spec.loader.exec_module(module)
-    except BaseException as error:
+    except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see, and to fix
         del sys.modules[name]
         raise UserError(f"plug-in {spec!r}: importing {path} failed: {type(error).__name__}: {error}") from error
     finally:

@@ -53,7 +53,7 @@ class Model(Record):
     new: NewModel | None = None
     """A decoder from nothing instead, with a tokenizer of the task's characters."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Type of the parameters and of the arithmetic."""
+    """Type of the parameters and of the arithmetic; bfloat16 trains with float32 master weights, float16 only samples."""
     device: str = "auto"
     """`auto` takes a GPU when there is one; or cpu, cuda, cuda:1."""
     backend: Literal["auto", "native", "transformers"] = "auto"
@@ -64,6 +64,13 @@ class Model(Record):
         if self.path is not None and self.new is not None:
             raise ValueError("give either model.path (a directory) or model.new (from nothing), not both")
         return self
+
+
+def _check_trainable(model: Model) -> None:
+    if model.path is None and model.new is None:
+        raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
+    if model.dtype == "float16":
+        raise ValueError("model.dtype=float16 has too small a range for gradients: train in bfloat16 or float32")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -102,6 +109,8 @@ class Source(Record):
             raise ValueError("options belong to a task or a plug-in, not to a file")
         if self.split is not None and self.task is None:
             raise ValueError("split belongs to a task; a file is its own split")
+        if self.task is not None and (self.prompt_key, self.answer_key) != ("question", "answer"):
+            raise ValueError("prompt_key and answer_key name columns of a file or a plug-in; a task has none to name")
         return self
 
 
@@ -240,6 +249,14 @@ class Optimizer(Record):
     final: float = Field(0.0, ge=0, le=1)
     """Where linear and cosine end, as a fraction of lr."""
 
+    @model_validator(mode="after")
+    def _decays(self) -> Optimizer:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)} are decay rates: each from 0 up to, but not including, 1")
+        if self.schedule == "constant" and self.final:
+            raise ValueError("final has no effect on a constant schedule: set schedule to linear or cosine")
+        return self
+
 
 class Training(Record):
     """How the learner uses a batch."""
@@ -346,8 +363,7 @@ class TrainConfig(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainConfig:
-        if self.model.path is None and self.model.new is None:
-            raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
+        _check_trainable(self.model)
         if not self.data.train:
             raise ValueError("no training prompts: give data.train (a file, a task or a plug-in)")
         needs_groups = [s.name for s in (self.algorithm.advantage, *self.algorithm.filters) if "groups" in s.needs]
@@ -365,6 +381,9 @@ class TrainConfig(Record):
             )
         if self.environment.name == "single_turn" and self.environment.max_turns != 1:
             raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
+        measuring = [k for k in ("every", "limit", "by") if getattr(self.validation, k)]
+        if measuring and not self.data.validation:
+            raise ValueError(f"validation.{measuring[0]} has no effect without held-out prompts: give data.validation")
         for source in self.data.validation:
             if source.task is not None and self.validation.limit is None and source.limit is None:
                 raise ValueError("a generated task has no end: set validation.limit (or the source's limit)")
@@ -387,8 +406,7 @@ class SftConfig(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> SftConfig:
-        if self.model.path is None and self.model.new is None:
-            raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
+        _check_trainable(self.model)
         if not self.sft.data:
             raise ValueError("no data: give sft.data (a file, a task or a plug-in)")
         return self

@@ -26,7 +26,7 @@ class Slot(Record):
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
-    """What the rest of the system must provide: `reference`, `groups`, `old_logp`."""
+    """What the rest of the system must provide: `groups`, several samples of each prompt."""
 
 
 class Plugin(Slot):

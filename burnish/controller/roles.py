@@ -39,11 +39,9 @@ def alphabet_of(sources: list[Source], seed: int) -> str | None:
     return "".join(dict.fromkeys("".join(a for a in alphabets if a is not None)))
 
 
-def build_policy(
-    config: Model, sources: list[Source], seed: int, base: Path | None, warm: Path | None = None
-) -> PolicyModel:
-    """The policy as it is before RL: the warm-started one, a model directory, or a new decoder."""
-    path = warm if warm is not None else find_directory(config.path, base) if config.path is not None else None
+def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
+    """The policy a run starts from: a model directory, or a new decoder."""
+    path = find_directory(config.path, base) if config.path is not None else None
     return load_policy(config, path, alphabet_of(sources, seed), seed)
 
 
@@ -59,7 +57,7 @@ def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str,
         raise UserError(
             "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
         )
-    return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id or 0)
+    return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id)
 
 
 def build_learner(config: TrainConfig, policy: PolicyModel) -> Learner:
@@ -79,4 +77,4 @@ def build_reference(config: TrainConfig, policy: PolicyModel) -> FrozenReference
 def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:
     """The driver of the configured environment."""
     factory = environment_factory(config.environment, policy.tokenizer, base)
-    return Driver(engine, factory, policy.tokenizer, config.seed, config.environment.max_turns)
+    return Driver(engine, factory, policy.tokenizer, config.seed, config.environment.max_turns, policy.max_positions)

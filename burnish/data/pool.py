@@ -6,8 +6,9 @@ complete; only the indices of over-long rows are kept. A generated task has no e
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from burnish.models.tokenizer import Tokenizer
 
 MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
 NUM_NAMED = 5
+NUM_PROBED = 256  # prompts of an endless task whose lengths are looked at before a run starts
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Pool:
         self.first_overlong: list[str] = []
         """Ids of the first rows found over-long."""
         self._skip: set[int] = set()
+        self._longest = 0
         self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
         self.size: int | None = len(rows) if isinstance(rows, Sequence) else source.limit
 
@@ -53,16 +56,30 @@ class Pool:
             if num_left == 0:
                 raise self.all_overlong()
 
+    def rows(self) -> Iterator[Row]:
+        """The rows that are used; of an endless task the first ones, as a probe."""
+        fitting = (i for i in range(MAX_SKIPPED if self.size is None else self.size) if i not in self._skip)
+        return (self._row(i) for i in itertools.islice(fitting, NUM_PROBED if self.size is None else None))
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt that is used; of an endless task, among its first ones."""
+        if self.size is not None:
+            return self._longest
+        lengths = (len(self._tokens(self._row(index))[1]) for index in range(MAX_SKIPPED))
+        fitting = (length for length in lengths if length <= self._data.max_prompt_tokens)
+        longest = max(itertools.islice(fitting, NUM_PROBED), default=None)
+        if longest is None:
+            raise self.all_overlong()
+        return longest
+
     def prompt(self, index: int) -> Prompt | None:
         """The index-th prompt, or None when it is over-long and the policy is to leave it out."""
         if index in self._skip:
             return None
         row = self._row(index)
-        text = render_text(row, self._tokenizer, self._data.template)
-        tokens = tokens_of(text, self._tokenizer, self._data.template)
-        if not tokens:
-            raise UserError(f"row {row.id}: its prompt has no tokens")
+        text, tokens = self._tokens(row)
         if len(tokens) <= self._data.max_prompt_tokens:
+            self._longest = max(self._longest, len(tokens))
             return Prompt(row, text, tokens)
         if self._data.overlong_prompts == "error":
             raise UserError(
@@ -82,6 +99,16 @@ class Pool:
         return UserError(
             f"{self.name}: {which} prompts are longer than data.max_prompt_tokens={self._data.max_prompt_tokens}"
         )
+
+    def _tokens(self, row: Row) -> tuple[str, list[int]]:
+        text = render_text(row, self._tokenizer, self._data.template)
+        try:
+            tokens = tokens_of(text, self._tokenizer, self._data.template)
+        except UserError as error:
+            raise UserError(f"row {row.id}: {error}") from error
+        if not tokens:
+            raise UserError(f"row {row.id}: its prompt has no tokens")
+        return text, tokens
 
     def _row(self, index: int) -> Row:
         if isinstance(self._rows, Sequence):

@@ -20,7 +20,7 @@ from burnish.config.plugins import is_plugin, load_plugin
 from burnish.config.schema import Data, Source
 from burnish.core.keys import fold, permutation, unit
 from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, make_pools, overlong_report
-from burnish.data.rows import refuse_weights
+from burnish.data.rows import Row, refuse_weights
 from burnish.models.tokenizer import Tokenizer
 
 SAMPLERS = ("shuffle", "sequential")
@@ -82,6 +82,14 @@ class PromptStream:
     def report(self) -> str | None:
         """How many over-long prompts were left out so far, and the first of them; None if there were none."""
         return overlong_report([lane.pool for lane in self._lanes])
+
+    def rows(self) -> Iterator[Row]:
+        """Every row of the sources that have an end, the first ones of those that have none."""
+        return itertools.chain.from_iterable(lane.pool.rows() for lane in self._lanes)
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt, of an endless task among its first ones."""
+        return max(lane.pool.longest() for lane in self._lanes)
 
     def _next(self) -> Draw:
         # The source depends on the draw's number only, never on what the sources gave before.

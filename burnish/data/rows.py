@@ -8,7 +8,7 @@ error that names its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,10 @@ def _plugin_records(source: Source, base: Path | None) -> Iterator[Located]:
     if not callable(function):
         raise UserError(f"data source {spec!r} is not a function")
     check_options(function, source.options, f"data source {spec!r}")
-    for number, record in enumerate(function(**source.options), start=1):
+    records = function(**source.options)
+    if not isinstance(records, Iterable):
+        raise UserError(f"data source {spec!r} returned {type(records).__name__}; expected an iterable of dictionaries")
+    for number, record in enumerate(records, start=1):
         where = f"{spec}, row {number}"
         if not isinstance(record, dict):
             raise UserError(f"{where}: expected a dictionary of columns, got {type(record).__name__}")

@@ -44,6 +44,7 @@ def load_examples(
 ) -> tuple[list[Example], int]:
     """All examples of the sources, in order, and how many were left out as over-long."""
     refuse_weights(sources, "supervised data, which is used whole")
+    _refuse_keys(sources)
     examples: list[Example] = []
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
@@ -65,6 +66,16 @@ def load_examples(
             f"no examples left in {names or 'no source at all'}: {num_filtered} are over {max_tokens} tokens"
         )
     return examples, num_filtered
+
+
+def _refuse_keys(sources: list[Source]) -> None:
+    """The columns of supervised rows have fixed names; a key that renames them would be ignored, so it is an error."""
+    for source in sources:
+        if (source.prompt_key, source.answer_key) != ("question", "answer"):
+            raise UserError(
+                f"{source_name(source)}: prompt_key and answer_key have no effect on supervised rows, whose columns are "
+                "prompt and completion, or messages; rename the columns of the file"
+            )
 
 
 def example_order(size: int, seed: int, num_draws: int) -> list[int]:

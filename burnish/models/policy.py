@@ -26,10 +26,6 @@ class PolicyModel:
     note: str
 
     @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    @property
     def max_positions(self) -> int | None:
         """The longest sequence the model is made for; None where its config does not say."""
         if isinstance(self.module, Decoder):
@@ -60,8 +56,12 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"model.device={name!r} is not a device: use auto, cpu, cuda or cuda:<number>") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"model.device={name!r}: use auto, cpu, cuda or cuda:<number>")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"model.device={name!r} but torch sees no GPU here; `burnish doctor` says what is missing")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"model.device={name!r} but torch sees only {torch.cuda.device_count()} GPUs, counted from 0")
     return device
 
 
@@ -75,9 +75,22 @@ def load_policy(config: Model, path: Path | None, alphabet: str | None, seed: in
         raise UserError(f"model.backend=native, but {path} cannot run on it: {reason}")
     if config.backend == "transformers" or reason:
         note = f"forward by transformers, slower than the native decoder ({reason or 'model.backend=transformers'})"
-        return PolicyModel(TransformersPolicy.load(path, dtype, device), Tokenizer.load(path), path, note)
+        other = TransformersPolicy.load(path, dtype, device)
+        return PolicyModel(other, _tokenizer(path, other.inner.get_input_embeddings().num_embeddings), path, note)
     module = load_decoder(path, dtype, device)
-    return PolicyModel(module, Tokenizer.load(path), path, f"native decoder, {module.arch.num_parameters:,} parameters")
+    tokenizer = _tokenizer(path, module.arch.vocab_size)
+    return PolicyModel(module, tokenizer, path, f"native decoder, {module.arch.num_parameters:,} parameters")
+
+
+def _tokenizer(path: Path, num_embeddings: int) -> Tokenizer:
+    """The directory's tokenizer, if the model has an embedding for each of its tokens; a spare embedding does no harm."""
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.vocab_size > num_embeddings:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for {num_embeddings} only; "
+            "are the tokenizer files those of another model?"
+        )
+    return tokenizer
 
 
 def _new(config: Model, alphabet: str | None, seed: int, dtype: torch.dtype, device: torch.device) -> PolicyModel:

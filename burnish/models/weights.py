@@ -107,8 +107,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     arch = from_hf(config, str(directory / "config.json"))
     with torch.device("meta"):
         model = Decoder(arch)
-    model.to_empty(device=device)
-    model.to(dtype)
+    model.to(dtype).to_empty(device=device)  # in this order no float32 copy of the model is ever made
     fill(model, stored_tensors(directory), str(directory))
     return model
 

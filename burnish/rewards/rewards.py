@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from types import TracebackType
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import is_plugin
 from burnish.config.schema import Reward, RewardPart
+from burnish.data.rows import Row
 from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
 from burnish.rewards.pool import Outcome, Outcomes, Pool
 from burnish.rewards.process import Call
@@ -198,7 +199,12 @@ class Rewards:
             self._pools[users].submit(some)
         return tickets
 
-    def _applying(self, request: ScoreRequest) -> list[int]:
+    def check(self, rows: Iterable[Row]) -> None:
+        """Whether each row has a part that applies to it and the columns it needs, before anything is sampled."""
+        for row in rows:
+            self._applying(row)
+
+    def _applying(self, request: ScoreRequest | Row) -> list[int]:
         """The parts that apply to a row, by its data source; the row is checked against what they need."""
         source = request.data_source
         if source not in self._by_source:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.keys import sample_key
 from burnish.core.trajectory import TokenSequence, Trajectory
 from burnish.data.prompts import Draw
-from burnish.environments.base import Done, Environment, MakeEnvironment
+from burnish.environments.base import Done, Environment, MakeEnvironment, Turn
 from burnish.models.tokenizer import Tokenizer
 
 
@@ -47,10 +48,16 @@ class Driver:
     """Turns draws of prompts into trajectories."""
 
     def __init__(
-        self, engine: Engine, make_environment: MakeEnvironment, tokenizer: Tokenizer, seed: int, max_turns: int = 1
+        self,
+        engine: Engine,
+        make_environment: MakeEnvironment,
+        tokenizer: Tokenizer,
+        seed: int,
+        max_turns: int = 1,
+        max_positions: int | None = None,
     ) -> None:
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
-        self.seed, self.max_turns = seed, max_turns
+        self.seed, self.max_turns, self.max_positions = seed, max_turns, max_positions
 
     def run(self, draws: Sequence[Draw], n: int, sampling: SamplingOptions, stream: str) -> Iterator[Trajectory]:
         """`n` trajectories of each draw, as they finish."""
@@ -60,13 +67,13 @@ class Driver:
             for sample in range(n):
                 key = sample_key(self.seed, stream, draw.prompt.row.id, draw.visit, sample)
                 one = _Running(draw, sample, key, self.make_environment(draw.prompt))
-                one.append(one.environment.start().tokens)
+                one.append(self._turn(one.environment.start(), "start"))
                 one.prompt_length = len(one.context)
                 requests.append(self._request(one, sampling, running))
         self.engine.submit(requests)
         for completion in self.engine.stream():
             one = running.pop(completion.id)
-            finished = self._observe(one, completion)
+            finished = self._observe(one, completion, sampling.max_tokens)
             if finished is None:
                 self.engine.submit([self._request(one, sampling, running)])
             else:
@@ -77,8 +84,13 @@ class Driver:
         running[name] = one
         return Request(name, tuple(one.context), sampling, one.key, one.drawn)
 
-    def _observe(self, one: _Running, completion: Completion) -> Trajectory | None:
+    def _observe(self, one: _Running, completion: Completion, max_tokens: int) -> Trajectory | None:
         """The trajectory if this completion ended it, else None with the next turn in the context."""
+        if not np.isfinite(completion.logp).all():
+            raise UserError(
+                f"{completion.id}: the model gives log-probs that are not finite, so its weights are broken; "
+                "go back to an earlier checkpoint and lower training.optimizer.lr"
+            )
         tokens = completion.tokens.tolist()
         one.append(tokens, completion.logp.tolist(), completion.version)
         one.drawn += len(tokens)
@@ -88,10 +100,25 @@ class Driver:
         answer = one.environment.observe(tokens, self.tokenizer.decode(tokens))
         if isinstance(answer, Done):
             return self._trajectory(one, "stop", answer.reward)
+        tokens = self._turn(answer, "observe")
+        if self.max_positions is not None and len(one.context) + len(tokens) + max_tokens > self.max_positions:
+            return self._trajectory(one, "length", None)  # the model has no room for another turn
         if one.turns >= self.max_turns:
             return self._trajectory(one, "turns", None)
-        one.append(answer.tokens)
+        one.append(tokens)
         return None
+
+    def _turn(self, answer: object, method: str) -> tuple[int, ...]:
+        """The tokens of an environment's answer: anything else than a turn of known tokens would pass for one, or end in a crash."""
+        if not isinstance(answer, Turn):
+            expected = "Turn" if method == "start" else "Turn or Done"
+            raise UserError(f"the environment's {method}() returned {type(answer).__name__}; expected {expected}")
+        size = self.tokenizer.vocab_size
+        if strange := [t for t in answer.tokens if not 0 <= t < size]:
+            raise UserError(
+                f"the environment's {method}() gave token {strange[0]}; the tokenizer knows 0 to {size - 1}"
+            )
+        return answer.tokens
 
     def _trajectory(self, one: _Running, finish: str, reward: float | None) -> Trajectory:
         sequence = TokenSequence(

@@ -33,20 +33,25 @@ def measure(
 
 
 def summary(scored: Scored, by: str | None = None) -> dict[str, float]:
-    """accuracy, reward_mean, length_mean, truncated, failed; and accuracy/<by>=<value> for each value of a column."""
+    """accuracy, reward_mean, length_mean, truncated, failed; and accuracy/<by>=<value> for each value of a column.
+
+    An accuracy is of the samples that have one: `format` alone says nothing about right or wrong.
+    """
     trajectories = [t for t in scored.trajectories if t.reward is not None]
     values = {"failed": float(len(scored.trajectories) - len(trajectories))}
     if not trajectories:
         return values
-    values["accuracy"] = _mean([float(t.accuracy or 0.0) for t in trajectories])
+    judged = [(t, t.accuracy) for t in trajectories if t.accuracy is not None]
+    if judged:
+        values["accuracy"] = _mean([accuracy for _, accuracy in judged])
     values["reward_mean"] = _mean([float(t.reward or 0.0) for t in trajectories])
     values["length_mean"] = _mean([t.num_actions for t in trajectories])
     values["truncated"] = _mean([t.truncated for t in trajectories])
     if by is not None:
         column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in scored.draws}
         parts = defaultdict(list)
-        for t in trajectories:
-            parts[column[t.prompt_id]].append(float(t.accuracy or 0.0))
+        for t, accuracy in judged:
+            parts[column[t.prompt_id]].append(accuracy)
         values.update({f"accuracy/{by}={value}": _mean(parts[value]) for value in sorted(parts, key=str)})
     return values
 

@@ -102,7 +102,7 @@ class TransformersEngine:
                 logits_processor=LogitsProcessorList([draw]),
                 stopping_criteria=StoppingCriteriaList([_Ended(batch, draw, self.decode)]),
             )
-        return [draw.completion(i, self.version) for i in range(len(batch))]
+        return draw.completions(self.version)
 
 
 @contextmanager
@@ -141,11 +141,14 @@ class _Draw:
         self.logp.append(logp)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
-    def completion(self, row: int, version: int) -> Completion:
-        length = self.length[row]
-        tokens = torch.stack(self.tokens)[:length, row].cpu().numpy().astype(np.int64)
-        logp = torch.stack(self.logp)[:length, row].float().cpu().numpy()
-        return Completion(self.batch[row].id, tokens, logp, self.finish[row], version)  # type: ignore[arg-type]
+    def completions(self, version: int) -> list[Completion]:
+        """What every row drew up to where it ended."""
+        tokens = torch.stack(self.tokens, 1).cpu().numpy().astype(np.int64)  # [rows, steps]
+        logp = torch.stack(self.logp, 1).float().cpu().numpy()
+        return [
+            Completion(request.id, tokens[k, :length].copy(), logp[k, :length].copy(), finish, version)  # type: ignore[arg-type]
+            for k, (request, length, finish) in enumerate(zip(self.batch, self.length, self.finish, strict=True))
+        ]
 
 
 class _Ended:

@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 class RunDirectory:
-    """Paths of one run; `create` also holds its lock until `close` (or the end of a `with` block)."""
+    """Paths of one run; `claim` and `create` also hold its lock until `close` (or the end of a `with` block)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,6 +54,21 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, name: str, config_text: str) -> RunDirectory:
         """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
+        run = cls.claim(root, name, config_text)
+        try:
+            run.begin(config_text)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def claim(cls, root: Path, name: str, config_text: str) -> RunDirectory:
+        """The same without writing more than the lock: until `begin`, a new run vanishes when it is closed.
+
+        So what is wrong with models and data is found while no second process can start the same run, and leaves
+        nothing behind that would stand in the way of the corrected command.
+        """
         if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
             raise UserError(
                 f"run name {name!r} cannot be a folder name: use letters, digits and _ - + = . (not first); the folder of all runs is run.directory"
@@ -67,7 +82,8 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
         try:
-            run._prepare(config_text)
+            if run.config.exists():
+                _refuse_other_config(run, config_text)
         except BaseException:
             run.close()
             raise
@@ -99,21 +115,26 @@ class RunDirectory:
         self._lock = descriptor
 
     def close(self) -> None:
-        """Give the lock back. Safe to call twice."""
+        """Give the lock back; a run that never began goes with it. Safe to call twice."""
         if self._lock is not None and self._lock in _held:
             _held.remove(self._lock)
+            if not self.config.exists() and [entry.name for entry in self.path.iterdir()] == ["lock"]:
+                (self.path / "lock").unlink()
+                self.path.rmdir()
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child that was forked but has not run yet
             os.close(self._lock)
         self._lock = None
 
-    def _prepare(self, config_text: str) -> None:
-        if self.config.exists():
-            _refuse_other_config(self, config_text)
-        else:
-            atomic_write(self.config, config_text)
-        for folder in (self.path, self.journal, self.samples, self.checkpoints):
-            folder.mkdir(exist_ok=True)
-            sweep(folder)
+    def begin(self, config_text: str) -> None:
+        """Write the config of a new run and its folders; clear what a killed writer left in an old one."""
+        try:
+            if not self.config.exists():
+                atomic_write(self.config, config_text)
+            for folder in (self.path, self.journal, self.samples, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+                sweep(folder)
+        except OSError as error:
+            raise UserError(f"cannot write the run directory {self.path}: {error.strerror}") from error
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -1,33 +1,39 @@
-"""Ctrl-C that loses nothing."""
+"""Ctrl-C, and the SIGTERM of a batch system, that lose nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopOnInterrupt:
-    """The first Ctrl-C lets the step finish and be saved; the second stops at once (the journal keeps what is done)."""
+    """The first signal lets the step finish and be saved; the second stops at once (the journal keeps what is done)."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note, self.requested = note, False
-        self.previous: Any = None
+        self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnInterrupt:
-        try:
-            self.previous = signal.signal(signal.SIGINT, self._handle)
-        except ValueError:  # not the main thread: whoever owns it handles the signal
-            self.previous = None
+        # In another thread whoever owns the main one handles the signals.
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            self.previous[number] = signal.signal(number, self._handle)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self.note("stopping after this step; press Ctrl-C again to stop now")
+        # The signal may come in the middle of a line of output, which Python refuses to write into with a RuntimeError;
+        # the run must not end for that, and its last line says that it stopped.
+        with contextlib.suppress(RuntimeError):
+            self.note("stopping after this step; press Ctrl-C again to stop now")
 
     def __exit__(self, *_: object) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGINT, self.previous)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)

@@ -2,8 +2,8 @@
 
 A line is JSON with a running index `i`, the `event`, its fields, and `crc`, the CRC-32 of the same object without
 `crc`, in canonical form (sorted keys, no spaces). Nothing is ever erased: a run that goes back to a checkpoint writes a
-`resumed` record, and `live_events` leaves out what that record made obsolete. Large arrays lie beside the journal as
-safetensors files that a record refers to by name and checksum.
+`resumed` record, and records of later steps before it no longer count. Large arrays lie beside the journal as safetensors
+files that a record refers to by name and checksum. The file grows with the run; what is held in memory does not.
 """
 
 from __future__ import annotations
@@ -51,13 +51,17 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 class Journal:
-    """The events of one run, in order; opening replays them and cuts a last line that a kill tore."""
+    """The events of one run, in order; opening replays them and cuts a last line that a kill tore.
+
+    `events` holds those from the newest checkpoint on: the work a resumed run may take up. `num_events` counts all.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.path = folder / "events.jsonl"
         self.events: list[dict[str, Any]] = []
+        self.num_events = 0
         if self.path.exists():
             self._replay()
 
@@ -71,7 +75,7 @@ class Journal:
         for event, fields in events:
             if clash := [name for name in RESERVED if name in fields]:
                 raise ValueError(f"journal fields {clash} are the record's own; nest them under another name")
-            lines.append(encode({"i": len(self.events) + len(lines), "event": event, **fields}))
+            lines.append(encode({"i": self.num_events + len(lines), "event": event, **fields}))
         try:
             append_durably(self.path, "".join(line + "\n" for line in lines).encode())
         except OSError as error:
@@ -80,24 +84,13 @@ class Journal:
             ) from error
         # Re-read from the text: a tuple or an integer key looks the same now as after a resume.
         records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        self.events += records
+        for record in records:
+            self._hold(record)
         return records
 
     def rewind(self, step: int) -> None:
         """Say that the run goes on after `step`: records of later steps written until now are no longer live."""
         self.append("resumed", step=step)
-
-    def live_events(self) -> list[dict[str, Any]]:
-        """The events that still count: without step-carrying records newer than a later `resumed` record's step."""
-        live = []
-        limit = float("inf")
-        for record in reversed(self.events):
-            if record.get("step", -1) > limit:
-                continue
-            live.append(record)
-            if record["event"] == "resumed":
-                limit = min(limit, record["step"])
-        return live[::-1]
 
     def attach(self, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Write arrays beside the journal; returns the reference `{"file", "crc"}` to put in a record's field."""
@@ -127,21 +120,28 @@ class Journal:
             if not keep(file.name.removesuffix(SUFFIX)):
                 file.unlink()
 
+    def _hold(self, record: dict[str, Any]) -> None:
+        if record["event"] == "checkpoint":
+            self.events.clear()
+        self.events.append(record)
+        self.num_events += 1
+
     def _replay(self) -> None:
-        content = self.path.read_bytes()
-        *lines, tail = content.split(b"\n")  # whole lines end in a newline, so an intact file has an empty tail
-        records = [decode(line) for line in lines]
-        intact: list[dict[str, Any]] = []
-        for i, record in enumerate(records):
-            if record is None or record.get("i") != i:
-                break
-            intact.append(record)
-        after = sum(record is not None for record in records[len(intact) :])
-        if after:
+        """Hold the intact records and cut what follows them; a damaged one with intact ones behind it is no torn write."""
+        length, num_bad, num_after = 0, 0, 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                record = decode(line) if line.endswith(b"\n") else None
+                if num_bad == 0 and record is not None and record.get("i") == self.num_events:
+                    self._hold(record)
+                    length += len(line)
+                else:
+                    num_bad += 1
+                    num_after += record is not None
+        if num_after:
             raise UserError(
-                f"{self.path}, line {len(intact) + 1}: the record is damaged or missing, and {after} intact ones follow it, so this is "
-                "not a torn last write; restore the file from a copy, or delete the run to start over"
+                f"{self.path}, line {self.num_events + 1}: the record is damaged or missing, and {num_after} intact ones follow it, so "
+                "this is not a torn last write; restore the file from a copy, or delete the run to start over"
             )
-        self.events = intact
-        if tail or len(intact) < len(lines):
-            truncate(self.path, sum(len(line) + 1 for line in lines[: len(intact)]))
+        if num_bad:
+            truncate(self.path, length)

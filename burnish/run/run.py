@@ -35,7 +35,7 @@ class Run:
     def resume(self) -> Checkpoint | None:
         """The checkpoint to go on from, with metrics and journal taken back to it; None for a fresh start."""
         latest = self.checkpoints.latest()
-        if latest is None and not self.journal.events:
+        if latest is None and self.journal.num_events == 0:
             return None
         step = -1 if latest is None else latest.step
         self.metrics.truncate_after(step)

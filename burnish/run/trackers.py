@@ -34,10 +34,16 @@ def make_trackers(
     names: Sequence[str], run_directory: Path, config: dict[str, Any], report: Callable[[str], None] = print_to_stderr
 ) -> list[Tracker]:
     """The trackers of a run by name; `config` is shown beside the curves where the tracker can."""
+    check_trackers(names)
+    return [Guarded(name, MAKERS[name](run_directory, config, report), report) for name in names]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Whether every tracker is known and installed, before a run directory is made for it."""
     for name in names:
         if name not in MAKERS:
             raise unknown("tracker", name, MAKERS)
-    return [Guarded(name, MAKERS[name](run_directory, config, report), report) for name in names]
+        _require(name, name)
 
 
 class Guarded:

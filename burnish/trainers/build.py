@@ -1,17 +1,21 @@
 """Puts an RL run together: roles from the controller, prompts, rewards, the recipe, validation.
 
-Everything that can be wrong with a config's files, names and sizes is found here, before the first step.
+Everything that can be wrong with a config's files, names and sizes is found by `check_parts`, before a run directory
+is made for it; `assemble` then binds the parts to the run.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from burnish.config.schema import Sft, Source, Template, TrainConfig
+from burnish.config.errors import UserError, nearest
+from burnish.config.schema import Sft, Template, TrainConfig
 from burnish.controller import roles
-from burnish.data.prompts import PromptStream, validation_prompts
-from burnish.data.supervised import load_examples
+from burnish.core.engine import Engine
+from burnish.data.prompts import Prompt, PromptStream, validation_prompts
+from burnish.data.supervised import Example, load_examples
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.models.policy import PolicyModel
 from burnish.rewards.rewards import Rewards
@@ -25,45 +29,102 @@ from burnish.trainers.prepare import Recipe
 from burnish.trainers.rl import Job, TrainerState, Validate
 from burnish.training.learner import Learner
 
+TRUNCATED = (
+    "rollout.top_p or rollout.top_k is on: samples come from a truncated distribution that the learner does not "
+    "see, and the mismatch metrics will show it"
+)
 
-def build_job(config: TrainConfig, base: Path | None, run: Run, policy: PolicyModel, rewards: Rewards) -> Job:
-    """All parts of an RL run."""
+
+@dataclass
+class Parts:
+    """What a run is made of, checked; nothing here has written to the run's directory."""
+
+    config: TrainConfig
+    policy: PolicyModel
+    rewards: Rewards
+    recipe: Recipe
+    engine: Engine
+    driver: Driver
+    stream: PromptStream
+    held_out: list[Prompt]
+    notes: list[str] = field(default_factory=list)
+    """What to tell the user when the run starts."""
+    examples: list[Example] = field(default_factory=list)
+    """Of the warm start, where it is still to be made."""
+
+
+def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards) -> Parts:
+    """All parts of an RL run; the error for whatever does not fit."""
     recipe = Recipe(
         config.algorithm, config.rollout.max_tokens, config.training.mini_batches * config.training.epochs, base
     )
-    learner = roles.build_learner(config, policy)
-    reference = roles.build_reference(config, policy)
     engine = roles.build_engine(policy, config.rollout)
     driver = roles.build_driver(config, policy, engine, base)
     stream = PromptStream(config.data.train, policy.tokenizer, config.data, config.seed, "train", base)
-    if (report := stream.report()) is not None:
-        run.display.note(report)
-    if config.rollout.top_p < 1 or config.rollout.top_k:
-        run.display.note(
-            "rollout.top_p or rollout.top_k is on: samples come from a truncated distribution that the learner does not "
-            "see, and the mismatch metrics will show it"
-        )
+    held_out = held_out_prompts(config, base, policy)
+    check_positions(config, policy.max_positions, stream.longest(), held_out)
+    if config.environment.name == "single_turn":  # any other may give the reward itself
+        rewards.check(stream.rows())
+        rewards.check(prompt.row for prompt in held_out)
+    notes = [note for note in (stream.report(),) if note is not None]
+    notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
+    return Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes)
+
+
+def assemble(parts: Parts, run: Run) -> Job:
+    """The parts bound to a run; call it when the policy's weights are those RL starts from."""
+    config, policy = parts.config, parts.policy
+    for note in parts.notes:
+        run.display.note(note)
     options = sampling_options(config.rollout, policy.tokenizer.eos_ids)
-    source = SyncSource(stream, driver, rewards, options, config.rollout.prompts, config.rollout.n, run.journal)
-    validate = build_validation(config, base, run, policy, driver, rewards)
-    return Job(config, run, policy, learner, reference, engine, stream, source, recipe, validate, TrainerState())
+    rollout = config.rollout
+    source = SyncSource(parts.stream, parts.driver, parts.rewards, options, rollout.prompts, rollout.n, run.journal)
+    validate = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out)
+    learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy)
+    stream, recipe = parts.stream, parts.recipe
+    return Job(config, run, policy, learner, reference, parts.engine, stream, source, recipe, validate, TrainerState())
+
+
+def check_positions(config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt]) -> None:
+    """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run."""
+    longest_held_out = max((len(prompt.tokens) for prompt in held_out), default=0)
+    wanted = [("rollout", config.rollout.max_tokens, longest)]
+    if held_out:
+        modes = config.validation.modes.items()
+        wanted += [(f"validation.modes.{name}", mode.max_tokens, longest_held_out) for name, mode in modes]
+    for where, max_tokens, prompt in wanted:
+        if positions is not None and prompt + max_tokens > positions:
+            raise UserError(
+                f"the longest prompt has {prompt} tokens, and {where}.max_tokens={max_tokens} more make {prompt + max_tokens}, "
+                f"but the model is made for {positions} positions; lower {where}.max_tokens or data.max_prompt_tokens"
+            )
+
+
+def held_out_prompts(config: TrainConfig, base: Path | None, policy: PolicyModel) -> list[Prompt]:
+    """The prompts of validation; none where there is no source of them."""
+    if not config.data.validation:
+        return []
+    limit, by = config.validation.limit, config.validation.by
+    prompts = validation_prompts(config.data.validation, policy.tokenizer, config.data, config.seed, limit, base)
+    columns = {column for prompt in prompts for column in prompt.row.extra}
+    if by is not None and by not in columns:
+        known = ", ".join(sorted(columns)) or "none besides prompt and answer"
+        raise UserError(f"validation.by={by}: no held-out row has that column{nearest(by, columns)} (has: {known})")
+    return prompts
 
 
 def build_validation(
     config: TrainConfig,
-    base: Path | None,
     run: Run,
     policy: PolicyModel,
     driver: Driver,
     rewards: Rewards,
+    prompts: list[Prompt],
     kind: str = "validation-",
 ) -> Validate:
     """A function that measures every mode at a step and keeps its samples in tables named `kind` + mode."""
-    if not config.data.validation:
+    if not prompts:
         return lambda step: {}
-    prompts = validation_prompts(
-        config.data.validation, policy.tokenizer, config.data, config.seed, config.validation.limit, base
-    )
 
     def validate(step: int) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -78,28 +139,27 @@ def build_validation(
     return validate
 
 
-def warm_start(config: Sft, template: Template, seed: int, base: Path | None, run: Run, policy: PolicyModel) -> Path:
-    """Supervised training of the policy in place, saved as `warm_start/` in the run; done once in a run's life."""
-    path = run.directory.path / "warm_start"
-    data = [
-        _as_file(source, seed, run.directory.path / f"demonstrations-{k}.jsonl") for k, source in enumerate(config.data)
-    ]
+def demonstrations(
+    config: Sft, template: Template, seed: int, base: Path | None, policy: PolicyModel
+) -> tuple[list[Example], str | None]:
+    """The examples of the warm start, and a note about those left out."""
     longest = min(config.max_tokens, policy.max_positions or config.max_tokens)
-    examples, left_out = load_examples(data, policy.tokenizer, template, longest, config.overlong, base, seed)
-    run.display.start(f"warm start on {len(examples):,} demonstrations: {policy.note}", config.updates)
-    if left_out:
-        run.display.note(f"{left_out} demonstrations are longer than {longest} tokens and were left out")
+    examples, left_out = load_examples(config.data, policy.tokenizer, template, longest, config.overlong, base, seed)
+    note = f"{left_out} demonstrations are longer than {longest} tokens and were left out" if left_out else None
+    return examples, note
+
+
+def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
+    """Supervised training of the policy in place, saved at `path` in the run; done once in a run's life."""
+    seed, policy = parts.config.seed, parts.policy
+    for k, source in enumerate(config.data):
+        if source.task is not None:  # where they can be looked at
+            rows = make_demonstrations(source.task, source.options, seed)[: source.limit]
+            atomic_write(
+                run.directory.path / f"demonstrations-{k}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+            )
+    run.display.start(f"warm start on {len(parts.examples):,} demonstrations: {policy.note}", config.updates)
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
-    sft.train(learner, examples, config, seed, run.display.step)
+    sft.train(learner, parts.examples, config, seed, run.display.step)
     with atomic_directory(path, replace=True) as folder:
         policy.save(folder)
-    return path
-
-
-def _as_file(source: Source, seed: int, path: Path) -> Source:
-    """A task's demonstrations as a file in the run, where they can be looked at; any other source as it is."""
-    if source.task is None:
-        return source
-    rows = make_demonstrations(source.task, source.options, seed)
-    atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return Source(path=str(path.resolve()), limit=source.limit, name=source.name or source.task)

@@ -18,7 +18,7 @@ from burnish.rewards.rewards import Rewards
 from burnish.run.files import atomic_write
 from burnish.run.run import Run
 from burnish.trainers import sft
-from burnish.trainers.build import build_validation
+from burnish.trainers.build import build_validation, held_out_prompts
 from burnish.training.learner import Learner
 
 MORE_DEMONSTRATIONS, MORE_UPDATES = 10, 4
@@ -42,7 +42,7 @@ def run_controls(
     num = source.options.get("num", 2000) * MORE_DEMONSTRATIONS
     results = {}
     with Rewards(config.reward, base) as rewards:
-        for title, options in CONTROLS.items():
+        for number, (title, options) in enumerate(CONTROLS.items(), 1):
             policy = roles.build_policy(config.model, config.data.train, config.seed, base)
             data = [source.model_copy(update={"options": {**source.options, **options, "num": num}})]
             examples, _ = load_examples(
@@ -52,7 +52,8 @@ def run_controls(
             run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
             sft.train(learner, examples, longer, config.seed, run.display.step)
             driver = roles.build_driver(config, policy, roles.build_engine(policy, config.rollout), base)
-            results[title] = build_validation(config, base, run, policy, driver, rewards, "control-")(0)
+            held_out = held_out_prompts(config, base, policy)
+            results[title] = build_validation(config, run, policy, driver, rewards, held_out, f"control-{number}-")(0)
             run.display.stop()
             accuracies = [f"{k.split('/')[1]} {v:.3f}" for k, v in results[title].items() if k.endswith("/accuracy")]
             tell(f"control, {title}: {', '.join(accuracies)}")

@@ -20,8 +20,10 @@ from burnish.training.learner import Update
 MAX_SAMPLES = 64
 
 
-def step_values(rollouts: Scored, batch: Batch | None, updates: Sequence[Update], step_s: float) -> dict[str, Any]:
-    """All metrics of a training step."""
+def step_values(
+    rollouts: Scored, batch: Batch | None, updates: Sequence[Update], prepared: dict[str, float], step_s: float
+) -> dict[str, Any]:
+    """All metrics of a training step; `prepared` are those of the batch's preparation."""
     values = reward_values(rollouts) | rollout_values(rollouts)
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
@@ -30,6 +32,7 @@ def step_values(rollouts: Scored, batch: Batch | None, updates: Sequence[Update]
     for name in sorted({k for u in updates for k in u.stats}):
         seen = [u.stats[name] for u in updates if name in u.stats]
         values[f"actor/{name}"] = sum(seen) / len(seen)
+    values |= {f"actor/{name}": value for name, value in prepared.items()}
     if batch is not None and updates:
         values |= mismatch_values(batch, updates)
     values["time/step_s"] = step_s
@@ -40,7 +43,7 @@ def step_values(rollouts: Scored, batch: Batch | None, updates: Sequence[Update]
 
 
 def reward_values(rollouts: Scored) -> dict[str, float]:
-    """Mean reward and accuracy, each part's mean, what timed out and what failed."""
+    """Mean reward, accuracy where a reward says right or wrong, each part's mean, what timed out and what failed."""
     scored = [t for t in rollouts.trajectories if t.reward is not None]
     values = {
         "reward/failed": float(len(rollouts.failed)),
@@ -49,7 +52,8 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
     if scored:
         rewards = [float(t.reward or 0.0) for t in scored]
         values["reward/mean"] = sum(rewards) / len(rewards)
-        values["reward/accuracy"] = sum(float(t.accuracy or 0.0) for t in scored) / len(scored)
+    if judged := [t.accuracy for t in scored if t.accuracy is not None]:
+        values["reward/accuracy"] = sum(judged) / len(judged)
     for name in sorted({k for t in scored for k in t.parts}):
         part = [t.parts[name] for t in scored if name in t.parts]
         values[f"reward/part/{name}"] = sum(part) / len(part)
@@ -92,6 +96,12 @@ def why_no_signal(batch: Batch) -> str:
         f"{equal} of {num} groups gave equal rewards to all their samples ({best} of them {float(rewards.max()):g}, "
         f"{equal - best} lower): nothing to compare; the prompts are all too easy or all too hard"
     )
+
+
+def why_nothing_left(batch: Batch) -> str:
+    """One line on a batch whose samples were all filtered out of the loss."""
+    truncated = int(batch.sequence["truncated"].sum())
+    return f"the filters took all {batch.num_sequences} sequences out of the loss ({truncated} of them truncated)"
 
 
 def used_ids(rollouts: Scored, batch: Batch | None) -> list[str]:

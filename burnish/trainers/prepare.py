@@ -122,6 +122,8 @@ def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
 
 def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:
     """Advantages as the column they are: one a sequence, or one a token."""
+    if not isinstance(advantages, Tensor):
+        raise UserError(f"advantage {name} returned {type(advantages).__name__}; expected a tensor")
     if not bool(torch.isfinite(advantages).all()):
         raise UserError(
             f"advantage {name} gave values that are not finite; rewards were {batch.sequence['reward'].tolist()[:8]}..."

@@ -48,7 +48,7 @@ class TrainerState:
 
 @dataclass
 class Job:
-    """The parts of a run, built by `controller/roles.py`."""
+    """The parts of a run, put together by `trainers/build.py`."""
 
     config: TrainConfig
     run: Run
@@ -74,39 +74,44 @@ def train(job: Job) -> bool:
         for step in range(job.state.step + 1, total + 1):
             started = time.perf_counter()
             rollouts = job.source.next(step, run.display.phase)
-            batch, updates = learn(job, rollouts)
+            batch, updates, prepared = learn(job, rollouts)
             job.engine.load(step, ())
             job.state = TrainerState(step, job.stream.state())
-            values = observe.step_values(rollouts, batch, updates, time.perf_counter() - started)
+            values = observe.step_values(rollouts, batch, updates, prepared, time.perf_counter() - started)
             finish_step(job, step, values, rollouts, batch, last=step == total or stop.requested)
             if stop.requested and step < total:
                 return False
     return True
 
 
-def learn(job: Job, rollouts: Scored) -> tuple[Batch | None, list[Update]]:
-    """One batch through the algorithm and the learner; None when it has nothing to teach (and a note says why)."""
+def learn(job: Job, rollouts: Scored) -> tuple[Batch | None, list[Update], dict[str, float]]:
+    """One batch through the algorithm and the learner, and what its preparation has to log.
+
+    The batch is None when there was nothing to compare; whenever no update is made a note says why.
+    """
     training, recipe = job.config.training, job.recipe
     usable = [t for t in rollouts.trajectories if t.reward is not None]
     if not usable:
         job.run.display.note(
-            f"step {job.state.step + 1}: no update, every scorer failed: {rollouts.trajectories[0].error}"
+            f"step {job.state.step + 1}: no update, not one of {len(rollouts.trajectories)} samples could be scored"
         )
-        return None, []
+        return None, [], {}
     job.run.display.phase("learning")
     packed = pack(usable).to(job.learner.device)
     batch = recipe.select(packed)
     if batch.num_sequences == 0:
         job.run.display.note(f"step {job.state.step + 1}: no update, {observe.why_no_signal(packed)}")
-        return None, []
-    batch, _ = recipe.prepare(batch, job.learner, job.reference)
-    batch = recipe.trim(batch)
+        return None, [], {}
+    whole, prepared = recipe.prepare(batch, job.learner, job.reference)
+    batch = recipe.trim(whole)
+    if batch.num_sequences == 0:
+        job.run.display.note(f"step {job.state.step + 1}: no update, {observe.why_nothing_left(whole)}")
     updates = []
-    for mini_batch in recipe.mini_batches(batch, training.mini_batches, training.epochs) if batch.num_sequences else ():
+    for mini_batch in recipe.mini_batches(batch, training.mini_batches, training.epochs):
         updates.append(job.learner.update(mini_batch, recipe.loss))
         if updates[-1].skipped:
             job.run.display.note(f"step {job.state.step + 1}: no update, {updates[-1].skipped}")
-    return batch, updates
+    return batch, updates, prepared
 
 
 def finish_step(job: Job, step: int, values: dict[str, Any], rollouts: Scored, batch: Batch | None, last: bool) -> None:
@@ -117,7 +122,7 @@ def finish_step(job: Job, step: int, values: dict[str, Any], rollouts: Scored, b
     if due or step == config.training.steps:
         measured = job.validate(step)
         values |= measured
-        score = next((v for k, v in measured.items() if k.endswith("/accuracy")), None)
+        score = measured.get(f"validation/{next(iter(config.validation.modes), None)}/accuracy")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
         run.samples(step, "train", observe.sample_rows(rollouts, batch, job.policy.tokenizer))
     for failed in rollouts.failed[:1]:

@@ -18,6 +18,7 @@ from burnish.run.directory import RunDirectory
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.run.metrics import read
 from burnish.run.run import Run
+from burnish.run.trackers import check_trackers
 from burnish.trainers import sft
 from burnish.training.learner import Learner
 
@@ -49,6 +50,7 @@ def execute(config: SftConfig, resolved: dict[str, Any], base: Path, name: str) 
     """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    check_trackers(config.run.trackers)
     # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its demonstrations.
     plain = [source.model_copy(update={"options": {}}) for source in config.sft.data]
     policy = build_policy(config.model, plain, config.seed, base)

@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter, 1711.05101) on torch's fused kernel.
 
 The same arithmetic as `torch.optim.AdamW(fused=True)`, bit for bit, without its class: the first use of that imports
-the whole compiler, two and a half seconds of every start.
+the whole compiler, two and a half seconds of every start. Parameters in a half type have a master copy and moments in
+float32: an update of 1e-6 is far below what bfloat16 can add to a weight, and would be lost every time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from burnish.config.schema import Optimizer
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class AdamW:
@@ -37,11 +40,12 @@ class AdamW:
             if not named:
                 continue
             states = [self._state(name, parameter) for name, parameter in named]
+            masters = [s.get("master", p) for s, (_, p) in zip(states, named, strict=True)]
             steps = [s["step"] for s in states]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                [p for _, p in named],
-                [p.grad for _, p in named if p.grad is not None],
+                masters,
+                [p.grad.to(m.dtype) for m, (_, p) in zip(masters, named, strict=True) if p.grad is not None],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [],
@@ -54,13 +58,19 @@ class AdamW:
                 amsgrad=False,
                 maximize=False,
             )
+            for master, (_, parameter) in zip(masters, named, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
 
     def _state(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         if name not in self.state:
+            is_half = parameter.dtype in HALF
+            wide = parameter.detach().float() if is_half else parameter
             self.state[name] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(wide),
+                "exp_avg_sq": torch.zeros_like(wide),
+                **({"master": wide} if is_half else {}),
             }
         return self.state[name]
 

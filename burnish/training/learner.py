@@ -7,6 +7,7 @@ the whole mini-batch, so gradients add up to the same for every token budget.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ class Learner:
         """
         num_tokens = int(batch.loss_mask.sum())
         if num_tokens == 0:
-            return Update({}, torch.zeros(batch.num_tokens), "no token is left in the loss")
+            return Update({}, torch.zeros(batch.num_tokens, device=batch.tokens.device), "no token is left in the loss")
         self.optimizer.zero_grad()
         total, sums, logp = self._accumulate(batch, loss)
         lr = self.config.lr * factor(
@@ -72,7 +73,7 @@ class Learner:
         )
         norm = float(nn.utils.clip_grad_norm_(self.names.values(), self.config.clip_norm, foreach=True))
         stats = {"loss": total, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
-        if not torch.isfinite(torch.tensor(norm)):
+        if not math.isfinite(norm):
             self.optimizer.zero_grad()
             return Update(stats, logp, f"the gradient is not finite (norm {norm})")
         self.optimizer.step(lr)

@@ -97,7 +97,7 @@ def test_grpo_equals_a_loop_and_sums_to_zero_in_each_group(pairs: list[tuple[int
         own = [r for g, r in pairs if g == group]
         baseline = sum(own) / len(own) if len(own) > 1 else 0.0
         divisor = 1.0
-        if std == "batch" and len(values) > 1:
+        if std == "batch" and max(values) > min(values):
             divisor = deviation(values) + 1e-6
         elif std == "group" and len(own) > 1:
             divisor = deviation(own) + 1e-6

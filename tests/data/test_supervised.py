@@ -119,6 +119,8 @@ def test_overlong_examples_are_left_out_and_counted_or_stop_the_run(tmp_path: Pa
         load_examples(sources, tokenizer, Template(), 4, "error")
     with pytest.raises(UserError, match=r"weight=2\.0 has no effect on supervised data"):
         load_examples([sources[0].model_copy(update={"weight": 2.0})], tokenizer, Template(), 4, "filter")
+    with pytest.raises(UserError, match="prompt_key and answer_key have no effect on supervised rows"):
+        load_examples([sources[0].model_copy(update={"answer_key": "said"})], tokenizer, Template(), 4, "filter")
     with pytest.raises(UserError, match="no examples left"):
         load_examples(sources, tokenizer, Template(), 2, "filter")
 

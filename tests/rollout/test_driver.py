@@ -171,6 +171,19 @@ def test_an_environment_that_wants_more_turns_is_cut_off(
         assert sequence.action_mask[-1], "no observation is left without an answer"
 
 
+def test_a_context_without_room_for_another_turn_ends_the_trajectory(
+    model: Decoder, tokenizer: Tokenizer, draws: list[Draw], game: Any
+) -> None:
+    def run(positions: int | None) -> list[Trajectory]:
+        driver = Driver(NativeEngine(model), game(turns=5), tokenizer, seed=7, max_turns=3, max_positions=positions)
+        return list(driver.run(draws[:2], 1, SAMPLING, "train"))
+
+    assert {t.finish for t in run(None)} == {"turns"}
+    for trajectory in run(len(draws[0].prompt.tokens) + SAMPLING.max_tokens):
+        assert trajectory.finish == "length"
+        assert trajectory.sequences[0].action_mask[-1]
+
+
 def test_a_completion_cut_at_its_length_ends_the_trajectory(
     tools: Any, tokenizer: Tokenizer, draws: list[Draw], game: Any
 ) -> None:

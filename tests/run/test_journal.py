@@ -122,39 +122,28 @@ def test_the_records_own_fields_cannot_be_overwritten(tmp_path: Path) -> None:
     assert Journal(tmp_path).events == []
 
 
-def test_rewinding_hides_later_steps_written_before_and_nothing_else(tmp_path: Path) -> None:
+def test_a_rewind_is_one_more_record_and_erases_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("started")
-    for step in (1, 2, 3):
-        journal.append("step", step=step, life=1)
+    journal.append("step", step=3)
     journal.rewind(2)
-    for step in (3, 4):
-        journal.append("step", step=step, life=2)
-    journal.rewind(3)
-    journal.append("step", step=4, life=3)
-    live = Journal(tmp_path).live_events()
-    assert [(e["step"], e["life"]) for e in live if e["event"] == "step"] == [(1, 1), (2, 1), (3, 2), (4, 3)]
-    assert live[0]["event"] == "started"
-    assert len(Journal(tmp_path).events) == 9
+    assert [(e["event"], e["step"]) for e in Journal(tmp_path).events] == [("step", 3), ("resumed", 2)]
 
 
 @settings(max_examples=60, deadline=None)
-@given(actions=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))
-def test_live_steps_equal_a_list_that_really_forgets(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[bool, int]]
+@given(lives=st.lists(st.lists(st.sampled_from(["completed", "scored", "checkpoint"]), max_size=12), max_size=3))
+def test_only_records_from_the_newest_checkpoint_on_are_held_and_all_are_counted(
+    tmp_path_factory: pytest.TempPathFactory, lives: list[list[str]]
 ) -> None:
     folder = tmp_path_factory.mktemp("journal")
-    journal = Journal(folder)
-    oracle: list[tuple[int, int]] = []
-    for index, (is_rewind, step) in enumerate(actions):
-        if is_rewind:
-            journal.rewind(step)
-            oracle = [entry for entry in oracle if entry[0] <= step]
-        else:
-            journal.append("step", step=step, index=index)
-            oracle.append((step, index))
-    live = [(e["step"], e["index"]) for e in journal.live_events() if e["event"] == "step"]
-    assert live == oracle
+    oracle: list[str] = []
+    for life in [*lives, []]:
+        journal = Journal(folder)
+        for event in life:
+            journal.append(event)
+        oracle += life
+        newest = max((i for i, event in enumerate(oracle) if event == "checkpoint"), default=0)
+        assert [(e["i"], e["event"]) for e in journal.events] == list(enumerate(oracle))[newest:]
+        assert journal.num_events == len(oracle)
 
 
 def test_attachments_come_back_exactly_or_not_at_all(tmp_path: Path) -> None:

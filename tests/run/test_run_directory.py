@@ -115,3 +115,12 @@ def test_a_reader_needs_no_lock(tmp_path: Path) -> None:
 
 def test_flattening_uses_dotted_names() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
+
+
+def test_a_run_that_was_claimed_but_never_began_vanishes(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path, "r", CONFIG), pytest.raises(UserError, match="another process"):
+        RunDirectory.create(tmp_path, "r", CONFIG)
+    assert list(tmp_path.iterdir()) == []
+    RunDirectory.create(tmp_path, "r", CONFIG).close()
+    RunDirectory.claim(tmp_path, "r", CONFIG).close()
+    assert (tmp_path / "r" / "config.yaml").read_text() == CONFIG

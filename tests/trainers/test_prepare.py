@@ -211,7 +211,7 @@ def test_an_advantage_never_carries_a_gradient(plug_in: Callable[[str], str]) ->
 
 def test_a_users_loss_is_minimised_with_its_options(plug_in: Callable[[str], str]) -> None:
     name = plug_in("def f(logp, anchor, advantages, power=1.0):\n    return -(advantages * logp) ** power\n")
-    it = recipe({"loss": {"name": name, "options": {"power": 2.0}}})
+    it = recipe({"ratio": "none", "clip": "none", "loss": {"name": name, "options": {"power": 2.0}}})
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     columns = {"weight": torch.tensor([0.5, 1.0]), "advantages": torch.tensor([2.0, 1.0])}
     loss, _ = it.loss(Outputs(logp, None), columns)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet  # noqa: F401 (imported here once, not in every forked child)
@@ -20,7 +23,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers.session import execute, open_run
+from burnish.trainers.session import checked_run, execute
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -36,22 +39,16 @@ run: {save_every: 3, samples_every: 5, threads: 1}
 NUM_KILLS, PARTS = 20, 4
 
 
-def start(folder: Path) -> int:
-    """The run in a child process (forked: it need not import torch again); its pid."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
+def run_child(folder: Path) -> None:
+    """The run, in a child process just forked; never returns."""
     status = 1
     try:
-        os.setsid()
         quiet = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-        recipe = folder / "recipe.yaml"
-        loaded = load(TrainConfig, recipe, [f"run.directory={folder}", "run.name=run"])
-        with open_run(loaded.config, loaded.resolved, "run") as run:
-            status = 0 if execute(loaded.config, loaded.base, run) else 3
+        loaded = load(TrainConfig, folder / "recipe.yaml", [f"run.directory={folder}", "run.name=run"])
+        with checked_run(loaded.config, loaded.resolved, loaded.base, "run") as (parts, run):
+            status = 0 if execute(parts, run) else 3
     except BaseException:
         traceback.print_exc()
         raise
@@ -61,9 +58,54 @@ def start(folder: Path) -> int:
         os._exit(status)
 
 
-def finish(folder: Path) -> None:
-    _, status = os.waitpid(start(folder), 0)
-    assert os.waitstatus_to_exitcode(status) == 0, (folder / "output.txt").read_text()[-3000:]
+def serve() -> None:
+    """Forks runs on request: `start FOLDER` answers a pid, `wait PID` an exit code. Torch is imported once, by one thread."""
+    for line in sys.stdin:
+        command, argument = line.split(maxsplit=1)
+        if command == "start":
+            pid = os.fork()
+            if pid == 0:
+                run_child(Path(argument.strip()))
+            print(pid, flush=True)
+        else:
+            print(os.waitstatus_to_exitcode(os.waitpid(int(argument), 0)[1]), flush=True)
+
+
+class Runner:
+    """The other end of `serve`, in a process of its own: forking the threads of a test runner would not be safe."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def _ask(self, text: str) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def kill_after(self, folder: Path, seconds: float) -> None:
+        pid = self._ask(f"start {folder}")
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._ask(f"wait {pid}")
+
+    def finish(self, folder: Path) -> None:
+        pid = self._ask(f"start {folder}")
+        assert self._ask(f"wait {pid}") == 0, (folder / "output.txt").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    one = Runner()
+    yield one
+    assert one.process.stdin is not None
+    one.process.stdin.close()
+    one.process.wait(10)
 
 
 def result(folder: Path) -> tuple[list[dict], dict, list]:
@@ -83,17 +125,17 @@ def result(folder: Path) -> tuple[list[dict], dict, list]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple, float]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> tuple[tuple, float]:
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "recipe.yaml").write_text(RECIPE)
     started = time.monotonic()
-    finish(folder)
+    runner.finish(folder)
     return result(folder), time.monotonic() - started
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(
-    part: int, unbroken: tuple, tmp_path: Path
+    part: int, unbroken: tuple, runner: Runner, tmp_path: Path
 ) -> None:
     expected, duration = unbroken
     rng = random.Random(part)
@@ -102,26 +144,20 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(
         folder = tmp_path / str(k)
         folder.mkdir()
         (folder / "recipe.yaml").write_text(RECIPE)
-        pid = start(folder)
-        time.sleep(moment)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        finish(folder)
+        runner.kill_after(folder, moment)
+        runner.finish(folder)
         metrics, weights, used = result(folder)
         assert metrics == expected[0], f"killed after {moment:.2f} s"
         assert weights == expected[1]
         assert used == expected[2]
 
 
-def test_a_run_killed_again_and_again_still_ends_the_same(unbroken: tuple, tmp_path: Path) -> None:
+def test_a_run_killed_again_and_again_still_ends_the_same(unbroken: tuple, runner: Runner, tmp_path: Path) -> None:
     expected, duration = unbroken
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     for k in range(6):
-        pid = start(tmp_path)
-        time.sleep(duration * (0.3 + 0.1 * (k % 3)))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    finish(tmp_path)
+        runner.kill_after(tmp_path, duration * (0.3 + 0.1 * (k % 3)))
+    runner.finish(tmp_path)
     assert result(tmp_path) == expected
 
 
@@ -134,3 +170,7 @@ def test_the_unbroken_run_measured_what_it_should(unbroken: tuple) -> None:
     assert len(used) == 11
     assert len({i for step, ids in used for i in ids}) == sum(len(ids) for _, ids in used)
     assert weights
+
+
+if __name__ == "__main__":
+    serve()

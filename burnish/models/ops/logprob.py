@@ -49,7 +49,9 @@ class _HeadLogprob(torch.autograd.Function):
         grad_logp, grad_entropy = grads
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in _chunks(*_sizes(hidden, weight)):
             log_p = _logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
             p = log_p.exp()
@@ -66,7 +68,7 @@ class _HeadLogprob(torch.autograd.Function):
             grad_hidden[i:j] = slope @ weight
             if grad_weight is not None:
                 grad_weight += slope.t() @ hidden[i:j]
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:

@@ -36,7 +36,6 @@ class Prefilled:
     keys: Tensor  # [layers, length, kv_heads, head_dim]
     values: Tensor
     logits: Tensor  # [vocab], of the first new token
-    waiting: int
 
 
 @dataclass
@@ -67,6 +66,7 @@ class NativeEngine:
         self.cache = KVCache(model.arch, weight.dtype, weight.device)
         self.rows = Rows(max_rows, weight.device)
         self.queue: deque[Request] = deque()
+        self.waiting: Counter[tuple[int, ...]] = Counter()  # requests in the queue, by prompt
         self.prefilled: dict[tuple[int, ...], Prefilled] = {}
         self.version = 0
         self.stats = EngineStats()
@@ -81,9 +81,7 @@ class NativeEngine:
             if request.id in ids:
                 raise ValueError(f"two of the requests are called {request.id}")
             ids.add(request.id)
-        for request in requests:
-            if request.tokens in self.prefilled:
-                self.prefilled[request.tokens].waiting += 1
+        self.waiting.update(request.tokens for request in requests)
         self.queue.extend(requests)
         self._ids |= ids
 
@@ -182,10 +180,6 @@ class NativeEngine:
             size += len(prompt)
         if chunk:
             self._prefill_chunk(chunk)
-        if new:
-            counts = Counter([*prompts, *(request.tokens for request in self.queue)])
-            for prompt in new:
-                self.prefilled[prompt].waiting = counts[prompt]
 
     def _prefill_chunk(self, prompts: list[tuple[int, ...]]) -> None:
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
@@ -199,16 +193,15 @@ class NativeEngine:
         bounds = offsets.tolist()
         for i, prompt in enumerate(prompts):
             part = slice(bounds[i], bounds[i + 1])
-            self.prefilled[prompt] = Prefilled(keys[:, part], values[:, part], logits[i], 0)
+            self.prefilled[prompt] = Prefilled(keys[:, part], values[:, part], logits[i])
         self.stats.prefilled_tokens += tokens.shape[0]
 
     def _forget(self, request: Request) -> None:
         """One sample fewer waits for this prompt; the last one lets it go."""
-        prompt = self.prefilled.get(request.tokens)
-        if prompt is not None:
-            prompt.waiting -= 1
-            if prompt.waiting <= 0:
-                del self.prefilled[request.tokens]
+        self.waiting[request.tokens] -= 1
+        if self.waiting[request.tokens] == 0:
+            del self.waiting[request.tokens]
+            self.prefilled.pop(request.tokens, None)
 
     def _decode_step(self) -> list[Completion]:
         n = len(self.rows)

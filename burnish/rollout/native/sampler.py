@@ -24,6 +24,9 @@ def sample(
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
     # The total may miss 1 by rounding; scaling by it keeps every draw inside the support.
     tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None]).squeeze(1)
+    tokens = tokens.clamp_(
+        max=logits.shape[1] - 1
+    )  # NaN logits find no place: the log-prob says so, not an index error
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)

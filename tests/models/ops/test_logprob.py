@@ -103,3 +103,16 @@ def test_half_precision_hidden_states_give_float32_log_probs(dtype: torch.dtype)
     logits = (hidden.detach() @ weight.detach().T).double()
     expected = (logits / 0.7).log_softmax(1)[torch.arange(ROWS), targets]
     torch.testing.assert_close(logp.double(), expected, atol=1e-4, rtol=0)
+
+
+def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 512
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(rows, HIDDEN, generator=generator).bfloat16()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16().requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    wide = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(head_logprob(hidden.double(), wide, targets)[0].sum(), [wide])
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", VOCAB)  # 512 chunks, whose sum in bfloat16 would be off by tenths
+    (got,) = torch.autograd.grad(head_logprob(hidden, weight, targets)[0].sum(), [weight])
+    torch.testing.assert_close(got.double(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)

@@ -178,6 +178,7 @@ def test_the_prompt_of_a_group_is_prefilled_once(tools: Any, model: Decoder, max
     tools.run(engine, tools.requests(prompts, 8, max_tokens=4))
     assert engine.stats.prefilled_tokens == sum(len(p) for p in prompts)
     assert not engine.prefilled
+    assert not engine.waiting
 
 
 def test_no_row_step_is_spent_on_a_finished_sequence(tools: Any, model: Decoder) -> None:

@@ -1,0 +1,73 @@
+"""Does the spine run on a GPU? Engine against learner in float32 and bfloat16, families, and a few learner steps.
+
+    python bench/gpu_smoke.py
+
+Prints a table and saves bench/results/gpu_smoke.json. Speed is not the point here: the engine and the learner are tuned
+for GPUs in work of their own.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from common import save, table
+
+from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.losses import PolicyLoss
+from burnish.config.schema import Optimizer
+from burnish.core.batch import Batch
+from burnish.core.engine import Request, SamplingOptions
+from burnish.core.segments import offsets_from_lengths
+from burnish.models.architecture import FAMILIES, Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.rollout.native.engine import NativeEngine
+from burnish.training.learner import Learner
+
+
+def measure(family: str, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    """Sample 64 x 8 completions, compare log-probs with the learner's, make three updates."""
+    kind = FAMILIES[family]
+    arch = Architecture(family, 1024, 256, 4, 8, 4, 32, 768, 512, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm)
+    model = Decoder(arch)
+    initialise(model, seed=0, std=0.05)
+    model.to(device=device, dtype=dtype)
+    engine = NativeEngine(model, max_rows=512)
+    prompts = [tuple((i * 37 + k * 11) % 1024 for k in range(5 + i % 40)) for i in range(64)]
+    requests = [
+        Request(f"{i}.{j}", p, SamplingOptions(max_tokens=16 + 3 * j), key=i * 8 + j)
+        for i, p in enumerate(prompts)
+        for j in range(8)
+    ]
+    started = time.perf_counter()
+    engine.submit(requests)
+    done = {c.id: c for c in engine.stream()}
+    rollout_s = time.perf_counter() - started
+    rows = [(r, done[r.id]) for r in requests]
+    tokens = torch.tensor([t for r, c in rows for t in (*r.tokens, *c.tokens.tolist())])
+    offsets = offsets_from_lengths(torch.tensor([len(r.tokens) + len(c.tokens) for r, c in rows]))
+    mask = torch.tensor([k >= len(r.tokens) for r, c in rows for k in range(len(r.tokens) + len(c.tokens))])
+    behaviour = torch.tensor([x for r, c in rows for x in [0.0] * len(r.tokens) + c.logp.tolist()])
+    advantages = torch.tensor([1.0 if k % 2 else -1.0 for k in range(len(rows))])
+    batch = Batch(tokens, offsets, {"action_mask": mask, "loss_mask": mask}, {"advantages": advantages})
+    batch = batch.with_token(weight=aggregation_weights(batch, "token-mean")).to(device)
+    learner = Learner(model, Optimizer(lr=1e-4), 10, token_budget=8192)
+    gap = (learner.logprobs(batch).cpu() - behaviour)[mask].abs().double()
+    started = time.perf_counter()
+    norms = [learner.update(batch, PolicyLoss()).stats["grad_norm"] for _ in range(3)]
+    update_s = (time.perf_counter() - started) / 3
+    return {
+        "work": f"{family} {str(dtype).removeprefix('torch.')}", "system": "burnish", "rollout_s": rollout_s,
+        "mismatch_mean": float(gap.mean()), "mismatch_max": float(gap.max()), "update_s": update_s, "grad_norm": norms[-1],
+    }  # fmt: skip
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [measure(f, d, device) for f in FAMILIES for d in (torch.float32, torch.bfloat16)]
+    print(table(rows, ["work", "rollout_s", "mismatch_mean", "mismatch_max", "update_s", "grad_norm"]))
+    print(f"saved {save('gpu_smoke' if device.type == 'cuda' else 'gpu_smoke-cpu', rows)}")
+
+
+if __name__ == "__main__":
+    main()

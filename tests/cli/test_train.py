@@ -1,0 +1,437 @@
+"""`burnish train` from end to end, on models so small that a run takes a moment; and everything it must refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from burnish.cli.main import main
+from burnish.models.tokenizer import Tokenizer
+from burnish.run.directory import RunDirectory
+from burnish.run.metrics import parse_line
+from burnish.run.samples import read_samples
+
+RECIPE = """
+model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
+data: {train: {task: sort_digits}, max_prompt_tokens: 16}
+reward: {parts: {name: 'plug.py:count_zeros'}, workers: 1}
+rollout: {prompts: 3, n: 4, max_tokens: 6}
+algorithm: dr_grpo
+training: {steps: 2, optimizer: {lr: 1.0e-3}}
+run: {threads: 1, directory: runs, name: r}
+"""
+FROM_FILES = """
+model: {path: model, device: cpu}
+data: {train: {path: sums.jsonl}, validation: {path: sums.jsonl}, max_prompt_tokens: 16}
+reward: {parts: number, workers: 1}
+rollout: {prompts: 4, n: 4, max_tokens: 4}
+training: {steps: 2, optimizer: {lr: 1.0e-2}}
+run: {threads: 1, directory: runs, name: r}
+"""
+PLUGINS = """
+import os, signal
+from pathlib import Path
+import torch
+from burnish.environments.base import Done, Turn
+
+def count_zeros(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count("0") + 0.1 * len(solution_str)
+
+def fails_on_short(data_source, solution_str, ground_truth, extra_info):
+    if len(solution_str) < 6:
+        raise ValueError("too short to be scored")
+    return float(solution_str.count("0"))
+
+def always_fails(data_source, solution_str, ground_truth, extra_info):
+    raise ValueError("never works")
+
+def constant(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def rows(count):
+    return [{"prompt": f"{i}>", "answer": str(i)} for i in range(count)]
+
+def no_rows():
+    return 5
+
+def backwards(size, seed, epoch):
+    return reversed(range(size))
+
+def half(batch, scale):
+    return scale * (batch.sequence["reward"] - batch.sequence["reward"].mean())
+
+def a_list(batch):
+    return [0.0] * batch.num_sequences
+
+def squared(logp, anchor, advantages):
+    return -advantages * (logp - anchor).exp() ** 2
+
+def first_only(batch):
+    return torch.arange(batch.num_sequences) == 0
+
+def a_number(batch):
+    return 3
+
+def signalled(batch):
+    flag = Path(__file__).with_name("flag")
+    if flag.exists():
+        number = int(flag.read_text())
+        flag.unlink()
+        os.kill(os.getpid(), number)
+    return batch.sequence["reward"] - batch.sequence["reward"].mean()
+
+class Twice:
+    def __init__(self, prompt, tokenizer, goal):
+        self.prompt, self.again, self.goal = prompt, tuple(tokenizer.encode(">")), goal
+        self.turns = 0
+    def start(self):
+        return Turn(tuple(self.prompt.tokens))
+    def observe(self, completion, text):
+        self.turns += 1
+        return Done(float(len(text) - self.goal)) if self.turns == 2 else Turn(self.again)
+
+class Forgetful(Twice):
+    def observe(self, completion, text):
+        return None
+
+class Babble(Twice):
+    def start(self):
+        return Turn((1, 9999))
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with recipes and plug-ins to work in; drawing curves takes longer than training, so one test alone does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("burnish.report.curves.write_curves", lambda path: path / "curves.png")
+    (tmp_path / "new.yaml").write_text(RECIPE)
+    (tmp_path / "files.yaml").write_text(FROM_FILES)
+    (tmp_path / "plug.py").write_text(PLUGINS)
+    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return tmp_path
+
+
+@pytest.fixture
+def model(here: Path) -> Path:
+    return make_model(here / "model")
+
+
+def make_model(path: Path, vocab_size: int = 16, kind: str = "llama") -> Path:
+    """A tiny Hugging Face directory with a character tokenizer of 16 tokens."""
+    import torch
+    import transformers as tf
+
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    if kind == "llama":
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = tf.LlamaConfig(vocab_size=vocab_size, max_position_embeddings=32, **sizes, **ends)
+        inner = tf.LlamaForCausalLM(config)
+    else:
+        config = tf.GPT2Config(vocab_size=vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2, **ends)
+        inner = tf.GPT2LMHeadModel(config)
+    inner.save_pretrained(path)
+    Tokenizer.from_characters("0123456789>+= ").save(path)
+    return path
+
+
+def train(recipe: str, *overrides: str) -> int:
+    return main(["train", recipe, *overrides])
+
+
+def metrics() -> list[dict]:
+    """Every line of metrics.jsonl; each is strict JSON."""
+    lines = Path("runs/r/metrics.jsonl").read_text().splitlines()
+    for line in lines:
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    return [parse_line(line) for line in lines]
+
+
+def refused(capsys: pytest.CaptureFixture[str], recipe: str, *overrides: str) -> str:
+    """The message of a command that must fail, and leave nothing of a run behind."""
+    assert train(recipe, *overrides) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("burnish: error: ")
+    assert not Path("runs/r").exists()
+    return message
+
+
+# --- a run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml", "--dry-run", "training.steps=7") == 0
+    out = capsys.readouterr().out
+    assert "steps: 7" in out
+    assert "12 (3 prompts x 4 samples)" in out
+    assert not (here / "runs").exists()
+
+
+def test_a_run_leaves_metrics_samples_a_model_and_a_report(
+    monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # this one draws the curves
+    monkeypatch.chdir(model.parent)
+    assert train("files.yaml") == 0
+    assert capsys.readouterr().out.splitlines()[-2].startswith("held-out accuracy before RL: 0.")
+    rows = metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["mismatch/mean"] <= 1e-5 and row["mismatch/max"] <= 1e-3 for row in rows[1:])
+    assert all(row["actor/updates"] == 1 for row in rows[1:])
+    run = Path("runs/r")
+    assert {s["kind"] for s in read_samples(run / "samples")} == {"train", "validation-greedy"}
+    assert "<html" in (run / "report.html").read_text()
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["sample", "runs/r", "1+1=", "--max-tokens", "4"]) == 0
+
+
+def test_the_same_command_on_a_complete_run_says_so_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml") == 0
+    before = metrics()
+    capsys.readouterr()
+    assert train("new.yaml") == 0
+    assert "is complete: all 2 steps are done" in "".join(capsys.readouterr())
+    assert metrics() == before
+
+
+def test_another_config_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml") == 0
+    before = metrics()
+    assert train("new.yaml", "training.steps=3") == 2
+    assert "training.steps: 2 there, 3 now" in capsys.readouterr().err
+    assert metrics() == before
+
+
+def test_a_second_process_on_the_same_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDirectory.claim(Path("runs"), "r", "seed: 0\n"):
+        assert train("new.yaml") == 2
+        assert "is being written by another process" in capsys.readouterr().err
+    assert train("new.yaml") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_and_the_same_command_goes_on(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    command = ("new.yaml", "algorithm.advantage=plug.py:signalled", "training.steps=3")
+    Path("flag").write_text(str(int(number)))
+    assert train(*command) == 0
+    assert "stopped; the same command goes on from here" in capsys.readouterr().out
+    assert [row["step"] for row in metrics()] == [0, 1]
+    assert [p.name for p in Path("runs/r/checkpoints").glob("step-*")] == ["step-000001"]
+    assert train(*command) == 0
+    assert [row["step"] for row in metrics()] == [0, 1, 2, 3]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_kl_entropy_mini_batches_and_epochs_together() -> None:
+    kl = "algorithm.kl={loss: {coef: 0.01}, reward: {coef: 0.01}, reference: frozen}"
+    assert train("new.yaml", kl, "algorithm.entropy.coef=0.01", "training.mini_batches=3", "training.epochs=2") == 0
+    last = metrics()[-1]
+    assert last["actor/updates"] == 6
+    assert last["actor/kl_ref"] > 0
+    assert last["actor/entropy"] > 0
+    assert last["actor/ppo_kl"] != 0
+
+
+def test_float64_and_a_note_about_top_p(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml", "model.dtype=float64", "rollout.top_p=0.5") == 0
+    assert "truncated distribution" in "".join(capsys.readouterr())
+    assert metrics()[-1]["mismatch/mean"] > 1e-3
+
+
+def test_a_warm_start_is_made_once(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = "warm_start={data: {task: sort_digits, options: {num: 20}}, updates: 2, batch_size: 4}"
+    assert train("new.yaml", stage) == 0
+    assert "warm start on 20 demonstrations" in "".join(capsys.readouterr())
+    assert len(Path("runs/r/demonstrations-0.jsonl").read_text().splitlines()) == 20
+    assert train("new.yaml", stage) == 0
+    assert "warm start" not in "".join(capsys.readouterr())
+
+
+def test_a_model_of_transformers_trains_on_a_file(here: Path) -> None:
+    make_model(here / "model", kind="gpt2")
+    weights = (here / "model/model.safetensors").read_bytes()
+    assert train("files.yaml", "reward.parts=plug.py:count_zeros") == 0
+    rows = metrics()
+    assert all(row["mismatch/mean"] <= 1e-5 and row["mismatch/max"] <= 1e-3 for row in rows[1:])
+    assert rows[-1]["actor/grad_norm"] > 0
+    assert (here / "runs/r/checkpoints/step-000002/model.safetensors").read_bytes() != weights
+
+
+# --- rewards that fail, steps without signal -------------------------------------------------------------------------------
+
+
+def test_samples_whose_reward_raises_leave_the_loss_and_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml", "reward.parts=plug.py:fails_on_short", "training.steps=1", "rollout.prompts=6") == 0
+    shown = "".join(capsys.readouterr())
+    assert "ValueError: too short to be scored" in shown
+    assert "the completion (its last 400 characters): '" in shown
+    last = metrics()[-1]
+    assert 0 < last["reward/failed"] < 24
+    assert last["rollout/sequences_used"] == 24 - last["reward/failed"]
+    failed = [s for s in read_samples(Path("runs/r/samples")) if s["error"] is not None]
+    assert len(failed) == last["reward/failed"]
+    assert all(s["reward"] is None and s["advantage"] is None and len(s["completion"]) < 6 for s in failed)
+
+
+def test_a_reward_that_always_raises_teaches_nothing_and_says_why(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("files.yaml", "reward.parts=plug.py:always_fails") == 0
+    shown = "".join(capsys.readouterr())
+    assert "step 1: no update, not one of 16 samples could be scored" in shown
+    assert shown.count("ValueError: never works") == 2  # once a step
+    assert "held-out accuracy: none, not one held-out sample could be scored" in shown
+    assert [row["actor/updates"] for row in metrics()[1:]] == [0, 0]
+    weights = [(p / "model.safetensors").read_bytes() for p in (model, Path("runs/r/checkpoints/step-000002"))]
+    assert weights[0][-500:] == weights[1][-500:]
+
+
+def test_a_step_without_signal_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml", "reward.parts=plug.py:constant", "algorithm.filters=[zero_signal]") == 0
+    assert "step 1: no update, 3 of 3 groups gave equal rewards" in "".join(capsys.readouterr())
+    assert metrics()[-1]["actor/updates"] == 0
+
+
+# --- plug-ins ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_data_source_and_a_sampler_of_ones_own(model: Path) -> None:
+    source = "data.train=[{plugin: 'plug.py:rows', options: {count: 6}}]"
+    assert train("files.yaml", source, "data.sampler=plug.py:backwards") == 0
+    events = [json.loads(line) for line in Path("runs/r/journal/events.jsonl").read_text().splitlines()]
+    assert next(e for e in events if e["event"] == "drawn")["ids"] == ["rows/5#0", "rows/4#0", "rows/3#0", "rows/2#0"]
+
+
+def test_an_advantage_a_loss_and_a_filter_of_ones_own() -> None:
+    slots = (
+        "algorithm.advantage={name: 'plug.py:half', options: {scale: 0.5}}",
+        "algorithm.loss=plug.py:squared",
+        "algorithm.ratio=none",
+        "algorithm.clip=none",
+        "algorithm.filters=['plug.py:first_only']",
+    )
+    assert train("new.yaml", *slots) == 0
+    assert all(row["rollout/sequences_used"] == 1 and row["actor/updates"] == 1 for row in metrics()[1:])
+
+
+def test_an_environment_of_ones_own_speaks_twice_and_gives_the_reward() -> None:
+    environment = "environment={name: 'plug.py:Twice', max_turns: 2, options: {goal: 2}}"
+    assert train("new.yaml", environment, "training.steps=1", "rollout.prompts=12") == 0
+    samples = read_samples(Path("runs/r/samples"))
+    own = [s for s in samples if json.loads(s["parts"]).keys() == {"environment"}]
+    assert own
+    assert all(">" in s["completion"] for s in own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("algorithm.advantage=plug.py:a_list", "advantage plug.py:a_list returned list"),
+        ("algorithm.filters=['plug.py:a_number']", "filter plug.py:a_number returned int"),
+        ("environment={name: 'plug.py:Forgetful', options: {goal: 0}}", "observe() returned NoneType"),
+        ("environment={name: 'plug.py:Babble', options: {goal: 0}}", "start() gave token 9999"),
+    ],
+)
+def test_a_plug_in_that_answers_nonsense_is_named(
+    overrides: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("new.yaml", overrides, "rollout.prompts=12") == 2
+    assert message in capsys.readouterr().err
+
+
+# --- refused before anything is written ------------------------------------------------------------------------------------
+
+
+def test_a_corrected_command_follows_a_refused_one(capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "new.yaml", "reward.parts=plug.py:no_such_function")
+    assert train("new.yaml") == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps=-1", "training.steps: got -1"),
+        ("training.optimizer.lr=.nan", "training.optimizer.lr: got nan"),
+        ("training.optimizer.betas=[0.9, 1.5]", "betas [0.9, 1.5] are decay rates"),
+        ("rolout.n=4", "did you mean 'rollout'?"),
+        ("rollout.n=1", "needs rollout.n of 2 or more"),
+        ("run.name=a/b", "run name 'a/b' cannot be a folder name"),
+        ("run.directory=plug.py", "cannot write the run directory plug.py/r: Not a directory"),
+        ("model.device=mps", "model.device='mps': use auto, cpu, cuda"),
+        ("rollout.max_tokens=30", "the longest prompt has 8 tokens, and rollout.max_tokens=30 more make 38, but"),
+        ("data.max_prompt_tokens=2", "prompts are longer than data.max_prompt_tokens=2"),
+        ("run.trackers=[wandb]", "run.trackers names wandb, which is not installed"),
+        ("rollout.engine=transformers", "rollout.engine=transformers needs model.backend=transformers"),
+        ("warm_start={data: {path: sums.jsonl}}", "no column 'prompt'; supervised rows need"),
+        ("environment=plug.py:count_zeros", "the class has no method 'start'"),
+        ("data.sampler=suffle", "unknown sampler 'suffle'; did you mean 'shuffle'?"),
+    ],
+)
+def test_a_bad_setting_is_refused(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "wandb" in override and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed here")
+    assert message in refused(capsys, "new.yaml", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.parts=task", "needs a column 'task', which row 'sums.jsonl/0'"),
+        ("validation.by=level", "validation.by=level: no held-out row has that column"),
+        ("validation.modes.greedy.max_tokens=30", "and validation.modes.greedy.max_tokens=30 more make 34, but"),
+        ("data.train=[{plugin: 'plug.py:no_rows'}]", "data source 'plug.py:no_rows' returned int"),
+        ("data.train.0.path=nothing.jsonl", "no such file: "),
+        ("data.train.0.path=empty.jsonl", "empty.jsonl holds no rows"),
+        ("data.train.0.path=null.jsonl", "null.jsonl:1: answer is null"),
+        ("data.train.0.path=surrogate.jsonl", "row surrogate.jsonl/0: the character '\\ud800'"),
+        ("data.train.0.prompt_key=q", "sums.jsonl:1: no column 'q'"),
+    ],
+)
+def test_bad_data_is_refused(
+    override: str, message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "empty.jsonl").write_text("")
+    (here / "null.jsonl").write_text('{"question": "1+1=", "answer": null}\n')
+    (here / "surrogate.jsonl").write_text('{"question": "\\ud800", "answer": "1"}\n')
+    capsys.readouterr()
+    assert message in refused(capsys, "files.yaml", override)
+
+
+def test_a_bad_model_directory_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "model directory model does not exist" in refused(capsys, "files.yaml")
+    for kind in ("llama", "gpt2"):
+        small = make_model(here / f"small-{kind}", vocab_size=10, kind=kind)
+        capsys.readouterr()
+        assert main(["train", "files.yaml", f"model.path={small.name}"]) == 2
+        message = "the tokenizer has 16 tokens, but the model has embeddings for 10 only"
+        assert message in capsys.readouterr().err
+    model = make_model(here / "model")
+    capsys.readouterr()
+    (model / "tokenizer.json").rename(here / "tokenizer.json")
+    assert "no tokenizer in " in refused(capsys, "files.yaml")
+    (here / "tokenizer.json").rename(model / "tokenizer.json")
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "holds its weights as pickle (pytorch_model.bin)" in refused(capsys, "files.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1,\n b", "bad.yaml, line 2, column 3: expected ',' or ']'"),
+        (b"\xff\xfe\x00", "bad.yaml: not a YAML file: byte 0 is not UTF-8 text"),
+        (b"- 1", "bad.yaml: expected `key: value` lines"),
+        (b"", "no model: give model.path"),
+    ],
+)
+def test_an_unreadable_recipe_is_refused(
+    content: bytes, message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "bad.yaml").write_bytes(content)
+    assert message in refused(capsys, "bad.yaml")

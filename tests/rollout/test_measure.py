@@ -1,0 +1,43 @@
+"""The summary of a measurement: means over what was scored, and no number for what nothing says."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.data.pool import Prompt
+from burnish.data.prompts import Draw
+from burnish.data.rows import Row
+from burnish.rollout.measure import summary
+from burnish.rollout.scored import Scored
+
+
+def measured(*scores: tuple[float | None, float | None]) -> Scored:
+    """One prompt a (reward, accuracy), its `length` column 4 for the first and 5 for the others, two tokens written."""
+    draws, trajectories = [], []
+    for k, (reward, accuracy) in enumerate(scores):
+        row = Row(f"rows/{k}", "q", "rows", "a", {"length": min(4 + k, 5)})
+        draws.append(Draw(Prompt(row, "q", [1]), 0))
+        tokens = TokenSequence(
+            np.array([1, 2, 3]), np.array([False, True, True]), np.zeros(3, np.float32), np.zeros(3, np.int32)
+        )
+        trajectories.append(Trajectory(row.id, 0, 0, [tokens], "stop", "", reward, accuracy))
+    return Scored(draws, trajectories, 0.0, 0.0)
+
+
+def test_a_failed_scorer_counts_in_failed_and_in_nothing_else() -> None:
+    assert summary(measured((1.0, 1.0), (0.5, 0.0), (None, None)), "length") == {
+        "failed": 1.0,
+        "accuracy": 0.5,
+        "reward_mean": 0.75,
+        "length_mean": 2.0,
+        "truncated": 0.0,
+        "accuracy/length=4": 1.0,
+        "accuracy/length=5": 0.0,
+    }
+
+
+def test_a_reward_that_says_neither_right_nor_wrong_gives_no_accuracy() -> None:
+    values = summary(measured((0.2, None), (0.4, None)), "length")
+    assert {k for k in values if k.startswith("accuracy")} == set()
+    assert summary(measured((0.2, None), (1.0, 1.0)))["accuracy"] == 1.0

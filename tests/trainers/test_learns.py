@@ -1,0 +1,51 @@
+"""The toy must learn: end to end, through the same door as the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.run.metrics import read
+from burnish.trainers.session import checked_run, execute
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def train(recipe: str, folder: Path, *overrides: str) -> list[dict]:
+    loaded = load(TrainConfig, RECIPES / recipe, [f"run.directory={folder}", "model.device=cpu", *overrides])
+    with checked_run(loaded.config, loaded.resolved, loaded.base, "run") as (parts, run):
+        assert execute(parts, run)
+        return read(run.directory.metrics)
+
+
+def test_reward_rises_and_engine_and_learner_agree(tmp_path: Path) -> None:
+    rows = train(
+        "sort_digits.yaml", tmp_path, "warm_start.updates=100", "rollout.prompts=32",
+        "training.steps=30", "training.optimizer.lr=5.0e-4",
+        "validation.limit=200", "validation.every=0", "run.threads=1",
+    )  # fmt: skip
+    before, after = rows[0]["validation/greedy/accuracy"], rows[-1]["validation/greedy/accuracy"]
+    assert after > before + 0.15, (before, after)
+    steps = rows[1:]
+    assert all(row["mismatch/mean"] <= 1e-5 and row["mismatch/max"] <= 1e-3 for row in steps if "mismatch/mean" in row)
+    assert sum(row["reward/mean"] for row in steps[-5:]) > sum(row["reward/mean"] for row in steps[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_job_reaches_its_accuracy_on_every_seed(seed: int, tmp_path: Path) -> None:
+    rows = train("sort_digits.yaml", tmp_path, f"seed={seed}")
+    assert 0.3 <= rows[0]["validation/greedy/accuracy"] <= 0.5
+    assert rows[-1]["validation/greedy/accuracy"] >= 0.95
+    assert rows[-1]["validation/sampled/accuracy"] >= 0.92
+
+
+@pytest.mark.slow
+def test_rl_learns_what_was_never_shown(tmp_path: Path) -> None:
+    rows = train("beyond_demonstrations.yaml", tmp_path)
+    key = "validation/greedy/accuracy/length=7"
+    assert rows[0][key] <= 0.2
+    assert rows[-1][key] >= 0.6

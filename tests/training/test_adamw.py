@@ -1,0 +1,49 @@
+"""AdamW on parameters of a half type: updates too small for the type add up, and survive a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.config.schema import Optimizer
+from burnish.training.adamw import AdamW
+
+CONFIG = Optimizer(lr=1e-4)
+
+
+def stepped(optimizer: AdamW, parameter: Tensor, num: int) -> None:
+    for _ in range(num):
+        parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step(CONFIG.lr)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_below_the_resolution_of_a_half_type_add_up(dtype: torch.dtype) -> None:
+    parameter = torch.ones(3, 2, dtype=dtype)
+    stepped(AdamW({"p": parameter}, CONFIG), parameter, 200)
+    # Under a constant gradient every step of Adam is lr: 200 of them take 0.02 off, of which bfloat16 could take none alone.
+    assert (1 - torch.tensor(1e-4)).to(torch.bfloat16) == 1
+    torch.testing.assert_close(parameter, torch.full_like(parameter, 0.98), atol=2e-3, rtol=0)
+
+
+def test_moments_and_master_of_a_half_type_are_float32_and_come_back() -> None:
+    parameter = torch.ones(3, 2, dtype=torch.bfloat16)
+    optimizer = AdamW({"p": parameter}, CONFIG)
+    stepped(optimizer, parameter, 3)
+    saved = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    copy = parameter.clone()
+    stepped(optimizer, parameter, 60)
+    again = AdamW({"p": copy}, CONFIG)
+    again.restore(saved)
+    stepped(again, copy, 60)
+    assert torch.equal(copy, parameter)
+    assert all(torch.equal(t, again.tensors()[name]) for name, t in optimizer.tensors().items())
+
+
+def test_a_float32_parameter_is_its_own_master() -> None:
+    parameter = torch.ones(3, 2)
+    optimizer = AdamW({"p": parameter}, CONFIG)
+    stepped(optimizer, parameter, 1)
+    assert set(optimizer.tensors()) == {"step/p", "exp_avg/p", "exp_avg_sq/p"}
