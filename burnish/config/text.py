@@ -46,6 +46,8 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
+LINE_MARKS = "\x85\u2028\u2029"  # YAML folds these like newlines unless they are written as escapes
+
 for _cls in (Loader, Dumper):
     _cls.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
 
@@ -64,4 +66,7 @@ def parse(text: str, where: str) -> Any:
 
 def render(tree: Any) -> str:
     """A tree of plain values as YAML in the given order; `parse` gives the same tree back."""
-    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if any(mark in text for mark in LINE_MARKS):
+        text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=False, width=100)
+    return text

@@ -1,7 +1,7 @@
 """YAML in and out."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
@@ -19,6 +19,7 @@ KEYS = st.text(st.characters(exclude_categories=["Cs"]))
 TREES = st.recursive(SCALARS, lambda t: st.one_of(st.lists(t), st.dictionaries(KEYS, t)), max_leaves=12)
 
 
+@example({"\x85": None, "a\u2028b": ["\u2029", "\u8a9e"]})
 @given(TREES)
 def test_what_is_rendered_parses_to_the_same(tree: object) -> None:
     again = parse(render(tree), "here")
