@@ -291,7 +291,7 @@ class Validation(Record):
     """Whether to measure before the first step."""
     limit: int | None = Field(None, ge=1)
     """Most prompts; null means all. A generated task needs it."""
-    modes: dict[str, ValidationMode] = Field(default_factory=lambda: {"greedy": ValidationMode()})
+    modes: dict[str, ValidationMode] = Field(default_factory=lambda: {"greedy": ValidationMode()}, min_length=1)
     """Named ways of sampling; the first one's accuracy chooses the best checkpoint. max_tokens unset follows rollout."""
     by: str | None = None
     """Also report accuracy by this column of the rows."""

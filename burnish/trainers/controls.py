@@ -1,7 +1,7 @@
 """Two supervised controls beside an RL run on a generated task: would imitation alone have done it?
 
-Both start from nothing like the run itself, see ten times its demonstrations and make four times its updates. One
-imitates the same flawed demonstrations, the other only those the verifier calls right.
+Both start from nothing like the run itself and make four times its supervised updates. One imitates ten times as many
+of the same flawed demonstrations, the other those of the run's own demonstrations that the verifier calls right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from burnish.config.errors import UserError
 from burnish.config.schema import Sft, Source, TrainConfig
 from burnish.controller import roles
 from burnish.data.supervised import load_examples
+from burnish.data.tasks.registry import make_demonstrations
 from burnish.rewards.rewards import Rewards
 from burnish.run.files import atomic_write
 from burnish.run.run import Run
@@ -22,7 +23,7 @@ from burnish.trainers.build import build_validation, held_out_prompts
 from burnish.training.learner import Learner
 
 MORE_DEMONSTRATIONS, MORE_UPDATES = 10, 4
-CONTROLS = {"SFT on more of the same demonstrations": {}, "SFT on verified demonstrations only": {"verified": True}}
+Rows = list[dict[str, str]]
 
 
 def check_controls(config: TrainConfig) -> tuple[Sft, Source]:
@@ -33,21 +34,37 @@ def check_controls(config: TrainConfig) -> tuple[Sft, Source]:
     return stage, stage.data[0]
 
 
+def control_data(source: Source, seed: int) -> dict[str, Rows]:
+    """The demonstrations of each control, by its title."""
+
+    def draw(**options: object) -> Rows:
+        return make_demonstrations(str(source.task), {**source.options, **options}, seed)
+
+    own, right = draw(), draw(verified=True)
+    # Both walk the same stream, one leaving out what is wrong: the right ones of the run's own come first.
+    verified = {tuple(row.values()) for row in right}
+    num_right = sum(tuple(row.values()) in verified for row in own)
+    return {
+        f"SFT on {MORE_DEMONSTRATIONS}x the demonstrations": draw(num=len(own) * MORE_DEMONSTRATIONS),
+        "SFT on the demonstrations that are right": right[:num_right],
+    }
+
+
 def run_controls(
     config: TrainConfig, base: Path, run: Run, tell: Callable[[str], None] = print
 ) -> dict[str, dict[str, float]]:
     """Held-out metrics of each control, printed, and written to controls.json in the run."""
     stage, source = check_controls(config)
     longer = stage.model_copy(update={"updates": stage.updates * MORE_UPDATES})
-    num = source.options.get("num", 2000) * MORE_DEMONSTRATIONS
     results = {}
     with Rewards(config.reward, base) as rewards:
-        for number, (title, options) in enumerate(CONTROLS.items(), 1):
+        for number, (title, rows) in enumerate(control_data(source, config.seed).items(), 1):
             policy = roles.build_policy(config.model, config.data.train, config.seed, base)
-            data = [source.model_copy(update={"options": {**source.options, **options, "num": num}})]
-            examples, _ = load_examples(
-                data, policy.tokenizer, config.data.template, stage.max_tokens, stage.overlong, base, config.seed
-            )
+            path = run.directory.path / f"control-{number}.jsonl"
+            atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
+            data = [Source(path=str(path.resolve()))]
+            template = config.data.template
+            examples, _ = load_examples(data, policy.tokenizer, template, stage.max_tokens, stage.overlong)
             learner = Learner(policy.module, longer.optimizer, longer.updates, longer.token_budget)
             run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
             sft.train(learner, examples, longer, config.seed, run.display.step)

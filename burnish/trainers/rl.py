@@ -68,7 +68,7 @@ def train(job: Job) -> bool:
     config, run = job.config, job.run
     total = config.training.steps
     run.display.start(f"{config.algorithm.preset} on {run.directory.name}: {job.policy.note}", total, job.state.step)
-    if job.state.step == 0 and config.validation.before:
+    if job.state.step == 0 and config.validation.before and config.data.validation:
         run.commit(0, job.validate(0), [])
     with StopOnInterrupt(run.display.note) as stop:
         for step in range(job.state.step + 1, total + 1):
@@ -78,8 +78,8 @@ def train(job: Job) -> bool:
             job.engine.load(step, ())
             job.state = TrainerState(step, job.stream.state())
             values = observe.step_values(rollouts, batch, updates, prepared, time.perf_counter() - started)
-            finish_step(job, step, values, rollouts, batch, last=step == total or stop.requested)
-            if stop.requested and step < total:
+            stopping = finish_step(job, step, values, rollouts, batch, stop)
+            if stopping and step < total:
                 return False
     return True
 
@@ -114,8 +114,13 @@ def learn(job: Job, rollouts: Scored) -> tuple[Batch | None, list[Update], dict[
     return batch, updates, prepared
 
 
-def finish_step(job: Job, step: int, values: dict[str, Any], rollouts: Scored, batch: Batch | None, last: bool) -> None:
-    """Validation when it is due, samples, metrics and journal, a checkpoint when it is due."""
+def finish_step(
+    job: Job, step: int, values: dict[str, Any], rollouts: Scored, batch: Batch | None, stop: StopOnInterrupt
+) -> bool:
+    """Validation when it is due, samples, metrics and journal, a checkpoint when it is due.
+
+    Whether the user asked to stop is read once, so that a run that stops has saved; returns what was read.
+    """
     config, run = job.config, job.run
     due = config.validation.every and step % config.validation.every == 0
     score = None
@@ -130,8 +135,10 @@ def finish_step(job: Job, step: int, values: dict[str, Any], rollouts: Scored, b
             f"step {step}: {len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}"
         )
     run.commit(step, values, observe.used_ids(rollouts, batch))
-    if last or score is not None or step % config.run.save_every == 0:
+    stopping = stop.requested
+    if stopping or step == config.training.steps or score is not None or step % config.run.save_every == 0:
         run.checkpoint(step, lambda folder: save(job, folder), score)
+    return stopping
 
 
 def save(job: Job, folder: Path) -> None:
