@@ -1,4 +1,4 @@
-"""YAML in and out, strict where the standard loader is lax.
+"""YAML in and out (and JSON objects in), strict where the standard loader is lax.
 
 PyYAML keeps the last of two equal keys in silence, and reads `1e-6` as text because YAML 1.1 wants a dot. Here the
 first is an error with its line, and the second a number. Errors name the file, the line and the column.
@@ -6,7 +6,9 @@ first is an error with its line, and the second a number. Errors name the file, 
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -70,3 +72,14 @@ def render(tree: Any) -> str:
     if any(mark in text for mark in LINE_MARKS):
         text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=False, width=100)
     return text
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(content).__name__}")
+    return content

@@ -7,13 +7,13 @@ such a model goes through `models/hf.py`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.schema import NewModel
+from burnish.config.text import read_json_object
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"model directory {directory} does not exist")
     if not path.is_file():
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} should hold a JSON object, not a {type(config).__name__}")
-    return config
+    return read_json_object(path)
 
 
 def why_not_native(config: dict[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.text import read_json_object
 
 PAD, EOS = "<pad>", "<eos>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -182,12 +183,4 @@ def _first(*choices: int | None) -> int:
 
 
 def _read_generation_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} should hold a JSON object, not a {type(config).__name__}")
-    return config
+    return read_json_object(path) if path.is_file() else {}
