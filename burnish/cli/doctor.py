@@ -35,11 +35,14 @@ USES = {
     "tasks": "reasoning-gym/<name> tasks",
     "track": "TensorBoard and Weights & Biases",
     "ray": "training on a cluster",
-    "serve": "the OpenAI-compatible server",
+    "serve": "an OpenAI-compatible server",
     "vllm": "the vLLM engine",
     "dev": "the tests and the linters",
 }
 """What each extra is for."""
+
+RESERVED = ("ray", "serve", "vllm")
+"""Extras whose feature does not exist yet: installing them changes nothing today."""
 
 # In a process of its own, since a namespace once left cannot be entered again.
 LEAVE_NETWORK = "import sys; from burnish.rewards.limits import leave_network; sys.exit(not leave_network())"
@@ -108,10 +111,11 @@ def machine() -> Iterator[Row]:
 
 def extras() -> Iterator[Row]:
     """Each extra of the package: what it is for, and how to get it if it is not here."""
-    for extra in metadata.metadata("burnish").get_all("Provides-Extra") or []:
+    for extra, use in USES.items():
         missing = [name for name in distributions(extra) if not installed(name)]
-        use = USES[extra]
-        if missing:
+        if extra in RESERVED:
+            yield Row(ABSENT, f"[{extra}]", f"{use}: not built yet, nothing uses this extra")
+        elif missing:
             yield Row(
                 ABSENT, f"[{extra}]", f"{use}: pip install -e '.[{extra}]' -c constraints.txt (no {', '.join(missing)})"
             )

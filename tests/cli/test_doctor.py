@@ -1,6 +1,8 @@
 """`burnish doctor`."""
 
 import importlib
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,8 @@ from burnish.cli.main import main
 
 def test_every_extra_of_the_package_has_a_use_and_distributions() -> None:
     rows = {row.name: row for row in doctor.extras()}
-    assert set(rows) == {f"[{extra}]" for extra in doctor.USES}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(rows) == {f"[{extra}]" for extra in project["optional-dependencies"]}
     assert rows["[dev]"].mark == doctor.OK  # these tests run, so it is there
     for extra in doctor.USES:
         assert doctor.distributions(extra)
@@ -22,6 +25,15 @@ def test_an_absent_extra_names_the_command_that_installs_it(monkeypatch: pytest.
     assert marks["[math]"][0] == doctor.ABSENT
     assert "pip install -e '.[math]'" in marks["[math]"][1]
     assert marks["[tasks]"][0] == doctor.OK
+
+
+def test_an_extra_whose_feature_does_not_exist_yet_is_not_advertised() -> None:
+    texts = {row.name: (row.mark, row.text) for row in doctor.extras()}
+    for extra in doctor.RESERVED:
+        mark, text = texts[f"[{extra}]"]
+        assert mark == doctor.ABSENT
+        assert "not built yet" in text
+        assert "pip install" not in text
 
 
 def test_an_old_torch_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
