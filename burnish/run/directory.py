@@ -22,6 +22,15 @@ from burnish.config.errors import UserError, nearest
 from burnish.run.files import atomic_write, sweep
 
 MAX_SHOWN_KEYS = 12
+MAY_CHANGE = (
+    "run.directory",
+    "run.name",
+    "run.save_every",
+    "run.keep_last",
+    "run.samples_every",
+    "run.trackers",
+    "reward.workers",
+)
 _held: set[int] = set()
 
 
@@ -128,8 +137,7 @@ class RunDirectory:
     def begin(self, config_text: str) -> None:
         """Write the config of a new run and its folders; clear what a killed writer left in an old one."""
         try:
-            if not self.config.exists():
-                atomic_write(self.config, config_text)
+            atomic_write(self.config, config_text)  # of an old run: what may change has changed
             for folder in (self.path, self.journal, self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
                 sweep(folder)
@@ -166,6 +174,7 @@ def _refuse_other_config(run: RunDirectory, config_text: str) -> None:
     new = flatten(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
+    differing = [k for k in differing if k not in MAY_CHANGE]
     if not differing:
         return
     shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in differing[:MAX_SHOWN_KEYS]]
@@ -175,6 +184,7 @@ def _refuse_other_config(run: RunDirectory, config_text: str) -> None:
         f"run {run.path} exists with another config:\n"
         + "\n".join(shown)
         + f"\ngive this one another run.name, repeat the old settings to continue it, or delete {run.path} to start over"
+        + f"\n(a run that goes on may change only what leaves its numbers as they are: {', '.join(MAY_CHANGE)})"
     )
 
 

@@ -21,7 +21,7 @@ def test_the_same_config_opens_the_same_run_again(tmp_path: Path) -> None:
         run.metrics.write_text("kept")
     with RunDirectory.create(tmp_path, "r", "# a comment\n" + CONFIG) as again:
         assert again.metrics.read_text() == "kept"
-        assert again.config.read_text() == CONFIG
+        assert again.config.read_text().endswith(CONFIG)
     assert {p.name for p in (tmp_path / "r").iterdir() if p.is_dir()} == {"journal", "samples", "checkpoints"}
 
 
@@ -124,3 +124,12 @@ def test_a_run_that_was_claimed_but_never_began_vanishes(tmp_path: Path) -> None
     RunDirectory.create(tmp_path, "r", CONFIG).close()
     RunDirectory.claim(tmp_path, "r", CONFIG).close()
     assert (tmp_path / "r" / "config.yaml").read_text() == CONFIG
+
+
+def test_what_leaves_the_numbers_as_they_are_may_change(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "r", "run: {save_every: 10, keep_last: 2}\nseed: 1\n").close()
+    with RunDirectory.create(tmp_path, "r", "run: {save_every: 5, keep_last: 9}\nseed: 1\n") as run:
+        assert "save_every: 5" in run.config.read_text()
+    with pytest.raises(UserError, match="may change only what leaves its numbers"):
+        RunDirectory.create(tmp_path, "r", "run: {save_every: 5, keep_last: 9}\nseed: 2\n")
+    assert "seed: 1" in (tmp_path / "r" / "config.yaml").read_text()
