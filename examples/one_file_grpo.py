@@ -1,6 +1,6 @@
 """GRPO in one plain file, on torch alone: the algorithm that `burnish train recipes/sort_digits.yaml` runs, to read.
 
-    python examples/one_file_grpo.py            # about a minute on two CPU cores
+    python examples/one_file_grpo.py            # a minute and a half on two CPU cores: 45% -> 99%
 
 A small Llama-shaped decoder learns to sort digits (`507508>` -> `005578`): first from demonstrations that are often
 wrong, then by trying, with a reward of 1 for a right answer. Left out, and found in the library: packed batches (here
