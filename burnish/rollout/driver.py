@@ -14,7 +14,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.keys import sample_key
-from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.core.trajectory import Finish, TokenSequence, Trajectory
 from burnish.data.prompts import Draw
 from burnish.environments.base import Done, Environment, MakeEnvironment, Turn
 from burnish.models.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class Driver:
             )
         return answer.tokens
 
-    def _trajectory(self, one: _Running, finish: str, reward: float | None) -> Trajectory:
+    def _trajectory(self, one: _Running, finish: Finish, reward: float | None) -> Trajectory:
         sequence = TokenSequence(
             tokens=np.array(one.context, dtype=np.int64),
             action_mask=np.array(one.action, dtype=bool),
@@ -132,7 +132,7 @@ class Driver:
             visit=one.draw.visit,
             sample=one.sample,
             sequences=[sequence],
-            finish=finish,  # type: ignore[arg-type]
+            finish=finish,
             completion=self.tokenizer.decode(one.context[one.prompt_length :]),
             reward=reward,
             accuracy=None if reward is None else float(reward >= 1),

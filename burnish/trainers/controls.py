@@ -1,7 +1,8 @@
 """Two supervised controls beside an RL run on a generated task: would imitation alone have done it?
 
 Both start from nothing like the run itself and make four times its supervised updates. One imitates ten times as many
-of the same flawed demonstrations, the other those of the run's own demonstrations that the verifier calls right.
+of the same flawed demonstrations, the other those of the run's own demonstrations that the verifier calls right. (Ten
+times as many that are *all* right is a perfect teacher, not a control: on sort_digits it reaches 99.7% by itself.)
 """
 
 from __future__ import annotations

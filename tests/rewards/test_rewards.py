@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 
@@ -147,7 +146,6 @@ def test_mistakes_are_found_at_construction(parts, message, tmp_path):
         Rewards(Reward(parts=parts), base=tmp_path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("burnish.data.tasks") is None, reason="the generated tasks are not there")
 def test_rows_of_a_generated_task_are_scored_by_its_checker():
     with Rewards(Reward(parts=["task"], workers=1)) as rewards:
         row = ScoreRequest("1", "507508>", "005578", "sort_digits", "005578", {"task": "sort_digits"})

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.architecture import Architecture
+from burnish.models.ops.attention import PackedAttention
 
 
 class KVCache:
@@ -59,14 +60,14 @@ class KVCache:
 class PrefillAttention:
     """Packed attention that keeps the keys and values it saw, for the cache."""
 
-    def __init__(self, packed: object, num_layers: int) -> None:
+    def __init__(self, packed: PackedAttention, num_layers: int) -> None:
         self.packed = packed
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0)] * num_layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys[layer], self.values[layer] = k, v
-        return self.packed(layer, q, k, v)  # type: ignore[operator]
+        return self.packed(layer, q, k, v)
 
 
 class DecodeAttention:
