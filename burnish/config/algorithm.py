@@ -14,16 +14,14 @@ from burnish.config.slots import (
     ClipSlot,
     Entropy,
     FilterSlot,
-    GrpoAdvantage,
     Kl,
     LossSlot,
     Plugin,
-    PpoClip,
     RatioSlot,
     Record,
-    SurrogateLoss,
-    TokenRatio,
 )
+from burnish.config.slots.advantages import GrpoAdvantage
+from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio
 
 
 class Algorithm(Record):

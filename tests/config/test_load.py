@@ -10,7 +10,9 @@ from burnish.config.algorithm import PRESETS, Algorithm
 from burnish.config.errors import UserError
 from burnish.config.load import dump, from_preset, load
 from burnish.config.schema import SftConfig, TrainConfig
-from burnish.config.slots import GrpoAdvantage, Plugin, PpoClip, ReinforceAdvantage
+from burnish.config.slots import Plugin
+from burnish.config.slots.advantages import GrpoAdvantage, ReinforceAdvantage
+from burnish.config.slots.policy import PpoClip
 
 MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
 
