@@ -51,6 +51,11 @@ def segment_min(values: Tensor, ids: Tensor, num: int) -> Tensor:
     return -segment_max(-values, ids, num)
 
 
+def contiguous_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each run values[offsets[k]:offsets[k+1]], with gradient; several times faster than by ids."""
+    return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0)
+
+
 def broadcast(values: Tensor, ids: Tensor) -> Tensor:
     """A value per segment to a value per element."""
     return values[ids]
