@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
-from burnish.core.segments import segment_count
+from burnish.core.segments import contiguous_count
 
 
 def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
@@ -20,21 +20,22 @@ def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> 
     the sequence's tokens). seq-mean-token-sum-norm: 1 / (sequences x horizon), horizon a constant (Dr.GRPO). Only
     tokens in the loss, and sequences with at least one of them, are counted.
     """
-    mask, ids = batch.loss_mask, batch.sequence_ids
-    per_sequence = segment_count(ids, batch.num_sequences, mask)  # [S]
+    mask = batch.loss_mask
+    per_sequence = contiguous_count(mask, batch.offsets)  # [S]
     tokens = int(per_sequence.sum())
     sequences = int((per_sequence > 0).sum())
-    ones = mask.to(torch.float64)
+    weights = mask.to(torch.float64)
     if mode == "token-mean":
-        return ones / max(tokens, 1)
+        return weights.div_(max(tokens, 1))
     if mode == "token-sum":
-        return ones
+        return weights
     if mode == "seq-mean-token-sum":
-        return ones / max(sequences, 1)
+        return weights.div_(max(sequences, 1))
     if mode == "seq-mean-token-mean":
-        return ones / max(sequences, 1) / per_sequence.clamp(min=1)[ids]
+        each = 1.0 / max(sequences, 1) / per_sequence.clamp(min=1).double()
+        return weights.mul_(torch.repeat_interleave(each, batch.lengths))
     if mode == "seq-mean-token-sum-norm":
         if horizon is None:
             raise ValueError("seq-mean-token-sum-norm divides by a constant horizon, and none was given")
-        return ones / max(sequences, 1) / horizon
+        return weights.div_(max(sequences, 1)).div_(horizon)
     raise ValueError(f"unknown aggregation {mode!r}")

@@ -1,17 +1,19 @@
-"""Slot `kl`: estimates of KL(policy || reference) from the sampled token, and the reward they are taken off.
+"""Slot `kl`: estimates of KL(policy || reference), the reward they are taken off, and what moves coefficient and reference.
 
-With d = logp - ref: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1 (Schulman, 2020). On-policy the gradient of
-k2 is the gradient of the KL, that of k1 is zero in expectation and that of k3 is biased; `X+` has the value of X and
-the gradient of k2.
+With d = logp - ref of the sampled token: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1 (Schulman, 2020). On-policy
+the gradient of k2 is the gradient of the KL, that of k1 is zero in expectation and that of k3 is biased; `X+` has the
+value of X and the gradient of k2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
-from burnish.core.segments import segment_count, segment_mean
+from burnish.core.segments import broadcast, segment_count, segment_mean
 
 
 def kl_estimate(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
@@ -32,11 +34,64 @@ def kl_estimate(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
-def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float) -> tuple[Tensor, float]:
-    """[N] rewards minus coef * KL(old || ref) at the tokens the model wrote, and the mean over sequences of that KL."""
-    mask, ids = batch.action_mask, batch.sequence_ids
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """[..., V] to [...]: sum_v p_v (log p_v - log q_v), exact, with gradient; arithmetic in float32 at least."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_p, log_q = logits.to(dtype).log_softmax(-1), ref_logits.to(dtype).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+# --- in the reward -----------------------------------------------------------------------------------------------------
+
+
+def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center: str = "none") -> tuple[Tensor, float]:
+    """[N] rewards minus coef * KL(old || ref) at the tokens the model wrote, and the mean over sequences of that KL.
+
+    `center` takes its mean off first, which leaves the relative signal: `token` the mean over all written tokens from
+    each (T1, 2501.11651: then longer answers do not pay more); `sequence` the mean over sequences of their summed KL from
+    each sum, in equal shares over its tokens. The KL returned is never centred.
+    """
+    mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
     kl = torch.where(mask, kl, torch.zeros_like(kl))
-    written = segment_count(ids, batch.num_sequences, mask) > 0
-    mean = segment_mean(kl, ids, batch.num_sequences, mask)[written].mean()
-    return rewards - coef * kl, float(mean)
+    length = segment_count(ids, num, mask)
+    mean = segment_mean(kl, ids, num, mask)[length > 0].mean()
+    return rewards - coef * torch.where(mask, kl - _centre(kl, ids, length, center), torch.zeros_like(kl)), float(mean)
+
+
+def _centre(kl: Tensor, ids: Tensor, length: Tensor, center: str) -> Tensor:
+    """What is taken off each token's KL; kl is 0 where the model did not write."""
+    if center == "none":
+        return kl.new_zeros(())
+    if center == "token":
+        return kl.sum() / length.sum().clamp(min=1)
+    if center == "sequence":
+        total = kl.sum() / (length > 0).sum().clamp(min=1)
+        return broadcast(total / length.clamp(min=1), ids)
+    raise ValueError(f"center is {center!r}; expected none, token or sequence")
+
+
+def adapt_coefficient(coef: float, kl: float, target: float, horizon: float, count: int) -> float:
+    """The coefficient after a batch of `count` sequences whose mean KL was `kl`: larger above the target, smaller below.
+
+    coef (1 + e count / horizon), e = clip(kl / target - 1, -0.2, 0.2), and never below 0. Ziegler et al. (1909.08593).
+    """
+    if target <= 0 or horizon <= 0:
+        raise ValueError(f"an adaptive KL coefficient needs target > 0 and horizon > 0, not {target} and {horizon}")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return max(0.0, coef * (1 + error * count / horizon))
+
+
+# --- the reference -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def ema_update(reference_tensors: Iterable[Tensor], tensors: Iterable[Tensor], eta: float) -> None:
+    """reference <- (1 - eta) reference + eta tensor, in place; eta 1 is a copy and eta 0 leaves it, both exactly.
+
+    The reference must be float32 at least: in a half type most of what eta = 0.01 adds is rounded away.
+    """
+    for reference, tensor in zip(reference_tensors, tensors, strict=True):
+        if torch.finfo(reference.dtype).bits < 32:
+            raise ValueError(f"a moving average in {reference.dtype} loses what is added to it; keep it in float32")
+        reference.lerp_(tensor.to(reference), eta)

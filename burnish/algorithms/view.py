@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
-from burnish.core.segments import contiguous_sum, ids_from_offsets, offsets_from_lengths
+from burnish.core.segments import contiguous_spread, contiguous_sum, ids_from_offsets
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class View:
 
     def spread(self, values: Tensor) -> Tensor:
         """[S] to [M]: each sequence's value at all its tokens."""
-        return values.index_select(0, self.ids)
+        return contiguous_spread(values, self.ids, self.offsets)
 
     def sum(self, values: Tensor) -> Tensor:
         """[M] to [S]: the sum over each sequence's tokens, with gradient; 0 for a sequence that has none."""
@@ -74,19 +74,19 @@ def view_of(
     mask = batch.loss_mask
     carrier = logp if logp is not None else value
     dtype = carrier.dtype if carrier is not None else torch.float64
-    counts = contiguous_sum(mask.to(torch.float64), batch.offsets).long()
-    token = _Picked({**batch.token, "position": batch.positions}, dtype, mask)
-    return View(offsets_from_lengths(counts), token, _Picked(batch.sequence, dtype), logp, entropy, value)
+    where = None if bool(mask.all()) else mask.nonzero().squeeze(1)
+    offsets = batch.offsets if where is None else torch.searchsorted(where, batch.offsets)
+    return View(offsets, _Tokens(batch, dtype, where), _Columns(batch.sequence, dtype), logp, entropy, value)
 
 
-class _Picked(Mapping[str, Tensor]):
-    """Columns at the tokens in the loss, made when asked for: a loss reads two or three of a dozen."""
+class _Columns(Mapping[str, Tensor]):
+    """Columns in the type of a loss, made when asked for: it reads two or three of a dozen."""
 
-    def __init__(self, columns: Mapping[str, Tensor], dtype: torch.dtype, mask: Tensor | None = None) -> None:
-        self.columns, self.dtype, self.mask = columns, dtype, mask
+    def __init__(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.columns, self.dtype = columns, dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        column = self.columns[name] if self.mask is None else self.columns[name][self.mask]
+        column = self.columns[name]
         return column.to(self.dtype) if column.is_floating_point() else column
 
     def __iter__(self) -> Iterator[str]:
@@ -94,3 +94,15 @@ class _Picked(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.columns)
+
+
+class _Tokens(_Columns):
+    """Token columns at the places in the loss (None is all), with `position`, that of each in its sequence."""
+
+    def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None) -> None:
+        super().__init__({**batch.token, "position": batch.offsets}, dtype)
+        self.batch, self.where = batch, where
+
+    def __getitem__(self, name: str) -> Tensor:
+        column = self.batch.positions if name == "position" else super().__getitem__(name)
+        return column if self.where is None else column.index_select(0, self.where)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Sequence
 
-from burnish.config.algorithm import PAPERS, PRESETS, Algorithm
+from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
+from burnish.config.guide import BASE, OFF, SLOTS, about, brief, differences, from_base, published
 from burnish.config.load import dump, from_preset
-from burnish.config.slots import Entropy, Kl, KlTerm, Record, Slot
+from burnish.config.presets import PRESETS
+from burnish.config.slots import Kl, KlTerm, Record
 
-COLUMNS = tuple(name for name in Algorithm.model_fields if name != "preset")
+WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,61 +34,58 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(algorithms: Sequence[Algorithm]) -> str:
-    """One row an algorithm, one column a slot."""
-    return columns([["", *COLUMNS], *([a.preset, *(brief(getattr(a, slot)) for slot in COLUMNS)] for a in algorithms)])
+    """One algorithm a row with what it changes in GRPO; a star marks those that cannot run yet."""
+    width = max(len(a.preset) for a in algorithms) + 3
+    lines = [f"{'':<{width}}changes in {BASE}"]
+    for a in algorithms:
+        name = f"{a.preset}{'*' if a.waits else ''}"
+        lines += _hanging(f"{name:<{width}}{from_base(a) or OFF}", width)
+    lines += ["", "* cannot run yet: `burnish algorithms NAME` says what it waits for, and prints the whole of any row"]
+    return "\n".join(lines)
 
 
 def diff(first: Algorithm, second: Algorithm) -> str:
     """The slots two algorithms differ in, one row each."""
-    rows = [
-        [slot, brief(getattr(first, slot)), brief(getattr(second, slot))]
-        for slot in COLUMNS
-        if getattr(first, slot) != getattr(second, slot)
-    ]
+    rows = differences(first, second)
     if not rows:
         return f"{first.preset} and {second.preset} are the same"
     return columns([["", first.preset, second.preset], *rows])
 
 
 def describe(algorithm: Algorithm) -> str:
-    """An algorithm in full: every slot with its formula and paper, then the YAML that spells it out."""
-    lines = [f"{algorithm.preset}: {PAPERS[algorithm.preset]}", ""]
-    for slot in COLUMNS:
-        value = getattr(algorithm, slot)
-        for choice in value if isinstance(value, list) else [value]:
-            lines.append(f"{slot}: {brief(choice)}")
-            lines += [f"    {line}" for line in _about(choice)]
+    """An algorithm in full: what it is for, every slot with its formula and paper, then the YAML that spells it out."""
+    preset = PRESETS[algorithm.preset]
+    lines = [f"{algorithm.preset}: {published(preset)}"]
+    for head, text in (("answers", preset.solves), ("note", preset.note), ("waits for", "; ".join(algorithm.waits))):
+        lines += _hanging(f"{head}: {text}", 4) if text else []
+    off = [slot for slot in SLOTS if brief(getattr(algorithm, slot)) == OFF]
+    lines.append("")
+    for slot in SLOTS:
+        if slot not in off:
+            value = getattr(algorithm, slot)
+            lines += [
+                line for choice in (value if isinstance(value, list) else [value]) for line in _slot(slot, choice)
+            ]
+    lines += _hanging(f"off: {', '.join(off)}", 4) if off else []
     yaml = dump(algorithm).rstrip("\n").replace("\n", "\n  ")
     return "\n".join([*lines, "", "algorithm:", f"  {yaml}"])
 
 
-def brief(value: Any) -> str:
-    """A slot in a word or two: its name and what it sets; `-` for what is off."""
-    if isinstance(value, list):
-        return ", ".join(brief(v) for v in value) or "-"
-    if isinstance(value, Kl):
-        uses = [_use(where, term) for where, term in (("loss", value.loss), ("reward", value.reward)) if term.coef > 0]
-        return f"{', '.join(uses)} to {value.reference}" if uses else "-"
-    if isinstance(value, Entropy):
-        return f"{value.coef:g}" if value.coef > 0 else "-"
-    options = {k: v for k, v in value if k != "name" and v != type(value).model_fields[k].default}
-    return value.name + (f"({', '.join(f'{k}={v}' for k, v in options.items())})" if options else "")
-
-
-def _use(where: str, term: KlTerm) -> str:
-    return f"{term.coef:g} {term.estimator} in {where}"
-
-
-def _about(choice: Record) -> list[str]:
-    lines = [(choice.__doc__ or "").strip().splitlines()[0]]
-    if isinstance(choice, Slot):
-        lines += [text for text in (choice.formula, choice.paper) if text]
+def _slot(slot: str, choice: Record) -> list[str]:
+    lines = [f"{slot}: {brief(choice)}", *(f"    {line}" for line in about(type(choice)))]
     if isinstance(choice, Kl):
-        lines.append(str(KlTerm.model_fields["estimator"].description))
+        if choice.loss.coef > 0 or choice.reward.coef > 0:
+            lines.append(f"    {KlTerm.model_fields['estimator'].description}")
+        lines += [f"    reference: {line}" for line in about(type(choice.reference))]
     return lines
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def _hanging(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def columns(rows: Iterable[Sequence[str]]) -> str:
     """Rows of text, aligned."""
+    rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)

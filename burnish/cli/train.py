@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as rollout.n=16")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument(
+        "--shrink", action="store_true", help="the same algorithm in a few steps of a tiny model on a built-in task"
+    )
+    parser.add_argument(
         "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -29,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after RL."""
     from burnish.config.explain import plan_text
-    from burnish.config.load import dump, load
+    from burnish.config.load import dump, load, load_small
 
-    loaded = load(TrainConfig, args.recipe, args.overrides)
+    if args.shrink:
+        loaded, changes = load_small(TrainConfig, args.recipe, args.overrides)
+        print("\n".join(f"shrunk: {change}" for change in changes))
+    else:
+        loaded = load(TrainConfig, args.recipe, args.overrides)
     if args.controls:
         from burnish.trainers.controls import check_controls
 
@@ -42,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from burnish.trainers.session import checked_run, execute
 
-    with checked_run(loaded.config, loaded.resolved, loaded.base, args.recipe.stem) as (parts, run):
+    name = f"{args.recipe.stem}-shrunk" if args.shrink else args.recipe.stem
+    with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
         if not execute(parts, run):
             run.display.stop()
             print(f"stopped; the same command goes on from here: {run.directory.path}")

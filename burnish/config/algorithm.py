@@ -1,17 +1,20 @@
-"""An algorithm as a value: one choice per slot, and the table of presets by name."""
+"""An algorithm as a value: one choice per slot. The table of named ones is `burnish.config.presets`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 from pydantic import Field, model_validator
 
-from burnish.config.errors import unknown
+from burnish.config.critic import Critic
+from burnish.config.presets import PRESETS
 from burnish.config.slots import (
     AdvantageSlot,
     Aggregation,
     AggregationSlot,
+    Auxiliary,
     ClipSlot,
+    CurriculumSlot,
     Entropy,
     FilterSlot,
     Kl,
@@ -19,9 +22,19 @@ from burnish.config.slots import (
     Plugin,
     RatioSlot,
     Record,
+    Refill,
+    ShaperSlot,
+    Slot,
 )
 from burnish.config.slots.advantages import GrpoAdvantage
-from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio
+from burnish.config.slots.curriculum import NoCurriculum
+from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio, mismatch
+
+BLIND = ("none", "gdpo")
+"""Advantages that do not read the reward of a sample."""
+SHIFTED = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "softmean", "win_rate")
+"""Advantages that the same number added to all rewards of a group leaves as they are."""
+GROUP_FILTERS = ("zero_signal", "difficulty_band", "truncation")
 
 
 class Algorithm(Record):
@@ -36,77 +49,129 @@ class Algorithm(Record):
     clip: ClipSlot = PpoClip()
     """What bounds the ratio."""
     loss: LossSlot = SurrogateLoss()
-    """What is minimised at each token."""
+    """What is minimised."""
     aggregation: AggregationSlot = Aggregation(name="seq-mean-token-mean")
     """How tokens are averaged: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
     kl: Kl = Kl()
     """Staying near a reference."""
     entropy: Entropy = Entropy()
-    """Entropy bonus."""
+    """Entropy: a bonus, fixed or steered, and which tokens it lets through."""
+    auxiliary: Auxiliary = Auxiliary()
+    """Losses beside the policy's."""
     filters: list[FilterSlot] = Field(default_factory=list)
     """Group and sample filters, in order."""
+    refill: Refill = Refill()
+    """Generating again where group filters left too few groups (dynamic sampling)."""
+    shaping: list[ShaperSlot] = Field(default_factory=list)
+    """What is done to rewards before anything looks at them, in order."""
+    curriculum: CurriculumSlot = NoCurriculum()
+    """Which prompts are drawn when."""
+    critic: Critic | None = None
+    """A learned value of every token; gae needs one, nothing else uses it."""
+
+    def choices(self) -> Iterator[tuple[str, Slot]]:
+        """Every slot record with the slot it fills."""
+        for name in ("advantage", "ratio", "clip", "loss", "curriculum"):
+            yield name, getattr(self, name)
+        yield "kl.reference", self.kl.reference
+        for name in ("filters", "shaping"):
+            for one in getattr(self, name):
+                yield name, one
+
+    def needs(self, what: str) -> list[str]:
+        """The choices that need something of the rest of the system."""
+        return [choice.name for _, choice in self.choices() if what in choice.needs]  # type: ignore[attr-defined]
+
+    @property
+    def waits(self) -> list[str]:
+        """What this version does not have yet and this algorithm cannot run without."""
+        own = PRESETS[self.preset].waits if self.preset in PRESETS else ""
+        return [text for text in (*(c.waits for _, c in self.choices()), own) if text]
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
-        uses_kl = self.kl.loss.coef > 0 or self.kl.reward.coef > 0
-        if uses_kl and self.kl.reference == "none":
-            raise ValueError("kl has a coefficient above 0 but kl.reference is none: set algorithm.kl.reference=frozen")
-        if not uses_kl and self.kl.reference != "none":
-            raise ValueError(
-                "kl.reference is loaded but both kl coefficients are 0: set algorithm.kl.loss.coef or algorithm.kl.reference=none"
-            )
-        if self.kl.reward.estimator.endswith("+"):
-            raise ValueError(
-                "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
-            )
-        if isinstance(self.loss, Plugin) and (self.ratio.name != "none" or self.clip.name != "none"):
-            raise ValueError(
-                "a loss of your own makes its ratio and clip itself: set algorithm.ratio=none and algorithm.clip=none"
-            )
-        if self.loss.name == "logprob" and (self.ratio.name != "none" or self.clip.name != "none"):
-            raise ValueError("loss logprob uses no ratio: set algorithm.ratio=none and algorithm.clip=none")
-        if self.loss.name == "surrogate" and self.ratio.name == "none":
-            raise ValueError(
-                "loss surrogate is ratio times advantage, but ratio is none: set algorithm.ratio=token or algorithm.loss=logprob"
-            )
-        if self.aggregation.horizon is not None and self.aggregation.name != "seq-mean-token-sum-norm":
-            raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {self.aggregation.name}")
-        if self.kl.reward.coef > 0 and self.advantage.name == "reinforce" and self.advantage.gamma == 0:
-            raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
+        for check in (_policy, _reference, _critic, _aggregation, _filters):
+            check(self)
         return self
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "advantage": {"name": "grpo", "std": "group"},
-        "clip": {"name": "ppo", "low": 0.2, "high": 0.2},
-        "aggregation": {"name": "seq-mean-token-mean"},
-        "kl": {"loss": {"estimator": "k3", "coef": 0.001}, "reference": "frozen"},
-    },
-    "dr_grpo": {
-        "advantage": {"name": "grpo", "std": "none"},
-        "clip": {"name": "ppo", "low": 0.2, "high": 0.2},
-        "aggregation": {"name": "seq-mean-token-sum-norm"},
-    },
-    "reinforce": {
-        "advantage": {"name": "reinforce"},
-        "ratio": {"name": "none"},
-        "clip": {"name": "none"},
-        "loss": {"name": "logprob"},
-        "aggregation": {"name": "seq-mean-token-sum"},
-    },
-}
-"""Each preset as the slots that differ from the defaults above."""
-
-PAPERS = {
-    "grpo": "DeepSeekMath, Shao et al. 2024 (2402.03300)",
-    "dr_grpo": "Understanding R1-Zero-like training, Liu et al. 2025 (2503.20783)",
-    "reinforce": "Williams 1992",
-}
+def _policy(a: Algorithm) -> None:
+    """Whether loss, ratio, clip and advantage go together."""
+    if reason := mismatch(a.ratio, a.clip, a.loss):
+        raise ValueError(reason)
+    if isinstance(a.loss, Plugin):
+        return
+    accepted = a.loss.advantages
+    if accepted is not None and a.advantage.name not in accepted:
+        raise ValueError(
+            f"loss {a.loss.name} goes with advantage {' or '.join(accepted)}, not {a.advantage.name}: set algorithm.advantage={accepted[0]}"
+        )
+    if "greedy" in a.advantage.needs and a.shaping:
+        raise ValueError(
+            f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
+        )
+    if accepted is None and a.advantage.name == "none":
+        raise ValueError(f"loss {a.loss.name} multiplies the advantage, and advantage none is 0 everywhere")
+    if a.kl.reward.coef > 0 and a.advantage.name == "reinforce" and a.advantage.gamma == 0:
+        raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
 
 
-def preset(name: str) -> dict[str, Any]:
-    """A preset's slots as a plain dictionary; the error for an unknown name lists the table."""
-    if name not in PRESETS:
-        raise unknown("algorithm", name, PRESETS)
-    return {"preset": name, **PRESETS[name]}
+def _reference(a: Algorithm) -> None:
+    """Whether the reference is there exactly when something uses it."""
+    terms = a.kl.loss.coef > 0 or a.kl.reward.coef > 0
+    user = "kl has a coefficient above 0" if terms else f"loss {a.loss.name} compares with a reference"
+    required, name = terms or "reference" in a.loss.needs, a.kl.reference.name
+    if required and name == "none":
+        raise ValueError(f"{user} but kl.reference is none: set algorithm.kl.reference=frozen")
+    anchored = not isinstance(a.loss, Plugin) and a.loss.anchored
+    if not required and not anchored and name != "none":
+        raise ValueError(
+            "kl.reference is loaded but both kl coefficients are 0: set algorithm.kl.loss.coef or algorithm.kl.reference=none"
+        )
+    if a.kl.reward.estimator.endswith("+"):
+        raise ValueError(
+            "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
+        )
+    if a.kl.reward.coef > 0 and (a.advantage.name in BLIND or a.loss.name in ("bce", "nll")):
+        reader = f"loss {a.loss.name}" if a.advantage.name == "none" else f"advantage {a.advantage.name}"
+        raise ValueError(f"kl.reward changes the reward, which {reader} does not read: set algorithm.kl.reward.coef=0")
+    if a.kl.reward.center == "sequence" and a.advantage.name in SHIFTED:
+        raise ValueError(
+            f"kl.reward.center=sequence takes the same off every sample, which advantage {a.advantage.name} takes off anyway: use token"
+        )
+
+
+def _critic(a: Algorithm) -> None:
+    """Whether there is a critic exactly when the advantage uses one."""
+    if "critic" in a.advantage.needs and a.critic is None:
+        raise ValueError(
+            f"advantage {a.advantage.name} needs a critic: set algorithm.critic={{}} (or algorithm=ppo, which has one)"
+        )
+    if a.critic is not None and "critic" not in a.advantage.needs:
+        raise ValueError(
+            f"algorithm.critic would be trained for nothing: advantage {a.advantage.name} does not use values (gae does)"
+        )
+
+
+def _aggregation(a: Algorithm) -> None:
+    """Whether the aggregation can be obeyed."""
+    if a.aggregation.horizon is not None and a.aggregation.name != "seq-mean-token-sum-norm":
+        raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {a.aggregation.name}")
+    choices = [c for c in (a.clip, a.loss) if not isinstance(c, Plugin) and c.level == "sequence"]
+    one = choices[0].name if choices else None
+    if one is not None and a.aggregation.name != "seq-mean-token-mean":
+        raise ValueError(
+            f"{one} is one number a sequence and its plain mean is taken: set algorithm.aggregation=seq-mean-token-mean"
+        )
+
+
+def _filters(a: Algorithm) -> None:
+    """Whether filters and refill can act."""
+    names = [f.name for f in a.filters]
+    if twice := [n for n in names if names.count(n) > 1]:
+        raise ValueError(f"filter {twice[0]} is given twice")
+    active = a.refill != Refill()
+    if active and not any(name in GROUP_FILTERS for name in names):
+        raise ValueError(
+            f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add {', '.join(GROUP_FILTERS[:2])} or {GROUP_FILTERS[2]}"
+        )

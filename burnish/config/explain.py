@@ -79,8 +79,8 @@ def markdown(kind: type[Record]) -> str:
 
 
 def count_keys(kind: type[Record]) -> int:
-    """How many keys take a value, at every position they appear in, outside the slots."""
-    return sum(key.is_leaf and not key.choice for key in walk(kind))
+    """How many keys take a value, at every position they appear in, outside the slots (the section `algorithm`)."""
+    return sum(key.is_leaf and not key.choice and not key.path.startswith("algorithm.") for key in walk(kind))
 
 
 def page() -> str:

@@ -2,7 +2,8 @@
 
 `extends: other.yaml` (relative to the file) starts from another recipe. Overrides are `a.b.c=value`, the value being
 YAML; a more specific key always wins over a shorter one, so their order does not matter. `algorithm: dapo` names a
-preset whose slots can be overridden one by one. The order of precedence is: defaults, preset, extended file, file, overrides.
+preset whose slots can be overridden one by one. The order of precedence is: defaults, preset, extended file, file, `--shrink`,
+overrides.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError, nearest
 from burnish.config.problems import user_error
 from burnish.config.shape import Shape, root_shape
+from burnish.config.shrink import shrink
 from burnish.config.slots import Record
 from burnish.config.text import parse, render
 from burnish.config.tree import complete, merge, set_key
@@ -34,13 +36,21 @@ class Loaded(NamedTuple, Generic[Kind]):
 
 def load(kind: type[Kind], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[Kind]:
     """The configuration of a file (or of nothing) with overrides on top; everything wrong with it is one UserError."""
+    return _overridden(kind, complete(kind, {} if path is None else read(kind, path)), path, overrides)
+
+
+def load_small(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[Kind], list[str]]:
+    """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it."""
+    tree, changes = shrink(load(kind, path).resolved)
+    return _overridden(kind, tree, path, overrides), changes
+
+
+def _overridden(kind: type[Kind], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]) -> Loaded[Kind]:
     shape = root_shape(kind)
-    tree = complete(kind, {} if path is None else read(kind, path))
     for key, value in sorted((_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
         tree = set_key(shape, tree, key, value)
-    tree = _follow_rollout(complete(kind, tree))
     try:
-        config = kind.model_validate(tree)
+        config = kind.model_validate(_follow_rollout(complete(kind, tree)))
     except ValidationError as error:
         raise user_error(error, kind, str(path) if path else "configuration") from error
     return Loaded(config, plain_values(config), Path.cwd() if path is None else path.resolve().parent)

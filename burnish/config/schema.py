@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.algorithm import Algorithm
+from burnish.config.optimizer import Optimizer
 from burnish.config.slots import Record
+from burnish.config.slots.curriculum import LengthBudget
 
 
 def _named(value: Any) -> Any:
@@ -145,16 +147,26 @@ class Data(Record):
     """What to do with longer ones: leave them out (counted, the first ones named) or stop."""
     sampler: Literal["shuffle", "sequential"] | str = "shuffle"
     """Order of prompts: shuffle (seeded, a new order each epoch), sequential, or a plug-in."""
+    budget: LengthBudget | None = None
+    """Prompts that ask for a number of tokens (LCPO); null asks for none."""
+    demonstrations: Sources = Field(default_factory=list)
+    """Rows to imitate during RL, as `sft.data` takes them, for algorithm.auxiliary.sft."""
+    demonstrations_per_update: int = Field(32, ge=1)
+    """How many of them go with each mini-batch."""
 
 
 # --- reward ----------------------------------------------------------------------------------------------------------
+
+
+TEXT_ONLY = ("format", "think_format", "language")
+"""Rewards that look at how an answer is written: they say nothing about right or wrong."""
 
 
 class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, task, or `path/to/file.py:function`."""
+    """exact, number, choice, math, format, think_format, language, rule_scores, task, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Its weight in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -213,6 +225,25 @@ class Environment(Record):
     """Most completions in one trajectory (an environment that wants more is cut off, counted as truncated)."""
 
 
+class RolloutStage(Record):
+    """Rollout settings from a step on (progressive context, DeepScaleR); what is left out stays as it was."""
+
+    start: int = Field(ge=2)
+    """First step of the stage."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Most new tokens of one completion; also where soft overlong penalties and the horizon of Dr.GRPO take theirs from."""
+    n: int | None = Field(None, ge=1)
+    """Samples of each prompt."""
+    prompts: int | None = Field(None, ge=1)
+    """Prompts a step."""
+
+    @model_validator(mode="after")
+    def _changes(self) -> RolloutStage:
+        if self.max_tokens is None and self.n is None and self.prompts is None:
+            raise ValueError(f"the stage from step {self.start} changes nothing: give max_tokens, n or prompts")
+        return self
+
+
 class Rollout(Sampling):
     """Sampling for training."""
 
@@ -224,38 +255,28 @@ class Rollout(Sampling):
     """Samples of each prompt."""
     max_rows: int = Field(256, ge=1)
     """Most sequences decoded at once."""
+    stages: list[RolloutStage] = Field(default_factory=list)
+    """Changes of max_tokens, n and prompts at later steps, in order."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Rollout:
+        starts = [stage.start for stage in self.stages]
+        if starts != sorted(set(starts)):
+            raise ValueError(f"rollout.stages start at steps {starts}; each must start after the one before")
+        return self
+
+    def at(self, step: int) -> Rollout:
+        """The settings of a step: every stage that has begun laid over the first ones."""
+        begun = [stage.model_dump(exclude_none=True, exclude={"start"}) for stage in self.stages if stage.start <= step]
+        changes = {key: value for stage in begun for key, value in stage.items()}
+        return self.model_copy(update=changes)
+
+    def all_stages(self) -> list[Rollout]:
+        """The settings at the start and after each change."""
+        return [self, *(self.at(stage.start) for stage in self.stages)]
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-
-
-class Optimizer(Record):
-    """AdamW and its schedule."""
-
-    lr: float = Field(1e-6, gt=0)
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's decay rates."""
-    eps: float = Field(1e-8, gt=0)
-    """Adam's denominator constant."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
-    clip_norm: float = Field(1.0, gt=0)
-    """Global gradient norm limit."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warm-up."""
-    warmup: int = Field(0, ge=0)
-    """Updates of linear warm-up."""
-    final: float = Field(0.0, ge=0, le=1)
-    """Where linear and cosine end, as a fraction of lr."""
-
-    @model_validator(mode="after")
-    def _decays(self) -> Optimizer:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {list(self.betas)} are decay rates: each from 0 up to, but not including, 1")
-        if self.schedule == "constant" and self.final:
-            raise ValueError("final has no effect on a constant schedule: set schedule to linear or cosine")
-        return self
 
 
 class Training(Record):
@@ -366,18 +387,15 @@ class TrainConfig(Record):
         _check_trainable(self.model)
         if not self.data.train:
             raise ValueError("no training prompts: give data.train (a file, a task or a plug-in)")
-        needs_groups = [s.name for s in (self.algorithm.advantage, *self.algorithm.filters) if "groups" in s.needs]
-        if self.rollout.n < 2 and needs_groups:
-            raise ValueError(
-                f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more"
-            )
+        self._algorithm_fits()
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature is 0: greedy samples of a prompt are all alike, so nothing can be learnt"
             )
-        if self.training.mini_batches > self.rollout.prompts:
+        fewest = min(stage.prompts for stage in self.rollout.all_stages())
+        if self.training.mini_batches > fewest:
             raise ValueError(
-                f"training.mini_batches={self.training.mini_batches} but there are only rollout.prompts={self.rollout.prompts} groups to divide"
+                f"training.mini_batches={self.training.mini_batches} but there are only rollout.prompts={fewest} groups to divide"
             )
         if self.environment.name == "single_turn" and self.environment.max_turns != 1:
             raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
@@ -388,6 +406,39 @@ class TrainConfig(Record):
             if source.task is not None and self.validation.limit is None and source.limit is None:
                 raise ValueError("a generated task has no end: set validation.limit (or the source's limit)")
         return self
+
+    def _algorithm_fits(self) -> None:
+        """Whether the rest of the run provides what the algorithm needs."""
+        algorithm, late = self.algorithm, [stage.start for stage in self.rollout.stages]
+        if algorithm.waits:
+            raise ValueError(f"algorithm {algorithm.preset} cannot run yet; it waits for {'; '.join(algorithm.waits)}")
+        if algorithm.loss.name == "nll" and all(f.name != "positives_only" for f in algorithm.filters):
+            raise ValueError(
+                "loss nll imitates every sample, right or wrong: add positives_only to algorithm.filters, or use `burnish sft` on data"
+            )
+        needs_groups = algorithm.needs("groups")
+        if needs_groups and min(stage.n for stage in self.rollout.all_stages()) < 2:
+            raise ValueError(
+                f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more"
+            )
+        if algorithm.needs("budget") and self.data.budget is None:
+            raise ValueError(
+                f"{', '.join(algorithm.needs('budget'))} rewards the length a prompt asks for, but no prompt asks: set data.budget={{}}"
+            )
+        if self.data.budget is not None and not algorithm.needs("budget"):
+            raise ValueError(
+                "data.budget asks for a length that nothing rewards: add lcpo_exact or lcpo_max to algorithm.shaping"
+            )
+        if algorithm.auxiliary.sft > 0 and not self.data.demonstrations:
+            raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, and there are none")
+        if self.data.demonstrations and algorithm.auxiliary.sft == 0:
+            raise ValueError("data.demonstrations are not used: set algorithm.auxiliary.sft to their coefficient")
+        if late and late[-1] > self.training.steps:
+            raise ValueError(f"rollout.stages: one starts at step {late[-1]}, but training.steps={self.training.steps}")
+        if algorithm.critic is not None and algorithm.critic.warmup_steps >= self.training.steps:
+            raise ValueError(
+                f"algorithm.critic.warmup_steps={algorithm.critic.warmup_steps} leaves the policy none of training.steps={self.training.steps}"
+            )
 
 
 class SftConfig(Record):

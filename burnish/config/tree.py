@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from burnish.config.algorithm import Algorithm, preset
+from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
+from burnish.config.presets import preset
 from burnish.config.shape import Shape, default_of, field_shape, plain, root_shape
 from burnish.config.slots import Record, Slot
 

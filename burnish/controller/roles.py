@@ -1,5 +1,5 @@
-"""Builds the roles of a run from its config: the policy, the learner and the reference on its weights, the engine, the
-driver that runs environments against it.
+"""Builds the roles of a run from its config: the policy, the learner and the reference on its weights, the critic, the
+engine, the driver that runs environments against it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from burnish.data.tasks.registry import make_task
 from burnish.environments.base import environment_factory
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, load_policy
+from burnish.models.value import ValueModel
 from burnish.rollout.driver import Driver
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.transformers_engine import TransformersEngine
+from burnish.training.critic import Critic
 from burnish.training.learner import Learner
-from burnish.training.reference import FrozenReference
+from burnish.training.reference import Reference, make_reference
 
 
 def find_directory(path: str, base: Path | None) -> Path:
@@ -67,11 +69,22 @@ def build_learner(config: TrainConfig, policy: PolicyModel) -> Learner:
     return Learner(policy.module, training.optimizer, total, training.token_budget, config.rollout.temperature)
 
 
-def build_reference(config: TrainConfig, policy: PolicyModel) -> FrozenReference | None:
-    """The reference, or None where no KL term asks for one; call it before the policy's weights move."""
-    if config.algorithm.kl.reference == "none":
+def build_reference(config: TrainConfig, policy: PolicyModel) -> Reference | None:
+    """The reference, or None where nothing asks for one; call it before the policy's weights move."""
+    slot = config.algorithm.kl.reference
+    if slot.name == "none":
         return None
-    return FrozenReference(policy.module, config.training.token_budget, config.rollout.temperature)
+    options = slot.model_dump(exclude={"name"})
+    return make_reference(slot.name, policy.module, config.training.token_budget, config.rollout.temperature, **options)
+
+
+def build_critic(config: TrainConfig, policy: PolicyModel) -> Critic | None:
+    """The critic, its backbone a copy of the policy as it is now, or None where no advantage uses values."""
+    critic, training = config.algorithm.critic, config.training
+    if critic is None:
+        return None
+    total = training.steps * training.mini_batches * training.epochs * critic.updates
+    return Critic(ValueModel(policy.module), critic.optimizer, total, training.token_budget, critic.clip)
 
 
 def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:

@@ -6,6 +6,8 @@ An empty segment sums to 0, has mean 0 and maximum -inf.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,7 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 def ids_from_offsets(offsets: Tensor) -> Tensor:
     """[S+1] boundaries to the segment id of each of the N elements."""
-    lengths = offsets.diff()
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
+    return torch.repeat_interleave(offsets.diff())
 
 
 def segment_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
@@ -54,6 +55,30 @@ def segment_min(values: Tensor, ids: Tensor, num: int) -> Tensor:
 def contiguous_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each run values[offsets[k]:offsets[k+1]], with gradient; several times faster than by ids."""
     return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0)
+
+
+def contiguous_count(mask: Tensor, offsets: Tensor) -> Tensor:
+    """How many elements of each run are True; a float32 counts 16 million of them exactly."""
+    return contiguous_sum(mask.to(torch.float32), offsets).long()
+
+
+def contiguous_spread(values: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """A value per run to a value per element, with gradient; `ids` are those of `offsets`."""
+    return _Spread.apply(values, ids, offsets) if values.requires_grad else values.index_select(0, ids)
+
+
+class _Spread(torch.autograd.Function):
+    """`index_select` whose gradient is summed run by run: by ids it takes three times as long as the way there."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return values.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (offsets,) = ctx.saved_tensors
+        return contiguous_sum(gradient.contiguous(), offsets), None, None
 
 
 def broadcast(values: Tensor, ids: Tensor) -> Tensor:

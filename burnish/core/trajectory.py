@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
+from burnish.core.keys import fold
+from burnish.core.noise import signed
 from burnish.core.segments import offsets_from_lengths
 
 Finish = Literal["stop", "length", "turns", "aborted"]
+NUMBERS = ("greedy_reward", "budget")  # metadata that becomes a sequence column
 
 
 @dataclass
@@ -64,16 +67,22 @@ class Trajectory:
         return sum(s.num_actions for s in self.sequences)
 
 
-def pack(trajectories: Sequence[Trajectory]) -> Batch:
+def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     """Scored trajectories as one batch.
 
-    Sequence columns: `group_ids` (same prompt and visit), `trajectory_ids` (index into the list), `reward`,
-    `accuracy`, `truncated`. Token columns: both masks, `behaviour_logp`, `version`.
+    Sequence columns: `group_ids` (same prompt and visit), `trajectory_ids` (index into the list), `key` (random
+    identity under the run's seed, whatever the sequence is packed with), `reward`, `accuracy`, `truncated`, a `part/<name>` for every part of
+    a reward, and where any trajectory has them in its metadata `greedy_reward` (of its prompt's greedy answer) and
+    `budget` (tokens it was asked for); nan where a trajectory has no such value. Token columns: both masks,
+    `behaviour_logp`, `version`.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
     if unscored:
         raise ValueError(f"{len(unscored)} trajectories have no reward and cannot be packed, first {unscored[0]}")
     owners = [(index, t) for index, t in enumerate(trajectories) for _ in t.sequences]
+    keys = [
+        signed(fold(seed, t.prompt_id, t.visit, t.sample, k)) for t in trajectories for k in range(len(t.sequences))
+    ]
     sequences = [s for t in trajectories for s in t.sequences]
     groups: dict[tuple[str, int], int] = {}
     group_ids = [groups.setdefault((t.prompt_id, t.visit), len(groups)) for _, t in owners]
@@ -97,11 +106,21 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         sequence={
             "group_ids": per_sequence(group_ids, torch.int64),
             "trajectory_ids": per_sequence([i for i, _ in owners], torch.int64),
+            "key": per_sequence(keys, torch.int64),
             "reward": per_sequence([t.reward for _, t in owners], torch.float64),
             "accuracy": per_sequence([_number(t.accuracy) for _, t in owners], torch.float64),
             "truncated": per_sequence([t.truncated for _, t in owners], torch.bool),
-        },
+        }
+        | {name: per_sequence(values, torch.float64) for name, values in _optional([t for _, t in owners]).items()},
     )
+
+
+def _optional(owners: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """The columns that depend on what the trajectories carry."""
+    parts = sorted({name for t in owners for name in t.parts})
+    columns = {f"part/{name}": [_number(t.parts.get(name)) for t in owners] for name in parts}
+    given = [name for name in NUMBERS if any(name in t.metadata for t in owners)]
+    return columns | {name: [_number(t.metadata.get(name)) for t in owners] for name in given}
 
 
 def _number(value: float | None) -> float:

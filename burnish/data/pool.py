@@ -14,10 +14,11 @@ from pathlib import Path
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Data, Source
+from burnish.core.keys import fold, unit
 from burnish.data.rows import Row, read_rows, source_name
 from burnish.data.tasks.base import Task
 from burnish.data.tasks.registry import make_task
-from burnish.data.template import render_text, tokens_of
+from burnish.data.template import render_text, tokens_of, with_suffix
 from burnish.models.tokenizer import Tokenizer
 
 MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
@@ -32,13 +33,21 @@ class Prompt:
     row: Row
     text: str
     tokens: list[int]
+    budget: int | None = None
+    """Tokens its answer was asked to take."""
 
 
 class Pool:
     """Prompts of one source by index; `size` is None for an endless task."""
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, data: Data, rows: Sequence[Row] | Task, split: str
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        data: Data,
+        rows: Sequence[Row] | Task,
+        split: str,
+        seed: int,
     ) -> None:
         self.name = source_name(source)
         self.num_overlong = 0
@@ -47,6 +56,7 @@ class Pool:
         self._skip: set[int] = set()
         self._longest = 0
         self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
+        self._seed = seed
         self.size: int | None = len(rows) if isinstance(rows, Sequence) else source.limit
 
     def scan(self) -> None:
@@ -59,28 +69,41 @@ class Pool:
     def rows(self) -> Iterator[Row]:
         """The rows that are used; of an endless task the first ones, as a probe."""
         fitting = (i for i in range(MAX_SKIPPED if self.size is None else self.size) if i not in self._skip)
-        return (self._row(i) for i in itertools.islice(fitting, NUM_PROBED if self.size is None else None))
+        return (self.row(i) for i in itertools.islice(fitting, NUM_PROBED if self.size is None else None))
+
+    def indices(self) -> list[int]:
+        """The indices of a source that has an end whose prompts are used, in order."""
+        return [i for i in range(self.size or 0) if i not in self._skip]
 
     def longest(self) -> int:
         """Tokens of the longest prompt that is used; of an endless task, among its first ones."""
         if self.size is not None:
             return self._longest
-        lengths = (len(self._tokens(self._row(index))[1]) for index in range(MAX_SKIPPED))
+        lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED))
         fitting = (length for length in lengths if length <= self._data.max_prompt_tokens)
         longest = max(itertools.islice(fitting, NUM_PROBED), default=None)
         if longest is None:
             raise self.all_overlong()
         return longest
 
+    def row(self, index: int) -> Row:
+        """The index-th row, its prompt with the sentence that asks for its budget."""
+        row = self._plain_row(index)
+        num_tokens = self._tokens_asked(row.id)
+        if self._data.budget is None:
+            return row
+        suffix = self._data.budget.text.replace("{n}", str(num_tokens))
+        return replace(row, prompt=with_suffix(row.prompt, suffix, f"row {row.id}"))
+
     def prompt(self, index: int) -> Prompt | None:
         """The index-th prompt, or None when it is over-long and the policy is to leave it out."""
         if index in self._skip:
             return None
-        row = self._row(index)
+        row = self.row(index)
         text, tokens = self._tokens(row)
         if len(tokens) <= self._data.max_prompt_tokens:
             self._longest = max(self._longest, len(tokens))
-            return Prompt(row, text, tokens)
+            return Prompt(row, text, tokens, self._tokens_asked(row.id))
         if self._data.overlong_prompts == "error":
             raise UserError(
                 f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
@@ -110,7 +133,7 @@ class Pool:
             raise UserError(f"row {row.id}: its prompt has no tokens")
         return text, tokens
 
-    def _row(self, index: int) -> Row:
+    def _plain_row(self, index: int) -> Row:
         if isinstance(self._rows, Sequence):
             return self._rows[index]
         row = self._rows.row(self._split, index)
@@ -118,9 +141,22 @@ class Pool:
             return row
         return replace(row, id=f"{self.name}/{self._split}/{index}", data_source=self.name)
 
+    def _tokens_asked(self, row_id: str) -> int | None:
+        """A row's budget: a row keeps it for the whole run, so that its prompt is one text whose length is known."""
+        budget = self._data.budget
+        if budget is None:
+            return None
+        low, high = budget.low, budget.high
+        return low + int(unit(fold(self._seed, "budget", row_id)) * (high - low + 1))
+
 
 def make_pools(
-    sources: list[Source], tokenizer: Tokenizer, data: Data, seed: int, default_split: str, base: Path | None
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    data: Data,
+    seed: int,
+    default_split: str,
+    base: Path | None,
 ) -> list[Pool]:
     """A pool for each source; two of one name are refused, because their rows would share ids and randomness."""
     counts = Counter(source_name(source) for source in sources)
@@ -133,7 +169,7 @@ def make_pools(
     for source in sources:
         split = source.split or default_split
         rows = make_task(source.task, source.options, seed) if source.task is not None else read_rows(source, base)
-        pools.append(Pool(source, tokenizer, data, rows, split))
+        pools.append(Pool(source, tokenizer, data, rows, split, seed))
     return pools
 
 

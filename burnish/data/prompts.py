@@ -1,7 +1,8 @@
 """Prompts for rollouts: a seeded, resumable stream for training and a fixed list for validation.
 
-The order is a function of the seed and the data alone, so it is the same on any machine; the stream's state is a
-handful of counters, and restoring them continues as if the stream had never stopped.
+The order is a function of the seed and the data alone, or with a curriculum also of the step and of how prompts were
+answered, so it is the same on any machine; the stream's state is a handful of counters, with a curriculum also the
+statistics of the prompts seen, and restoring it continues as if the stream had never stopped.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from typing import Any
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import is_plugin, load_plugin
 from burnish.config.schema import Data, Source
+from burnish.config.slots import Slot
+from burnish.config.slots.curriculum import NoCurriculum, PrioritisedCurriculum
 from burnish.core.keys import fold, permutation, unit
+from burnish.core.trajectory import Trajectory
+from burnish.data.curriculum import Curriculum, make_curriculum
 from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, make_pools, overlong_report
 from burnish.data.rows import Row, refuse_weights
+from burnish.data.statistics import PromptStatistics, visits
 from burnish.models.tokenizer import Tokenizer
 
 SAMPLERS = ("shuffle", "sequential")
@@ -46,27 +52,60 @@ class PromptStream:
         seed: int,
         default_split: str = "train",
         base: Path | None = None,
+        curriculum: Slot | None = None,
     ) -> None:
         if data.sampler not in SAMPLERS and not is_plugin(data.sampler):
             raise unknown("sampler", data.sampler, SAMPLERS)
         sampler = load_plugin(data.sampler, base) if is_plugin(data.sampler) else data.sampler
         if is_plugin(data.sampler) and not callable(sampler):
             raise UserError(f"sampler {data.sampler!r} is not a function")
+        self._record = record = curriculum or NoCurriculum()
+        if data.sampler != "shuffle" and not isinstance(record, NoCurriculum):
+            raise UserError(
+                f"a curriculum chooses the prompts, so data.sampler={data.sampler} has no place: use shuffle"
+            )
+        ema = {"ema": record.ema} if isinstance(record, PrioritisedCurriculum) else {}
+        self._statistics = PromptStatistics(**ema)
         pools = make_pools(sources, tokenizer, data, seed, default_split, base)
         for pool in pools:
             pool.scan()
-        self._lanes = [_Lane(pool, sampler, seed) for pool in pools]
-        self._shares = list(itertools.accumulate(source.weight for source in sources))
+        self._lanes = [
+            _Lane(pool, sampler, seed, make_curriculum(record, pool, self._statistics, seed)) for pool in pools
+        ]
+        self._weights = [source.weight for source in sources]
         self._seed = seed
         self._num_draws = 0
+        self._step = 1
+
+    def at(self, step: int) -> None:
+        """Draws from now on are those of a step, counted from 1; only a curriculum takes note."""
+        self._step = step
 
     def draw(self, k: int) -> list[Draw]:
         """The next k prompts."""
         return [self._next() for _ in range(k)]
 
+    def observe(self, trajectories: Iterable[Trajectory]) -> None:
+        """Learn how prompts were answered, from all samples of a step; kept where the curriculum chooses by it."""
+        if "accuracy" not in self._record.needs:
+            return
+        scored = [t for t in trajectories if t.reward is not None]
+        if scored and all(t.accuracy is None for t in scored):
+            raise UserError(
+                "the curriculum chooses prompts by how often they are answered right, but no part of the reward says "
+                "right or wrong; add one, or set the curriculum to none"
+            )
+        for prompt_id, right, total in visits(scored):
+            self._statistics.observe(prompt_id, right, total)
+
     def state(self) -> dict[str, Any]:
         """Where the stream is, as plain JSON values."""
-        return {"num_draws": self._num_draws, "sources": {lane.pool.name: lane.state() for lane in self._lanes}}
+        return {
+            "num_draws": self._num_draws,
+            "step": self._step,
+            "statistics": self._statistics.state(),
+            "sources": {lane.pool.name: lane.state() for lane in self._lanes},
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state()` was taken; the sources must be the same."""
@@ -77,7 +116,8 @@ class PromptStream:
             )
         for lane in self._lanes:
             lane.restore(state["sources"][lane.pool.name])
-        self._num_draws = state["num_draws"]
+        self._statistics.restore(state["statistics"])
+        self._num_draws, self._step = state["num_draws"], state["step"]
 
     def report(self) -> str | None:
         """How many over-long prompts were left out so far, and the first of them; None if there were none."""
@@ -92,31 +132,44 @@ class PromptStream:
         return max(lane.pool.longest() for lane in self._lanes)
 
     def _next(self) -> Draw:
-        # The source depends on the draw's number only, never on what the sources gave before.
-        point = unit(fold(self._seed, "mix", self._num_draws)) * self._shares[-1]
-        lane = self._lanes[bisect.bisect_right(self._shares, point)]
+        # The source depends on the draw's number only, never on what the sources gave before; one that the curriculum
+        # leaves empty has no share.
+        lanes = zip(self._lanes, self._weights, strict=True)
+        shares = list(itertools.accumulate(0.0 if lane.is_empty(self._step) else weight for lane, weight in lanes))
+        if shares[-1] == 0:
+            raise UserError(
+                f"step {self._step}: not one prompt was hard enough for the curriculum hard_only (right answers below its "
+                "`below`) when its turn came; raise `below`, or start it earlier"
+            )
+        point = unit(fold(self._seed, "mix", self._num_draws)) * shares[-1]
+        lane = self._lanes[bisect.bisect_right(shares, point)]
         self._num_draws += 1
-        return lane.next()
+        return lane.next(self._step)
 
 
 class _Lane:
     """One source's place in its own order: which epoch, and how far into it."""
 
-    def __init__(self, pool: Pool, sampler: Any, seed: int) -> None:
+    def __init__(self, pool: Pool, sampler: Any, seed: int, curriculum: Curriculum | None) -> None:
         self.pool = pool
-        self._sampler, self._seed = sampler, seed
-        self._visits: dict[int, int] = {}  # only for plug-in samplers, which may give an index twice in an epoch
+        self._sampler, self._seed, self._curriculum = sampler, seed, curriculum
+        self._visits: dict[int, int] = {}  # where an index may come twice in an epoch: plug-in samplers, curricula
         self._start(epoch=0, position=0)
 
-    def next(self) -> Draw:
-        """The next prompt that fits; a plug-in's visits are counted, otherwise a visit is an epoch."""
+    def is_empty(self, step: int) -> bool:
+        """Whether the curriculum leaves nothing to draw here."""
+        return self._curriculum is not None and self._curriculum.is_empty(step)
+
+    def next(self, step: int) -> Draw:
+        """The next prompt that fits; where an index may come twice visits are counted, otherwise a visit is an epoch."""
         # Two epochs may meet with nearly all of both to be skipped, so one epoch's length is not a bound.
         for _ in range(2 * (self.pool.size or 0) + MAX_SKIPPED):
-            index = self._next_index()
+            chosen = None if self._curriculum is None else self._curriculum.next(step)
+            index = self._next_index() if chosen is None else chosen
             prompt = self.pool.prompt(index)
             if prompt is None:
                 continue
-            if not callable(self._sampler):
+            if self._curriculum is None and not callable(self._sampler):
                 return Draw(prompt, self._epoch)
             visit = self._visits.get(index, 0)
             self._visits[index] = visit + 1
@@ -130,6 +183,7 @@ class _Lane:
             "position": self._position,
             "size": self.pool.size,
             "visits": visits,
+            "curriculum": {} if self._curriculum is None else self._curriculum.state(),
             "num_overlong": self.pool.num_overlong,
             "first_overlong": list(self.pool.first_overlong),
         }
@@ -143,6 +197,8 @@ class _Lane:
         self._visits = {int(index): count for index, count in state["visits"].items()}
         self.pool.num_overlong = state["num_overlong"]
         self.pool.first_overlong = list(state["first_overlong"])
+        if self._curriculum is not None:
+            self._curriculum.restore(state["curriculum"])
         self._start(state["epoch"], state["position"])
 
     def _start(self, epoch: int, position: int) -> None:

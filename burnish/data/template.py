@@ -80,6 +80,17 @@ def joined(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
 
 
+def with_suffix(prompt: str | list[Message], suffix: str, where: str) -> str | list[Message]:
+    """A prompt with a text behind what the user says last."""
+    if isinstance(prompt, str):
+        return prompt + suffix
+    last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
+    if last is None:
+        raise UserError(f"{where}: no message is the user's, so there is none to put {suffix!r} behind")
+    asked = {**prompt[last], "content": prompt[last]["content"] + suffix}
+    return [*prompt[:last], asked, *prompt[last + 1 :]]
+
+
 def as_messages(value: str | list[Message], role: str) -> list[Message]:
     """A text as one message of a role; messages as they are."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value

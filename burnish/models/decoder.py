@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from burnish.models.architecture import Architecture
 from burnish.models.ops.attention import PackedAttention
-from burnish.models.ops.logprob import head_logprob
+from burnish.models.ops.logprob import head_logprob, head_statistics
 from burnish.models.ops.norm import RMSNorm
 from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
 from burnish.models.ops.swiglu import swiglu
@@ -115,6 +115,14 @@ class Decoder(nn.Module):
         """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence), and entropies."""
         hidden = self.hidden(tokens, offsets)
         return head_logprob(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature, with_entropy)
+
+    @torch.no_grad()
+    def token_statistics(
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
+        hidden = self.hidden(tokens, offsets)
+        return head_statistics(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature)
 
 
 def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:

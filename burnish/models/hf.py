@@ -6,6 +6,7 @@ from its logits, so the memory of [tokens, vocab] is paid here.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +83,52 @@ class TransformersPolicy(nn.Module):
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions, and entropies if asked."""
-        lengths = offsets.diff()
-        padded = to_padded(tokens, offsets)
-        real = torch.arange(padded.shape[1], device=tokens.device) < lengths[:, None]
-        logits = self.inner(input_ids=padded, attention_mask=real.long(), use_cache=False).logits
-        packed, _ = from_padded(logits, lengths)
-        logits = packed[wanted - 1]
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        log_p = (logits / temperature).log_softmax(-1)
+        log_p = self._log_softmax(tokens, offsets, wanted, temperature)
         logp = log_p.gather(1, tokens[wanted][:, None]).squeeze(1)
         return logp, -(log_p.exp() * log_p).sum(-1) if with_entropy else None
+
+    @torch.no_grad()
+    def token_statistics(
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
+        log_p = self._log_softmax(tokens, offsets, wanted, temperature)
+        p = log_p.exp()
+        return log_p.gather(1, tokens[wanted][:, None]).squeeze(1), -(p * log_p).sum(-1), p.square().sum(-1)
+
+    def _log_softmax(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+        """[M, vocab] over what may stand at the `wanted` positions, in float32 at least."""
+        logits = _packed_call(self.inner, tokens, offsets).logits
+        logits = from_padded(logits, offsets.diff())[0][wanted - 1]
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        return (logits / temperature).log_softmax(-1)
 
     def save(self, directory: Path) -> None:
         """A Hugging Face directory (weights and configs)."""
         self.inner.save_pretrained(str(directory))
+
+
+class TransformersBackbone(nn.Module):
+    """A copy of such a model without its output head: hidden states behind the interface of our decoder."""
+
+    def __init__(self, policy: TransformersPolicy) -> None:
+        super().__init__()
+        base = policy.inner.base_model
+        if base is policy.inner:
+            name = type(policy.inner).__name__
+            raise UserError(
+                f"{name} of transformers has no model below its output head, so no critic can be made of it"
+            )
+        self.inner = copy.deepcopy(base).eval()
+
+    def hidden(self, tokens: Tensor, offsets: Tensor) -> Tensor:
+        """Final hidden states of packed sequences."""
+        return from_padded(_packed_call(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
+
+
+def _packed_call(inner: Any, tokens: Tensor, offsets: Tensor) -> Any:
+    """A model of transformers on packed sequences, right-padded for it."""
+    padded = to_padded(tokens, offsets)
+    real = torch.arange(padded.shape[1], device=tokens.device) < offsets.diff()[:, None]
+    return inner(input_ids=padded, attention_mask=real.long(), use_cache=False)

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import is_plugin
-from burnish.config.schema import Reward, RewardPart
+from burnish.config.schema import TEXT_ONLY, Reward, RewardPart
 from burnish.data.rows import Row
 from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
 from burnish.rewards.pool import Outcome, Outcomes, Pool
@@ -94,7 +94,7 @@ def combine(parts: Sequence[_Part], done: _Open) -> Score:
         values[part.label] = result.value
         values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
         reward += part.config.weight * result.value
-        if accuracy is None and part.config.name != "format":
+        if accuracy is None and part.config.name not in TEXT_ONLY:
             accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
     errors = done.errors
     if not values and not errors:

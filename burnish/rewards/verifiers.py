@@ -12,8 +12,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import logging
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -186,6 +189,99 @@ def format(completion: str, answer: Any, extra: Mapping[str, Any], *, pattern: s
     return float(re.compile(pattern, re.DOTALL).fullmatch(completion) is not None)
 
 
+def think_format(completion: str, answer: Any, extra: Mapping[str, Any], *, opened: bool = False) -> float:
+    """1 if the completion is R1's thinking then answer, once each; `opened` if the prompt ends with `<think>` already."""
+    return format(f"<think>{completion}" if opened else completion, answer, extra)
+
+
+# --- language --------------------------------------------------------------------------------------------------------
+
+LANGUAGES = {
+    "ar": {"ARABIC"},
+    "el": {"GREEK"},
+    "en": {"LATIN"},
+    "he": {"HEBREW"},
+    "hi": {"DEVANAGARI"},
+    "ja": {"CJK", "HIRAGANA", "KATAKANA"},
+    "ko": {"HANGUL"},
+    "ru": {"CYRILLIC"},
+    "th": {"THAI"},
+    "zh": {"CJK"},
+}
+_ONE_A_WORD = {"CJK", "HIRAGANA", "KATAKANA"}  # written without spaces: every character counts
+# Each alternative stops at its own next opening, so that openings nobody closes cost one pass, not one each.
+_NOT_PROSE = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)"
+    r"|\\begin\{(?:(?!\\begin\{).)*?\\end\{\w+\*?\}|\\boxed\{[^{}]*\}|\\[A-Za-z]+|</?\w+>",
+    re.DOTALL,
+)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _script(character: str) -> str:
+    """The script of a letter by its Unicode name, the empty string for anything else."""
+    if not character.isalpha():
+        return ""
+    words = re.split(r"[ -]", unicodedata.name(character, "UNNAMED"))
+    script = words[1] if words[0] in ("FULLWIDTH", "HALFWIDTH") else words[0]
+    return {"IDEOGRAPHIC": "CJK", "MATHEMATICAL": ""}.get(script, script)
+
+
+def count_words(text: str) -> Counter[str]:
+    """Words by script: a CJK character is one, and so is a run of letters of any other script.
+
+    Digits, punctuation, LaTeX, code and tags are none.
+    """
+    words: Counter[str] = Counter()
+    # A vowel sign is no letter, but it does not end the word it stands in.
+    letters = (c for c in _NOT_PROSE.sub(" ", text) if unicodedata.category(c)[0] != "M")
+    for script, run in itertools.groupby(letters, _script):
+        words[script] += sum(1 for _ in run) if script in _ONE_A_WORD else 1
+    del words[""]
+    return words
+
+
+def language(completion: str, answer: Any, extra: Mapping[str, Any], *, target: str) -> float:
+    """The share of the words before `</think>` that are in the script of the target language; 1 if there are no words.
+
+    Languages are told apart by script, so `en` means Latin letters. Language consistency of DeepSeek-R1 (2501.12948).
+    """
+    words = count_words(completion.partition("</think>")[0])
+    total = sum(words.values())
+    return sum(words[script] for script in LANGUAGES[target]) / total if total else 1.0
+
+
+# --- totals of published rules ---------------------------------------------------------------------------------------
+
+RULES = ("simple_rl", "logic_rl", "deepscaler")
+CHECKERS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "choice": choice, "math": math}
+
+
+def rule_total(rule: str, correct: bool, answered: bool, formatted: bool) -> float:
+    """A published rule's total.
+
+    simple_rl: 1 right, -0.5 wrong, -1 no answer. logic_rl: format 1 or -1, and answer 2 right, -1.5 wrong, -2 not found
+    or badly formatted. deepscaler: 1 if right and well formatted, else 0.
+    """
+    if rule == "simple_rl":
+        return (1.0 if correct else -0.5) if answered else -1.0
+    if rule == "logic_rl":
+        if not (formatted and answered):
+            return -2.0 + (1.0 if formatted else -1.0)
+        return 1.0 + (2.0 if correct else -1.5)
+    return float(correct and formatted)
+
+
+def rule_scores(completion: str, answer: Any, extra: Mapping[str, Any], *, rule: str, checker: str = "number") -> float:
+    r"""The total of a published rule; an answer is what stands in `<answer>` or `\boxed{}`, judged by `checker`.
+
+    It is 1 or more exactly where the answer counts as right.
+    """
+    answered = bool(answer_block(completion) or last_boxed(completion))
+    correct = CHECKERS[checker](completion, answer, extra) >= 1 and answered
+    return rule_total(rule, correct, answered, think_format(completion, answer, extra) == 1)
+
+
 # --- generated tasks -------------------------------------------------------------------------------------------------
 
 
@@ -202,29 +298,46 @@ VERIFIERS: dict[str, Callable[..., float]] = {
     "choice": choice,
     "math": math,
     "format": format,
+    "think_format": think_format,
+    "language": language,
+    "rule_scores": rule_scores,
     "task": task,
 }
 
 
+CHOICES: dict[str, tuple[str, ...]] = {"target": tuple(LANGUAGES), "rule": RULES, "checker": tuple(CHECKERS)}
+
+
+def _one_of(option: str) -> str:
+    return f" (one of: {', '.join(CHOICES[option])})" if option in CHOICES else ""
+
+
 def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
-    """Refuse, before a run starts, options a verifier does not take, patterns that do not compile, a missing extra."""
-    known = [p.name for p in inspect.signature(VERIFIERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    """Refuse, before a run starts, options a verifier does not take or lacks, values it does not know, a missing extra."""
+    parameters = [p for p in inspect.signature(VERIFIERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = [p.name for p in parameters]
     for key in options:
         if key not in known:
             takes = f"takes: {', '.join(known)}" if known else "takes no options"
             raise UserError(f"{where}: unknown option {key!r}{nearest(key, known)} ({takes})")
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise UserError(f"{where}: the option {parameter.name!r} is missing{_one_of(parameter.name)}")
+    for key, choices in CHOICES.items():
+        if key in options and options[key] not in choices:
+            raise UserError(f"{where}: {key} {options[key]!r} is unknown{_one_of(key)}")
     if "pattern" in options:
         try:
             re.compile(options["pattern"], re.DOTALL)
         except (re.error, TypeError) as error:
             raise UserError(f"{where}: pattern {options['pattern']!r} is no regular expression: {error}") from error
-    if name == "math" and importlib.util.find_spec("math_verify") is None:
+    if "math" in (name, options.get("checker")) and importlib.util.find_spec("math_verify") is None:
         raise UserError(f"{where}: the math verifier needs math-verify; install it with pip install 'burnish[math]'")
 
 
 def warm_up(name: str) -> None:
     """Load what a verifier loads on first use, so that no answer pays for it out of its own deadline."""
-    if name == "math":
+    if name == "math" or (name == "rule_scores" and importlib.util.find_spec("math_verify") is not None):
         math("\\boxed{\\frac{1}{2}}", "0.5", {})
     elif name == "task":
         import burnish.data.tasks.registry  # noqa: F401

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory
@@ -18,6 +18,7 @@ from burnish.rollout.driver import Driver
 
 Progress = Callable[[str], None]
 MESSAGE = 64  # trajectories sent to the reward workers at once: fewer, larger messages
+GREEDY = -1  # the sample index of a prompt's greedy answer: no sampled one has it, so its id is its own
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,33 @@ class Scored:
     rollout_s: float
     reward_s: float
     """Seconds spent waiting for rewards after the last completion."""
+    greedy: list[Trajectory] = field(default_factory=list)
+    """The greedy answer of each draw where a baseline was asked for; never trained on."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(t.num_actions for t in self.trajectories)
+        """Tokens that were written, those of the greedy answers too."""
+        return sum(t.num_actions for t in [*self.trajectories, *self.greedy])
+
+    @property
+    def usable(self) -> list[Trajectory]:
+        """Those with a reward: what a batch is packed from."""
+        return [t for t in self.trajectories if t.reward is not None]
 
     @property
     def failed(self) -> list[Trajectory]:
         """Those whose scorer failed: without a reward, kept out of the loss and of group statistics."""
         return [t for t in self.trajectories if t.reward is None]
+
+    def joined(self, later: Scored) -> Scored:
+        """This round of a step and a later one as one: in their order, the times added up."""
+        return Scored(
+            draws=self.draws + later.draws,
+            trajectories=self.trajectories + later.trajectories,
+            rollout_s=self.rollout_s + later.rollout_s,
+            reward_s=self.reward_s + later.reward_s,
+            greedy=self.greedy + later.greedy,
+        )
 
 
 @dataclass
@@ -51,15 +70,11 @@ class Scoring:
 
     def generate(self, n: int, sampling: SamplingOptions, stream: str) -> list[Trajectory]:
         """All trajectories in order; the reward of each starts as soon as it ends."""
-        order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
-        total, found = len(self.draws) * n, list[Trajectory]()
-        for trajectory in self.driver.run(self.draws, n, sampling, stream):
-            found.append(trajectory)
-            if len(found) % MESSAGE == 0:
-                self.submit(found[-MESSAGE:])
-            self.progress(f"rollout {len(found)}/{total}")
-        self.submit(found[len(found) - len(found) % MESSAGE :])
-        return sorted(found, key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+        return self._run(n, sampling, stream, "rollout")
+
+    def greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
+        """Each draw's most likely answer, one token after the other (ReMax, 2310.10505), on its way to be scored."""
+        return self._run(1, replace(sampling, temperature=0.0), "baseline", "greedy answers")
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Send trajectories to be scored, except those whose environment gave the reward itself."""
@@ -73,6 +88,37 @@ class Scoring:
             for score in self.rewards.poll(None):
                 _apply(by_id[score.id], score)
             self.progress(f"scoring, {self.rewards.pending} left")
+
+    def _run(self, n: int, sampling: SamplingOptions, stream: str, what: str) -> list[Trajectory]:
+        order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
+        total, found = len(self.draws) * n, list[Trajectory]()
+        for trajectory in self.driver.run(self.draws, n, sampling, stream):
+            if stream == "baseline":
+                trajectory.sample = GREEDY
+            budget = self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.budget
+            if budget is not None:
+                trajectory.metadata["budget"] = budget
+            found.append(trajectory)
+            if len(found) % MESSAGE == 0:
+                self.submit(found[-MESSAGE:])
+            self.progress(f"{what} {len(found)}/{total}")
+        self.submit(found[len(found) - len(found) % MESSAGE :])
+        return sorted(found, key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+
+
+def share_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
+    """Put the reward of each prompt's greedy answer into the metadata of its samples.
+
+    Where the greedy answer could not be scored its samples have nothing to be compared with, and count as failed too.
+    """
+    by_draw = {(t.prompt_id, t.visit): t for t in greedy}
+    for sample in samples:
+        baseline = by_draw[sample.prompt_id, sample.visit]
+        if baseline.reward is not None:
+            sample.metadata["greedy_reward"] = baseline.reward
+        elif sample.reward is not None:
+            sample.reward = sample.accuracy = None
+            sample.error = f"the greedy answer to its prompt could not be scored: {baseline.error}"
 
 
 def rollout_and_score(

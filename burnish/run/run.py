@@ -58,7 +58,7 @@ class Run:
         """A checkpoint; what the journal kept to redo the steps before it is no longer needed."""
         path = self.checkpoints.write(step, writer, score)
         self.journal.append("checkpoint", step=step, path=path.name, score=score)
-        self.journal.drop_attachments(lambda name: int(name.rsplit("-", 1)[1]) > step)
+        self.journal.drop_attachments(lambda name: int(name.split("-")[1]) > step)
         return path
 
     def close(self) -> None:

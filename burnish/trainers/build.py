@@ -10,12 +10,14 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from burnish.algorithms.aggregation import aggregation_weights
 from burnish.config.errors import UserError, nearest
 from burnish.config.schema import Sft, Template, TrainConfig
 from burnish.controller import roles
+from burnish.core.batch import Batch
 from burnish.core.engine import Engine
 from burnish.data.prompts import Prompt, PromptStream, validation_prompts
-from burnish.data.supervised import Example, load_examples
+from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.models.policy import PolicyModel
 from burnish.rewards.rewards import Rewards
@@ -25,8 +27,9 @@ from burnish.rollout.sources import SyncSource
 from burnish.run.files import atomic_directory, atomic_write
 from burnish.run.run import Run
 from burnish.trainers import observe, sft
+from burnish.trainers.job import Demonstrations, Job, Validate
 from burnish.trainers.prepare import Recipe
-from burnish.trainers.rl import Job, TrainerState, Validate
+from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
 
 TRUNCATED = (
@@ -51,16 +54,18 @@ class Parts:
     """What to tell the user when the run starts."""
     examples: list[Example] = field(default_factory=list)
     """Of the warm start, where it is still to be made."""
+    imitated: list[Example] = field(default_factory=list)
+    """Of `data.demonstrations`, imitated during RL."""
 
 
 def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards) -> Parts:
     """All parts of an RL run; the error for whatever does not fit."""
-    recipe = Recipe(
-        config.algorithm, config.rollout.max_tokens, config.training.mini_batches * config.training.epochs, base
-    )
+    recipe = Recipe(config.algorithm, config.training.mini_batches * config.training.epochs, base)
     engine = roles.build_engine(policy, config.rollout)
     driver = roles.build_driver(config, policy, engine, base)
-    stream = PromptStream(config.data.train, policy.tokenizer, config.data, config.seed, "train", base)
+    stream = PromptStream(
+        config.data.train, policy.tokenizer, config.data, config.seed, "train", base, config.algorithm.curriculum
+    )
     held_out = held_out_prompts(config, base, policy)
     check_positions(config, policy.max_positions, stream.longest(), held_out)
     if config.environment.name == "single_turn":  # any other may give the reward itself
@@ -68,7 +73,15 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
         rewards.check(prompt.row for prompt in held_out)
     notes = [note for note in (stream.report(),) if note is not None]
     notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
-    return Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes)
+    parts = Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes)
+    if config.data.demonstrations:
+        longest = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
+        sources, template = config.data.demonstrations, config.data.template
+        parts.imitated, left_out = load_examples(
+            sources, policy.tokenizer, template, longest, "filter", base, config.seed
+        )
+        parts.notes += [f"{left_out} data.demonstrations are longer than {longest} tokens"] if left_out else []
+    return parts
 
 
 def assemble(parts: Parts, run: Run) -> Job:
@@ -76,19 +89,44 @@ def assemble(parts: Parts, run: Run) -> Job:
     config, policy = parts.config, parts.policy
     for note in parts.notes:
         run.display.note(note)
-    options = sampling_options(config.rollout, policy.tokenizer.eos_ids)
-    rollout = config.rollout
-    source = SyncSource(parts.stream, parts.driver, parts.rewards, options, rollout.prompts, rollout.n, run.journal)
-    validate = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out)
-    learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy)
-    stream, recipe = parts.stream, parts.recipe
-    return Job(config, run, policy, learner, reference, parts.engine, stream, source, recipe, validate, TrainerState())
+    return Job(
+        config=config,
+        run=run,
+        policy=policy,
+        learner=roles.build_learner(config, policy),
+        reference=roles.build_reference(config, policy),
+        critic=roles.build_critic(config, policy),
+        engine=parts.engine,
+        stream=parts.stream,
+        source=SyncSource(parts.stream, parts.driver, parts.rewards, run.journal),
+        recipe=parts.recipe,
+        validate=build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out),
+        state=first_state(config.algorithm),
+        demonstrations=imitation(parts),
+    )
+
+
+def imitation(parts: Parts) -> Demonstrations | None:
+    """The rows of `data.demonstrations` for each mini-batch of the run, in a seeded order, with their weights in the loss."""
+    if not parts.imitated:
+        return None
+    config, each = parts.config, parts.config.data.demonstrations_per_update
+    total = config.training.steps * config.training.mini_batches * config.training.epochs
+    order = example_order(len(parts.imitated), config.seed, total * each)
+    device = next(parts.policy.module.parameters()).device
+
+    def examples(number: int) -> Batch:
+        chosen = order[number * each : (number + 1) * each]
+        batch = sft.pack_examples([parts.imitated[i] for i in chosen]).to(device)
+        return batch.with_token(weight=config.algorithm.auxiliary.sft * aggregation_weights(batch, "token-mean"))
+
+    return examples
 
 
 def check_positions(config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt]) -> None:
     """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run."""
     longest_held_out = max((len(prompt.tokens) for prompt in held_out), default=0)
-    wanted = [("rollout", config.rollout.max_tokens, longest)]
+    wanted = [("rollout", max(stage.max_tokens for stage in config.rollout.all_stages()), longest)]
     if held_out:
         modes = config.validation.modes.items()
         wanted += [(f"validation.modes.{name}", mode.max_tokens, longest_held_out) for name, mode in modes]

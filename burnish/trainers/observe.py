@@ -15,24 +15,25 @@ from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
+from burnish.trainers.job import Learned
 from burnish.training.learner import Update
 
 MAX_SAMPLES = 64
+PREPARED = {"explained_variance": "critic/explained_variance"}
 
 
-def step_values(
-    rollouts: Scored, batch: Batch | None, updates: Sequence[Update], prepared: dict[str, float], step_s: float
-) -> dict[str, Any]:
-    """All metrics of a training step; `prepared` are those of the batch's preparation."""
+def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, Any]:
+    """All metrics of a training step."""
     values = reward_values(rollouts) | rollout_values(rollouts)
+    batch, updates = learned.batch, learned.updates
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
+        values["reward/shaped"] = float(batch.sequence["reward"].mean()) if batch.num_sequences else 0.0
     values["actor/updates"] = sum(u.skipped is None for u in updates)
-    for name in sorted({k for u in updates for k in u.stats}):
-        seen = [u.stats[name] for u in updates if name in u.stats]
-        values[f"actor/{name}"] = sum(seen) / len(seen)
-    values |= {f"actor/{name}": value for name, value in prepared.items()}
+    values |= {f"actor/{name}": value for name, value in mean_stats(updates).items()}
+    values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
+    values |= {PREPARED.get(name, f"actor/{name}"): value for name, value in learned.prepared.items()}
     if batch is not None and updates:
         values |= mismatch_values(batch, updates)
     values["time/step_s"] = step_s
@@ -40,6 +41,13 @@ def step_values(
     values["time/reward_s"] = rollouts.reward_s
     values["time/tokens_per_s"] = rollouts.num_tokens / step_s
     return values
+
+
+def mean_stats(updates: Sequence[Update]) -> dict[str, float]:
+    """The mean of every statistic over the updates that have it."""
+    names = sorted({name for update in updates for name in update.stats})
+    seen = {name: [u.stats[name] for u in updates if name in u.stats] for name in names}
+    return {name: sum(found) / len(found) for name, found in seen.items()}
 
 
 def reward_values(rollouts: Scored) -> dict[str, float]:
@@ -52,6 +60,8 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
     if scored:
         rewards = [float(t.reward or 0.0) for t in scored]
         values["reward/mean"] = sum(rewards) / len(rewards)
+    if greedy := [t.reward for t in rollouts.greedy if t.reward is not None]:
+        values["reward/greedy"] = sum(greedy) / len(greedy)
     if judged := [t.accuracy for t in scored if t.accuracy is not None]:
         values["reward/accuracy"] = sum(judged) / len(judged)
     for name in sorted({k for t in scored for k in t.parts}):
@@ -108,7 +118,7 @@ def used_ids(rollouts: Scored, batch: Batch | None) -> list[str]:
     """Ids of the trajectories whose tokens were in the loss."""
     if batch is None:
         return []
-    usable = [t for t in rollouts.trajectories if t.reward is not None]
+    usable = rollouts.usable
     return [usable[i].id for i in batch.sequence["trajectory_ids"].unique().tolist()]
 
 
@@ -155,6 +165,6 @@ def _advantages(rollouts: Scored, batch: Batch | None) -> dict[str, float]:
         total = torch.zeros(batch.num_sequences, dtype=torch.float64, device=ids.device)
         total.index_add_(0, ids[mask], batch.token["advantages"][mask].double())
         per_sequence = total / ids[mask].bincount(minlength=batch.num_sequences).clamp(min=1)
-    usable = [t for t in rollouts.trajectories if t.reward is not None]
+    usable = rollouts.usable
     owners = batch.sequence["trajectory_ids"].tolist()
     return {usable[i].id: a for i, a in zip(owners, per_sequence.tolist(), strict=True) if math.isfinite(a)}

@@ -1,36 +1,41 @@
-"""From scored rollouts to a batch the learner can use: group filters, old and reference log-probs, KL, advantages,
-sample filters, weights. One function for each line of the loop, in its order.
+"""From scored rollouts to a batch the learner can use: shaping, group filters, old and reference log-probs, values, KL,
+advantages, sample filters. One method for each line of the loop, in its order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import ADVANTAGES, place_rewards
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.filters import GROUP_FILTERS, SAMPLE_FILTERS, loss_mask_from
+from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
+from burnish.algorithms.curriculum import linear_anneal
+from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
 from burnish.algorithms.kl import kl_reward
 from burnish.algorithms.losses import PolicyLoss
+from burnish.algorithms.losses.value import explained_variance
+from burnish.algorithms.shaping import SHAPERS
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.config.slots import Plugin, Slot
+from burnish.config.slots.curriculum import HardOnlyCurriculum
+from burnish.config.slots.policy import scope_of
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
+from burnish.training.critic import Critic
 from burnish.training.learner import Learner
-from burnish.training.reference import FrozenReference
+from burnish.training.reference import Reference
 
 NOT_OPTIONS = {"name", "options"}
 
 
 def options_of(slot: Slot) -> dict[str, Any]:
     """A slot record's options as keyword arguments of its function."""
-    return slot.options if isinstance(slot, Plugin) else slot.model_dump(exclude=NOT_OPTIONS)
+    return dict(slot.options) if isinstance(slot, Plugin) else slot.model_dump(exclude=NOT_OPTIONS)
 
 
 def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
@@ -45,78 +50,150 @@ def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | N
 class Recipe:
     """An algorithm with its functions looked up: the pure part of every step."""
 
-    def __init__(self, algorithm: Algorithm, horizon: int, num_updates: int, base: Path | None = None) -> None:
+    def __init__(self, algorithm: Algorithm, num_updates: int, base: Path | None = None) -> None:
         self.algorithm = algorithm
-        self.horizon = algorithm.aggregation.horizon or horizon
         self.advantage = function_of(algorithm.advantage, ADVANTAGES, base)
+        self.shapers = [(s.name, function_of(s, SHAPERS, base), options_of(s)) for s in algorithm.shaping]
         self.user_filters = [
             (f.name, function_of(f, {}, base), f.options) for f in algorithm.filters if isinstance(f, Plugin)
         ]
         self.loss = policy_loss(algorithm, base)
-        # With one update a batch the policy is its own anchor; KL in the reward needs the log-probs all the same.
-        self.needs_old = num_updates > 1 or algorithm.kl.reward.coef > 0
-        self.needs_reference = algorithm.kl.reference != "none"
+        # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
+        self.needs_old = num_updates > 1 or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
+        self.needs_sum_p2 = bool(algorithm.needs("sum_p2"))
 
-    def select(self, batch: Batch) -> Batch:
-        """Group filters: only the groups worth a forward pass."""
+    # --- before the log-probs ---------------------------------------------------------------------------------------------
+
+    def shape(self, batch: Batch, step: int, max_tokens: int) -> Batch:
+        """Rewards as the shapers leave them, in the listed order; `accuracy` is not theirs to change."""
+        for name, shaper, options in self.shapers:
+            if options.get("max_tokens", 0) is None:
+                options = {**options, "max_tokens": max_tokens}
+            result = shaper(batch, step, **options)
+            if result.shape == (batch.num_sequences,):
+                batch = batch.with_sequence(reward=result)
+            elif result.shape == (batch.num_tokens,):
+                dense = batch.token.get("dense_rewards", torch.zeros_like(result))
+                batch = batch.with_token(dense_rewards=dense + result)
+            else:
+                raise UserError(
+                    f"shaper {name} returned shape {tuple(result.shape)}; expected the new reward of each sequence "
+                    f"[{batch.num_sequences}] or what to add at each token [{batch.num_tokens}]"
+                )
+        return batch
+
+    def wanted(self, batch: Batch) -> Tensor:
+        """[S] which sequences the group filters keep."""
         keep = torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
         for slot in self.algorithm.filters:
             if slot.name in GROUP_FILTERS:
-                keep &= GROUP_FILTERS[slot.name](batch)
+                keep &= GROUP_FILTERS[slot.name](batch, **options_of(slot))
+        return keep
+
+    def select(self, batch: Batch, limit: int | None = None) -> Batch:
+        """The groups the filters keep, at most `limit` of them; `refill.short: fill` makes up for missing ones."""
+        keep = self.wanted(batch)
+        groups, num = compact_ids(batch.sequence["group_ids"])
+        if limit is not None:
+            kept = torch.zeros(num, dtype=torch.bool, device=keep.device).index_fill(0, groups[keep], True)
+            order = kept.nonzero().squeeze(1)
+            if self.algorithm.refill.short == "fill":
+                order = torch.cat([order, (~kept).nonzero().squeeze(1)])
+            chosen = torch.zeros_like(kept).index_fill(0, order[:limit], True)
+            keep = chosen[groups]
         return batch.select(keep.nonzero().squeeze(1))
 
+    # --- columns ----------------------------------------------------------------------------------------------------------
+
     def prepare(
-        self, batch: Batch, learner: Learner, reference: FrozenReference | None
+        self,
+        batch: Batch,
+        learner: Learner,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+        kl_coef: float | None = None,
     ) -> tuple[Batch, dict[str, float]]:
-        """Old and reference log-probs where they are needed, token rewards, advantages; and what to log of it."""
+        """Old and reference log-probs and values where they are needed, token rewards, advantages; and what to log of it.
+
+        `kl_coef` is the steered coefficient of the KL in the reward; None means the configured one.
+        """
         stats: dict[str, float] = {}
         if self.needs_old:
-            batch = batch.with_token(old_logp=learner.logprobs(batch))
+            wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
+            outputs = learner.outputs(batch, wanted)
+            batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
         if reference is not None:
             batch = batch.with_token(ref_logp=reference.logprobs(batch))
-        rewards = place_rewards(batch)
+        if critic is not None:
+            batch = batch.with_token(values=critic.values(batch))
+        batch = self._token_rewards(batch, kl_coef, stats)
+        estimate = self.advantage(batch, **options_of(self.algorithm.advantage))
+        if isinstance(estimate, Estimate):
+            batch = batch.with_token(returns=estimate.returns)
+            stats["explained_variance"] = explained_variance(estimate.returns, batch.token["values"], batch.action_mask)
+            estimate = estimate.advantages
+        return _with_advantages(batch, estimate, self.algorithm.advantage.name), stats
+
+    def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:
+        """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping) or
+        a user's own estimator may look for them.
+        """
         term = self.algorithm.kl.reward
+        own = isinstance(self.algorithm.advantage, Plugin)
+        if term.coef == 0 and "dense_rewards" not in batch.token and not own:
+            return batch
+        rewards = place_rewards(batch)
+        if "dense_rewards" in batch.token:
+            rewards = rewards + batch.token["dense_rewards"]
         if term.coef > 0:
-            rewards, stats["kl_reward"] = kl_reward(batch, rewards, term.estimator, term.coef)
-        batch = batch.with_token(token_rewards=rewards)
-        advantages = self.advantage(batch, **options_of(self.algorithm.advantage))
-        return _with_advantages(batch, advantages, self.algorithm.advantage.name), stats
+            coef = term.coef if kl_coef is None else kl_coef
+            rewards, stats["kl_reward"] = kl_reward(batch, rewards, term.estimator, coef, term.center)
+            stats["kl_coef"] = coef
+        return batch.with_token(token_rewards=rewards)
+
+    def lr_scale(self, step: int) -> float:
+        """What a curriculum does to the learning rate."""
+        curriculum = self.algorithm.curriculum
+        if not isinstance(curriculum, HardOnlyCurriculum):
+            return 1.0
+        return linear_anneal(max(0, step - curriculum.start), curriculum.steps, 1.0, curriculum.lr_final)
+
+    # --- after the advantages ---------------------------------------------------------------------------------------------
 
     def trim(self, batch: Batch) -> Batch:
-        """Sample filters; sequences with nothing left in the loss go."""
+        """Sample filters and resampling; sequences with nothing left in the loss go."""
         for slot in self.algorithm.filters:
             if slot.name in SAMPLE_FILTERS:
-                batch = batch.with_token(loss_mask=SAMPLE_FILTERS[slot.name](batch))
+                batch = batch.with_token(loss_mask=SAMPLE_FILTERS[slot.name](batch, **options_of(slot)))
+            elif slot.name in RESAMPLERS:
+                batch = batch.select(RESAMPLERS[slot.name](batch, **options_of(slot)))
         for name, function, options in self.user_filters:
             batch = batch.with_token(loss_mask=loss_mask_from(function(batch, **options), batch, name))
         left = torch.zeros_like(batch.sequence["truncated"])
         left[batch.sequence_ids[batch.loss_mask]] = True
         return batch.select(left.nonzero().squeeze(1))
 
-    def mini_batches(self, batch: Batch, num: int, epochs: int) -> Iterator[Batch]:
-        """`epochs` passes over `num` parts of nearly equal group count, weights fixed; a group is never split."""
-        groups, count = compact_ids(batch.sequence["group_ids"])
-        num = min(num, count)
-        for _ in range(epochs):
-            for k in range(num):
-                part = (groups >= k * count // num) & (groups < (k + 1) * count // num)
-                mini = batch.select(part.nonzero().squeeze(1))
-                yield mini.with_token(weight=aggregation_weights(mini, self.algorithm.aggregation.name, self.horizon))
-
 
 def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
     """The loss record of an algorithm."""
     custom = isinstance(algorithm.loss, Plugin)
+    scope = "token" if custom else scope_of(algorithm.ratio, algorithm.clip, algorithm.loss)
+    anchored = not custom and algorithm.loss.anchored and algorithm.kl.reference.name != "none"
     return PolicyLoss(
         ratio=algorithm.ratio.name,
         clip=algorithm.clip.name,
         clip_options=options_of(algorithm.clip),
         loss=algorithm.loss.name,
+        loss_options={} if custom else options_of(algorithm.loss),
         custom=function_of(algorithm.loss, {}, base) if custom else None,
         custom_options=options_of(algorithm.loss) if custom else {},
+        scope="batch" if algorithm.entropy.top_share is not None else scope,
+        anchor="ref_logp" if anchored else "old_logp",
         kl_estimator=algorithm.kl.loss.estimator,
         kl_coef=algorithm.kl.loss.coef,
+        kl_is_corrected=algorithm.kl.loss.is_corrected,
         entropy_coef=algorithm.entropy.coef,
+        entropy_top=algorithm.entropy.top_share,
     )
 
 

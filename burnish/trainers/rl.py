@@ -1,11 +1,10 @@
 """The RL loop. Every algorithm, every place to run, every kind of rollout source goes through these lines.
 
-    rollouts = source.next()      draw prompts, sample, score
-    batch = select(...)           group filters
-    batch = prepare(...)          old and reference log-probs, KL, advantages
+    rollouts = gather(...)        draw prompts, sample, score; group filters; again while they leave too few groups
+    batch = prepare(...)          old and reference log-probs, values, KL, advantages
     batch = trim(...)             sample filters
     for mini_batch in ...:        epochs and mini-batches
-        learner.update(...)       exactly one optimizer step
+        update(...)               critic, then policy: exactly one optimizer step of the policy
     run.commit(...)               metrics, journal, samples, checkpoint
 
 `examples/one_file_grpo.py` is the same loop in one plain file.
@@ -13,54 +12,24 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from burnish.config.schema import TrainConfig
+from burnish.algorithms.losses import NllLoss
+from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.engine import Engine
+from burnish.core.segments import compact_ids
 from burnish.core.trajectory import pack
-from burnish.data.prompts import PromptStream
-from burnish.models.policy import PolicyModel
+from burnish.rollout.measure import sampling_options
 from burnish.rollout.scored import Scored
-from burnish.rollout.sources import SyncSource
+from burnish.rollout.sources import RolloutPlan
 from burnish.run.interrupt import StopOnInterrupt
-from burnish.run.run import Run
 from burnish.trainers import observe
+from burnish.trainers.job import Job, Learned, save
+from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.prepare import Recipe
-from burnish.training.learner import Learner, Update
-from burnish.training.reference import FrozenReference
-
-Validate = Callable[[int], dict[str, float]]
-
-
-@dataclass
-class TrainerState:
-    """Everything that changes besides weights and optimizer; saved with every checkpoint."""
-
-    step: int = 0
-    stream: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Job:
-    """The parts of a run, put together by `trainers/build.py`."""
-
-    config: TrainConfig
-    run: Run
-    policy: PolicyModel
-    learner: Learner
-    reference: FrozenReference | None
-    engine: Engine
-    stream: PromptStream
-    source: SyncSource
-    recipe: Recipe
-    validate: Validate
-    state: TrainerState
+from burnish.trainers.state import advance, entropy_coefficient
 
 
 def train(job: Job) -> bool:
@@ -73,45 +42,99 @@ def train(job: Job) -> bool:
     with StopOnInterrupt(run.display.note) as stop:
         for step in range(job.state.step + 1, total + 1):
             started = time.perf_counter()
-            rollouts = job.source.next(step, run.display.phase)
-            batch, updates, prepared = learn(job, rollouts)
-            job.engine.load(step, ())
-            job.state = TrainerState(step, job.stream.state())
-            values = observe.step_values(rollouts, batch, updates, prepared, time.perf_counter() - started)
-            stopping = finish_step(job, step, values, rollouts, batch, stop)
+            rollouts, batch = gather(job, step)
+            learned = learn(job, step, batch) if batch is not None else Learned()
+            settle(job, step, rollouts, learned)
+            values = observe.step_values(rollouts, learned, time.perf_counter() - started)
+            stopping = finish_step(job, step, values, rollouts, learned.batch, stop)
             if stopping and step < total:
                 return False
     return True
 
 
-def learn(job: Job, rollouts: Scored) -> tuple[Batch | None, list[Update], dict[str, float]]:
-    """One batch through the algorithm and the learner, and what its preparation has to log.
+def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
+    """Rollouts of a step and the batch the group filters leave, generated again while that is too small.
 
-    The batch is None when there was nothing to compare; whenever no update is made a note says why.
+    The batch is None when there is nothing to learn from; a note says why.
     """
-    training, recipe = job.config.training, job.recipe
-    usable = [t for t in rollouts.trajectories if t.reward is not None]
-    if not usable:
-        job.run.display.note(
-            f"step {job.state.step + 1}: no update, not one of {len(rollouts.trajectories)} samples could be scored"
+    refill, settings = job.config.algorithm.refill, job.config.rollout.at(step)
+    plan = RolloutPlan(
+        prompts=settings.prompts * refill.oversample,
+        n=settings.n,
+        sampling=sampling_options(settings, job.policy.tokenizer.eos_ids),
+        greedy=bool(job.config.algorithm.needs("greedy")),
+    )
+    rollouts: Scored | None = None
+    shaped: Batch | None = None
+    num_groups, enough = 0, refill.enough * settings.prompts
+    for attempt in range(refill.rounds):
+        fresh = job.source.next(step, plan, job.run.display.phase, attempt)
+        rollouts = fresh if rollouts is None else rollouts.joined(fresh)
+        usable = rollouts.usable
+        if not usable:
+            continue
+        shaped = job.recipe.shape(pack(usable, job.config.seed).to(job.learner.device), step, settings.max_tokens)
+        num_groups = num_kept_groups(shaped, job.recipe)
+        if num_groups >= enough:
+            break
+    assert rollouts is not None
+    if shaped is None:
+        note(job, step, f"no update, not one of {len(rollouts.trajectories)} samples could be scored")
+        return rollouts, None
+    if num_groups < enough and refill.short == "error":
+        raise UserError(
+            f"step {step}: {refill.rounds} rounds of generation gave {num_groups} groups that the filters keep, of {enough:g} wanted; "
+            "raise algorithm.refill.rounds or oversample, or set algorithm.refill.short=partial to train on what there is"
         )
-        return None, [], {}
+    batch = job.recipe.select(shaped, settings.prompts)
+    if batch.num_sequences == 0:
+        note(job, step, f"no update, {observe.why_no_signal(shaped)}")
+        return rollouts, None
+    return rollouts, batch
+
+
+def num_kept_groups(batch: Batch, recipe: Recipe) -> int:
+    """Groups that the group filters keep."""
+    return compact_ids(batch.sequence["group_ids"][recipe.wanted(batch)])[1]
+
+
+def learn(job: Job, step: int, batch: Batch) -> Learned:
+    """One batch through the algorithm and the learners; whenever no update is made a note says why."""
+    config, recipe, state = job.config, job.recipe, job.state
     job.run.display.phase("learning")
-    packed = pack(usable).to(job.learner.device)
-    batch = recipe.select(packed)
-    if batch.num_sequences == 0:
-        job.run.display.note(f"step {job.state.step + 1}: no update, {observe.why_no_signal(packed)}")
-        return None, [], {}
-    whole, prepared = recipe.prepare(batch, job.learner, job.reference)
+    whole, prepared = recipe.prepare(batch, job.learner, job.reference, job.critic, state.kl_coef)
     batch = recipe.trim(whole)
+    learned = Learned(batch, prepared=prepared)
     if batch.num_sequences == 0:
-        job.run.display.note(f"step {job.state.step + 1}: no update, {observe.why_nothing_left(whole)}")
-    updates = []
-    for mini_batch in recipe.mini_batches(batch, training.mini_batches, training.epochs):
-        updates.append(job.learner.update(mini_batch, recipe.loss))
-        if updates[-1].skipped:
-            job.run.display.note(f"step {job.state.step + 1}: no update, {updates[-1].skipped}")
-    return batch, updates, prepared
+        note(job, step, f"no update, {observe.why_nothing_left(whole)}")
+    loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
+    critic = config.algorithm.critic
+    horizon, training = config.rollout.at(step).max_tokens, config.training
+    parts = mini_batches(batch, config.algorithm, training.mini_batches, training.epochs, horizon)
+    for number, mini in enumerate(parts, (step - 1) * training.mini_batches * training.epochs):
+        if job.critic is not None and critic is not None:
+            learned.critic_updates += [job.critic.update(mini) for _ in range(critic.updates)]
+            if step <= critic.warmup_steps:
+                continue
+        imitated = (job.demonstrations(number), NllLoss()) if job.demonstrations is not None else None
+        update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated)
+        learned.updates.append(update)
+        if update.skipped:
+            note(job, step, f"no update, {update.skipped}")
+        elif job.reference is not None:
+            job.reference.after_update(job.learner.model)
+    return learned
+
+
+def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
+    """What follows the updates of a step: the engine's version, the reference, prompt statistics, controllers."""
+    job.engine.load(step, ())
+    if job.reference is not None and job.reference.after_step(job.learner.model, step) and job.reference.restarts:
+        job.learner.reset_optimizer()
+    job.stream.observe(rollouts.trajectories)
+    stats = {name: value for update in learned.updates for name, value in update.stats.items()} | learned.prepared
+    num_sequences = 0 if learned.batch is None else learned.batch.num_sequences
+    job.state = advance(job.state, job.config.algorithm, job.stream.state(), stats, num_sequences)
 
 
 def finish_step(
@@ -131,9 +154,7 @@ def finish_step(
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
         run.samples(step, "train", observe.sample_rows(rollouts, batch, job.policy.tokenizer))
     for failed in rollouts.failed[:1]:
-        run.display.note(
-            f"step {step}: {len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}"
-        )
+        note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
     run.commit(step, values, observe.used_ids(rollouts, batch))
     stopping = stop.requested
     if stopping or step == config.training.steps or score is not None or step % config.run.save_every == 0:
@@ -141,17 +162,6 @@ def finish_step(
     return stopping
 
 
-def save(job: Job, folder: Path) -> None:
-    """A checkpoint: a Hugging Face directory, plus optimizer and trainer state."""
-    job.policy.save(folder)
-    job.learner.save(folder)
-    (folder / "trainer.json").write_text(json.dumps({"step": job.state.step, "stream": job.state.stream}))
-
-
-def restore(job: Job, folder: Path) -> None:
-    """Go on from a checkpoint."""
-    job.policy.load_weights(folder)
-    job.learner.load(folder)
-    job.state = TrainerState(**json.loads((folder / "trainer.json").read_text()))
-    job.stream.restore(job.state.stream)
-    job.engine.load(job.state.step, ())
+def note(job: Job, step: int, text: str) -> None:
+    """A line for the user about a step."""
+    job.run.display.note(f"step {step}: {text}")

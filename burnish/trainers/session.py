@@ -18,6 +18,7 @@ from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
 from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_start
+from burnish.trainers.job import restore
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def execute(parts: Parts, run: Run) -> bool:
     job = assemble(parts, run)
     checkpoint = run.resume()
     if checkpoint is not None:
-        rl.restore(job, checkpoint.path)
+        restore(job, checkpoint.path)
     if job.state.step >= config.training.steps:
         run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
         return True

@@ -1,28 +1,35 @@
 """The learner: one optimizer step of any loss, on any model, whatever the split into micro-batches.
 
 It knows nothing of algorithms: a loss record says what it needs and sums over tokens with weights that were fixed on
-the whole mini-batch, so gradients add up to the same for every token budget.
+the whole mini-batch, so gradients add up to the same for every token budget. A loss that looks at one sequence at a
+time is differentiated micro-batch by micro-batch. One that must see a group or the batch at once is differentiated in
+two passes: the outputs of all tokens without gradient, the loss on them as leaves, then every micro-batch again with
+the derivatives found. Memory is that of one micro-batch either way.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from burnish.algorithms.losses import Loss, Outputs
+from burnish.algorithms.losses import Loss
+from burnish.algorithms.view import view_of
 from burnish.config.errors import UserError
-from burnish.config.schema import Optimizer
+from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
 from burnish.training.adamw import AdamW
-from burnish.training.forward import Policy, batch_logprobs, element_positions, split
+from burnish.training.forward import Needs, batch_outputs, forward, pieces
 from burnish.training.schedule import factor
+from burnish.training.tensors import read_tensors, write_tensors
+
+OF_A_LOSS = frozenset({"entropy", "value"})
+"""What a loss may need of the model beside log-probs, and with gradient."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +38,21 @@ class Update:
 
     stats: dict[str, float]
     logp: Tensor
-    """[N] log-probs from the forward pass, before the step, at the tokens in the loss; 0 elsewhere."""
+    """[N] log-probs (a critic's values) from the forward pass, before the step, at the tokens in the loss; 0 elsewhere."""
     skipped: str | None
     """Why no step was made, or None."""
 
 
 class Learner:
-    """A model with its optimizer. `temperature` is the one the batch was sampled at: all log-probs are under it."""
+    """A policy or a critic's model with its optimizer.
+
+    `temperature` is the one the batch was sampled at: all log-probs are under it.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, total_updates: int, token_budget: int, temperature: float = 1.0
     ) -> None:
         self.model = model
-        self.policy: Policy = model  # type: ignore[assignment]
         self.config, self.total_updates = optimizer, total_updates
         self.token_budget, self.temperature = token_budget, temperature
         self.updates = 0
@@ -56,23 +65,36 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """[N] log-prob of every token the model wrote, under the current weights; 0 elsewhere."""
-        return batch_logprobs(self.policy, batch, self.token_budget, self.temperature)
+        return self.outputs(batch, frozenset())["logp"]
 
-    def update(self, batch: Batch, loss: Loss) -> Update:
+    def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]:
+        """[N] columns under the current weights at the tokens of a mask, without gradient; 0 elsewhere.
+
+        `value` if that is needed, else `logp`, with `entropy` and `sum_p2` (sum_v p_v^2) where they are.
+        """
+        return batch_outputs(self.model, batch, needs, self.token_budget, self.temperature, mask)
+
+    def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: tuple[Batch, Loss] | None = None) -> Update:
         """One optimizer step. The batch has a `weight` token column: 0 outside the loss, denominators included.
 
-        A gradient that is not finite makes no step and says so; so does a batch without a token in the loss.
+        A gradient that is not finite makes no step and says so; so does a batch without a token in the loss. `also` is a
+        second batch with a loss of its own whose gradient goes into the same step.
         """
         num_tokens = int(batch.loss_mask.sum())
         if num_tokens == 0:
             return Update({}, torch.zeros(batch.num_tokens, device=batch.tokens.device), "no token is left in the loss")
         self.optimizer.zero_grad()
         total, sums, logp = self._accumulate(batch, loss)
-        lr = self.config.lr * factor(
-            self.updates, self.total_updates, self.config.schedule, self.config.warmup, self.config.final
+        second = 0.0 if also is None else self._accumulate(*also)[0]
+        lr = (
+            lr_scale
+            * self.config.lr
+            * factor(self.updates, self.total_updates, self.config.schedule, self.config.warmup, self.config.final)
         )
-        norm = float(nn.utils.clip_grad_norm_(self.names.values(), self.config.clip_norm, foreach=True))
-        stats = {"loss": total, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
+        norm = self.optimizer.clip(self.config.clip_norm)
+        stats = {"loss": total + second, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
+        if also is not None:
+            stats["second_loss"] = second
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
             return Update(stats, logp, f"the gradient is not finite (norm {norm})")
@@ -81,38 +103,57 @@ class Learner:
         return Update(stats, logp, None)
 
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], Tensor]:
-        """Gradients into `.grad`, micro-batch by micro-batch; the loss, the metric sums and the log-probs seen."""
-        total, sums = 0.0, dict[str, float]()
-        all_logp: Tensor | None = None
-        for part, micro in split(batch, self.token_budget):
-            wanted = micro.loss_mask.nonzero().squeeze(1)
-            if wanted.numel() == 0:
-                continue
-            logp, entropy = self.policy.token_logprobs(
-                micro.tokens, micro.offsets, wanted, self.temperature, "entropy" in loss.needs
-            )
-            value, parts = loss(Outputs(logp, entropy), _Columns(micro, wanted, logp.dtype))
+        """Gradients of a whole mini-batch; the loss, the metric sums and the log-probs (values) seen."""
+        needs = loss.needs & OF_A_LOSS
+        if loss.scope in ("token", "sequence"):
+            return self._one_pass(batch, loss, needs)
+        outputs = self.outputs(batch, needs, "loss_mask")
+        total, sums, slopes = derivatives(batch, loss, outputs)
+        self.backward(batch, slopes)
+        return total, sums, _first(outputs)
+
+    def _one_pass(self, batch: Batch, loss: Loss, needs: Needs) -> tuple[float, dict[str, float], Tensor]:
+        total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
+        sums: dict[str, Tensor] = {}
+        seen: Tensor | None = None
+        for piece in pieces(batch, self.token_budget, "loss_mask"):
+            outputs = forward(self.model, piece, needs, self.temperature)
+            value, amounts = loss(view_of(piece.batch, **outputs))
             value.backward()
-            total += float(value.detach())
-            for name, amount in parts.items():
-                sums[name] = sums.get(name, 0.0) + float(amount)
-            if all_logp is None:
-                all_logp = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
-            all_logp[element_positions(batch, part)[wanted]] = logp.detach()
-        assert all_logp is not None
-        return total, sums, all_logp
+            self.optimizer.absorb()
+            total += value.detach()
+            for name, amount in amounts.items():
+                sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
+            if seen is None:
+                seen = _first(outputs).new_zeros(batch.num_tokens)
+            seen[piece.positions] = _first(outputs).detach()
+        assert seen is not None, "update() has counted the tokens in the loss"
+        return float(total), {name: float(amount) for name, amount in sums.items()}, seen
+
+    def backward(self, batch: Batch, slopes: Mapping[str, Tensor]) -> None:
+        """Gradients of sum_t slope_t output_t: the second pass of a loss whose derivatives are known; [N] columns."""
+        # Only outputs that are differentiated get a graph: an entropy that is only looked at is not computed again.
+        names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
+        for piece in pieces(batch, self.token_budget, "loss_mask"):
+            outputs = forward(self.model, piece, frozenset(names), self.temperature)
+            terms = [(outputs[name] * slopes[name][piece.positions]).sum() for name in names]
+            torch.stack(terms).sum().backward()
+            self.optimizer.absorb()
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments, as at the start of an iteration of Kimi k1.5; the schedule goes on."""
+        self.optimizer.reset()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
         """Optimizer state beside the weights (which the model's own code saves): safetensors, never pickle."""
-        tensors = {k: t.detach().cpu().contiguous() for k, t in self.optimizer.tensors().items()}
-        save_file(tensors, directory / "optimizer.safetensors")
+        write_tensors(directory / "optimizer.safetensors", self.optimizer.tensors())
         (directory / "optimizer.json").write_text(json.dumps({"updates": self.updates}))
 
     def load(self, directory: Path) -> None:
         """Optimizer state back; the weights must be the ones saved with it."""
-        tensors = load_file(directory / "optimizer.safetensors")
+        tensors = read_tensors(directory / "optimizer.safetensors")
         unknown = [k for k in tensors if k.split("/", 1)[1] not in self.names]
         if unknown:
             raise UserError(f"{directory}: optimizer state for parameters this model does not have: {unknown[:3]}")
@@ -123,21 +164,20 @@ class Learner:
         self.updates = int(json.loads((directory / "optimizer.json").read_text())["updates"])
 
 
-class _Columns(Mapping[str, Tensor]):
-    """The columns a loss reads, at the tokens in it: token columns, and sequence columns spread over their tokens."""
+def derivatives(
+    batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]
+) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    """A loss on the outputs of a whole mini-batch: its value, its metric sums, and d loss / d output; [N] columns."""
+    mask = batch.loss_mask
+    leaves = {name: column[mask].requires_grad_() for name, column in outputs.items()}
+    value, amounts = loss(view_of(batch, **leaves))
+    found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    slopes = {name: torch.zeros_like(outputs[name]) for name in leaves}
+    for slope, gradient in zip(slopes.values(), found, strict=True):
+        slope[mask] = gradient
+    return float(value.detach()), {name: float(amount) for name, amount in amounts.items()}, slopes
 
-    def __init__(self, batch: Batch, wanted: Tensor, dtype: torch.dtype) -> None:
-        self.batch, self.wanted, self.dtype = batch, wanted, dtype
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self.batch.token:
-            column = self.batch.token[name][self.wanted]
-        else:
-            column = self.batch.sequence[name][self.batch.sequence_ids[self.wanted]]
-        return column.to(self.dtype) if column.is_floating_point() else column
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self.batch.token, *self.batch.sequence])
-
-    def __len__(self) -> int:
-        return len(self.batch.token) + len(self.batch.sequence)
+def _first(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The log-probs of a policy, the values of a critic."""
+    return next(iter(outputs.values()))

@@ -3,8 +3,9 @@
 import pytest
 
 from burnish.cli.main import main
-from burnish.config.algorithm import PAPERS, PRESETS, Algorithm
+from burnish.config.algorithm import Algorithm
 from burnish.config.load import from_preset
+from burnish.config.presets import PRESETS
 from burnish.config.text import parse
 
 
@@ -13,28 +14,49 @@ def output(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_table_has_a_row_a_preset_and_a_column_a_slot(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_a_preset_marks_what_waits_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = output(capsys).splitlines()
-    assert header.split() == ["advantage", "ratio", "clip", "loss", "aggregation", "kl", "entropy", "filters"]
-    assert [row.split()[0] for row in rows] == list(PRESETS)
-    assert "grpo(std=none)" in rows[list(PRESETS).index("dr_grpo")]
+    assert header.strip() == "changes in grpo"
+    names = [row.split()[0] for row in rows if row and not row.startswith((" ", "* "))]
+    assert names == [f"{name}*" if from_preset(name).waits else name for name in PRESETS]
+    assert {"prime*", "dpo*", "dapo"} <= set(names)
+    assert max(map(len, rows)) <= 120
+    assert "advantage: grpo(std=none); aggregation: seq-mean-token-sum-norm; kl: none" in "\n".join(rows)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_one_algorithm_prints_paper_formulas_and_yaml_that_gives_it_back(capsys, name: str) -> None:
+def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back(capsys, name: str) -> None:
     text = output(capsys, name)
-    algorithm = from_preset(name)
-    assert PAPERS[name] in text
-    assert algorithm.advantage.formula in text
-    assert algorithm.advantage.paper in text
+    algorithm, preset = from_preset(name), PRESETS[name]
+    words = " ".join(text.split())
+    for said in (preset.title, preset.paper, preset.solves, preset.note, *algorithm.waits):
+        assert said in words
+    for _, choice in algorithm.choices():
+        if choice.name != "none":  # type: ignore[attr-defined]
+            assert choice.formula in text
+            assert choice.paper in text
     yaml = text[text.index("\nalgorithm:\n") :]
     assert Algorithm.model_validate(parse(yaml, "printed")["algorithm"]) == algorithm
+
+
+def test_slots_that_are_off_are_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys, "vapo").splitlines()
+    assert "off: kl, entropy, filters, refill, shaping, curriculum" in lines
+    for on in ("critic: warmup_steps=50, optimizer.lr=2e-06", "auxiliary: positive_nll=0.1"):
+        assert on in lines
 
 
 def test_diff_prints_only_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = output(capsys, "--diff", "grpo", "dr_grpo").splitlines()
     assert header.split() == ["grpo", "dr_grpo"]
     assert [row.split()[0] for row in rows] == ["advantage", "aggregation", "kl"]
+    assert [row.split()[0] for row in output(capsys, "--diff", "ppo", "vapo").splitlines()[1:]] == [
+        "advantage",
+        "clip",
+        "kl",
+        "auxiliary",
+        "critic",
+    ]
     assert output(capsys, "--diff", "grpo", "grpo") == "grpo and grpo are the same\n"
 
 

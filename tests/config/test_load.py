@@ -70,7 +70,7 @@ def test_one_option_keeps_the_rest_of_its_slot() -> None:
         GrpoAdvantage(std="none", eps=0.5)
     )
     kl = algorithm("algorithm.kl.loss={coef: 0, estimator: k2}", "algorithm.kl.reference=none").kl
-    assert (kl.reference, kl.loss.estimator, kl.reward.estimator) == ("none", "k2", "k1")
+    assert (kl.reference.name, kl.loss.estimator, kl.reward.estimator) == ("none", "k2", "k1")
 
 
 def test_naming_the_same_choice_again_changes_nothing() -> None:
@@ -229,9 +229,12 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
 # --- round trip ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not from_preset(name).waits])
 def test_dump_loads_to_an_equal_config(tmp_path: Path, preset: str) -> None:
-    first = load(TrainConfig, None, [*MINIMAL, f"algorithm={preset}", "warm_start.data.path=d", "run.name='1e-6'"])
+    more = ["data.budget={}"] if preset.startswith("lcpo") else []
+    more += ["algorithm.filters=[positives_only]"] if preset == "sft" else []
+    overrides = [*MINIMAL, f"algorithm={preset}", *more, "training.steps=200", "warm_start.data.path=d"]
+    first = load(TrainConfig, None, [*overrides, "run.name='1e-6'"])
     again = load(TrainConfig, write(tmp_path, "config.yaml", dump(first.config)))
     assert again.config == first.config
     assert again.resolved == first.resolved

@@ -24,7 +24,10 @@ def error_of(*overrides: str) -> str:
     [
         ("rollout.tempreture=1", "rollout.tempreture: unknown key; did you mean 'temperature'?"),
         ("rolout.n=1", "rolout: unknown key; did you mean 'rollout'?"),
-        ("rollout.lr=1", "rollout.lr: unknown key; 'lr' is a key elsewhere: training.optimizer.lr"),
+        (
+            "rollout.lr=1",
+            "rollout.lr: unknown key; 'lr' is a key elsewhere: algorithm.critic.optimizer.lr, training.optimizer.lr",
+        ),
         ("run.qqq=1", "run.qqq: unknown key (keys here: directory, name,"),
         ("data.train.0.pth=x", "data.train.0.pth: unknown key; did you mean 'path'?"),
         ("validation.modes.greedy.tmp=1", "validation.modes.greedy.tmp: unknown key"),
@@ -65,9 +68,12 @@ def test_an_unknown_key_names_the_nearest(override: str, words: str) -> None:
         ("reward.parts=[{weight: 1}]", "reward.parts.0.name: missing; expected text"),
         (
             "algorithm.advantage=grop",
-            "algorithm.advantage: got 'grop', expected one of grpo, reinforce, path/to/file.py:function; did you mean 'grpo'?",
+            "algorithm.advantage: got 'grop', expected one of grpo, reinforce, rloo, ",
         ),
-        ("algorithm.ratio=a.py:f", "algorithm.ratio: got 'a.py:f', expected one of token, none"),
+        (
+            "algorithm.ratio=a.py:f",
+            "algorithm.ratio: got 'a.py:f', expected one of token, sequence, seq_token, seq_prod, none",
+        ),
         (
             "algorithm.advantage.std=grup",
             "algorithm.advantage.std: got 'grup', expected one of group, none, batch; did you mean 'group'?",

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from burnish.core.keys import fold
+from burnish.core.noise import signed
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 
 
@@ -71,6 +73,42 @@ def test_a_rewritten_context_gives_several_sequences_of_one_trajectory() -> None
     assert batch.sequence["trajectory_ids"].tolist() == [0, 0, 1]
     assert batch.sequence["group_ids"].tolist() == [0, 0, 0]
     assert batch.sequence["reward"].tolist() == [0.25, 0.25, 0.75]
+
+
+def test_every_sequence_has_a_key_of_its_own_whatever_it_is_packed_with() -> None:
+    a = trajectory("p", 0, 0, sequence([1, 2], 1), sequence([3, 4, 5], 2))
+    b = trajectory("p", 0, 1, sequence([6, 7], 1))
+    c = trajectory("p", 1, 0, sequence([6, 7], 1))
+    keys = pack([a, b, c]).sequence["key"]
+    assert keys.dtype == torch.int64
+    assert keys.tolist() == [signed(fold(0, "p", *rest)) for rest in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
+    assert len(set(keys.tolist())) == 4
+    assert pack([c, a]).sequence["key"].tolist() == [keys[3], keys[0], keys[1]]
+
+
+def test_reward_parts_become_columns_with_nan_where_a_trajectory_has_none() -> None:
+    batch = pack(
+        [
+            trajectory("p", 0, 0, sequence([1, 2], 1), sequence([3, 4], 1), parts={"math": 1.0, "format": 0.25}),
+            trajectory("q", 0, 0, sequence([1, 2], 1), parts={"math": 0.0}),
+        ]
+    )
+    assert batch.sequence["part/math"].tolist() == [1.0, 1.0, 0.0]
+    formats = batch.sequence["part/format"]
+    assert formats.dtype == torch.float64
+    assert formats.tolist()[:2] == [0.25, 0.25]
+    assert math.isnan(formats[2])
+
+
+@pytest.mark.parametrize("name", ["greedy_reward", "budget"])
+def test_numbers_of_the_metadata_become_columns_where_any_trajectory_has_them(name: str) -> None:
+    plain = trajectory("p", 0, 0, sequence([1, 2], 1))
+    given = trajectory("q", 0, 0, sequence([1, 2], 1), metadata={name: 7})
+    column = pack([given, plain]).sequence[name]
+    assert column.dtype == torch.float64
+    assert column[0] == 7
+    assert math.isnan(column[1])
+    assert set(pack([plain]).sequence) == {"group_ids", "trajectory_ids", "key", "reward", "accuracy", "truncated"}
 
 
 def test_a_trajectory_without_a_reward_cannot_be_packed_and_is_named() -> None:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from burnish.config.load import from_preset
+from burnish.config.optimizer import Optimizer
 from burnish.config.schema import NewModel
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.data.tasks.registry import make_task
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
+from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.prepare import Recipe
 from burnish.training.learner import Learner
 
@@ -79,12 +81,10 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
         sequence = TokenSequence(tokens, written, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
         trajectories.append(Trajectory(f"p{k // 3}", 0, k % 3, [sequence], "stop", "", reward=reward))
     algorithm = from_preset("grpo").model_copy(update={"kl": from_preset("dr_grpo").kl, "aggregation": _token_mean()})
-    recipe = Recipe(algorithm, horizon=10, num_updates=1)
-    from burnish.config.schema import Optimizer
-
+    recipe = Recipe(algorithm, num_updates=1)
     learner = Learner(ours, Optimizer(clip_norm=1e9), total_updates=1, token_budget=20)
     batch, _ = recipe.prepare(recipe.select(pack(trajectories)), learner, None)
-    (mini_batch,) = recipe.mini_batches(recipe.trim(batch), 1, 1)
+    (mini_batch,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, horizon=10)
     value, _, _ = learner._accumulate(mini_batch, recipe.loss)
     assert value == pytest.approx(float(loss.detach()), abs=1e-12)
     gradients = dict(ours.named_parameters())

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from burnish.config.schema import Data, Environment, Reward, RewardPart, Source
+from burnish.config.slots.curriculum import LengthBudget, PrioritisedCurriculum
 from burnish.core.engine import SamplingOptions
-from burnish.core.trajectory import Trajectory
+from burnish.core.trajectory import Trajectory, pack
 from burnish.data.prompts import PromptStream
 from burnish.environments.base import environment_factory
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.rewards import Rewards
+from burnish.rewards.types import Score, ScoreRequest
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, summary
 from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.sources import SyncSource
+from burnish.rollout.scored import GREEDY
+from burnish.rollout.sources import RolloutPlan, SyncSource
 from burnish.run.journal import Journal
 
 SAMPLING = SamplingOptions(max_tokens=6, stop_tokens=(1,))
+PLAN = RolloutPlan(prompts=4, n=3, sampling=SAMPLING)
+GREEDY_PLAN = replace(PLAN, greedy=True)
 SOURCES = [Source(task="sort_digits", options={"min_digits": 2, "max_digits": 3})]
 OWN_REWARD = '''
 from burnish.environments.base import Done, Turn
@@ -71,7 +78,7 @@ def life(model: Decoder, tokenizer: Tokenizer, rewards: Rewards, tmp_path: Path)
         engine = NativeEngine(model, max_rows=5)
         driver = Driver(engine, environment_factory(environment, tokenizer, tmp_path), tokenizer, seed=3)
         stream = PromptStream(SOURCES, tokenizer, Data(train=SOURCES), seed=3)
-        return SyncSource(stream, driver, rewards, SAMPLING, prompts=4, n=3, journal=Journal(tmp_path / "journal"))
+        return SyncSource(stream, driver, rewards, Journal(tmp_path / "journal"))
 
     return start
 
@@ -95,7 +102,7 @@ def same(left: list[Trajectory], right: list[Trajectory]) -> None:
 def test_a_step_is_scored_and_in_the_order_of_its_draws(life: Any) -> None:
     said: list[str] = []
     source = life()
-    scored = source.next(1, said.append)
+    scored = source.next(1, PLAN, said.append)
     assert [t.id for t in scored.trajectories] == [
         f"{d.prompt.row.id}#{d.visit}.{k}" for d in scored.draws for k in range(3)
     ]
@@ -111,40 +118,40 @@ def test_a_step_is_scored_and_in_the_order_of_its_draws(life: Any) -> None:
 
 def test_a_second_life_takes_finished_steps_from_the_journal(life: Any) -> None:
     first = life()
-    expected = [first.next(step, quiet).trajectories for step in (1, 2)]
+    expected = [first.next(step, PLAN, quiet).trajectories for step in (1, 2)]
     second = life()
     for step in (1, 2):
-        same(second.next(step, quiet).trajectories, expected[step - 1])
+        same(second.next(step, PLAN, quiet).trajectories, expected[step - 1])
     assert drawn_tokens(second) == 0
     assert second.rewards.pending == 0
-    third_step = second.next(3, quiet)
+    third_step = second.next(3, PLAN, quiet)
     assert drawn_tokens(second) == third_step.num_tokens > 0
-    same(first.next(3, quiet).trajectories, third_step.trajectories)
+    same(first.next(3, PLAN, quiet).trajectories, third_step.trajectories)
 
 
 @pytest.mark.parametrize("lost", ["completed", "scored"])
 def test_a_lost_attachment_is_made_again_and_is_equal(life: Any, tmp_path: Path, lost: str) -> None:
-    expected = life().next(1, quiet)
+    expected = life().next(1, PLAN, quiet)
     (tmp_path / "journal" / f"{lost}-000001.safetensors").unlink()
     second = life()
-    same(second.next(1, quiet).trajectories, expected.trajectories)
+    same(second.next(1, PLAN, quiet).trajectories, expected.trajectories)
     assert drawn_tokens(second) == (expected.num_tokens if lost == "completed" else 0)
 
 
 @pytest.mark.parametrize("lost", ["completed", "scored"])
 def test_a_damaged_attachment_counts_as_lost(life: Any, tmp_path: Path, lost: str) -> None:
-    expected = life().next(1, quiet)
+    expected = life().next(1, PLAN, quiet)
     file = tmp_path / "journal" / f"{lost}-000001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    same(life().next(1, quiet).trajectories, expected.trajectories)
+    same(life().next(1, PLAN, quiet).trajectories, expected.trajectories)
 
 
 def test_a_journal_of_other_prompts_is_not_taken(life: Any) -> None:
     first = life()
-    first.next(1, quiet)
+    first.next(1, PLAN, quiet)
     second = life()
     second.stream.draw(1)  # the stream stands elsewhere, so that the same step has other prompts
-    scored = second.next(1, quiet)
+    scored = second.next(1, PLAN, quiet)
     assert drawn_tokens(second) == scored.num_tokens > 0
 
 
@@ -154,13 +161,186 @@ def test_rewards_of_the_environment_survive_and_are_not_scored_again(
 ) -> None:
     (tmp_path / "half.py").write_text(OWN_REWARD)
     environment = Environment(name="half.py:Half")
-    expected = life(environment).next(1, quiet).trajectories
+    expected = life(environment).next(1, PLAN, quiet).trajectories
     own = [t for t in expected if t.parts == {"environment": 0.125}]
     assert 0 < len(own) < len(expected)
     assert all(t.reward == 0.125 for t in own)
     if lost:
         (tmp_path / "journal" / f"{lost}-000001.safetensors").unlink()
-    same(life(environment).next(1, quiet).trajectories, expected)
+    same(life(environment).next(1, PLAN, quiet).trajectories, expected)
+
+
+ROUNDS = (
+    PLAN,
+    replace(PLAN, prompts=2),
+    replace(PLAN, prompts=1, n=2, sampling=replace(SAMPLING, max_tokens=3), greedy=True),
+)
+
+
+def three_rounds(source: SyncSource, step: int = 1) -> list[Any]:
+    return [source.next(step, plan, quiet, k) for k, plan in enumerate(ROUNDS)]
+
+
+def test_rounds_of_a_step_draw_new_prompts_by_their_own_plans_and_add_up(life: Any, tmp_path: Path) -> None:
+    source = life()
+    rounds = three_rounds(source)
+    assert [len(r.trajectories) for r in rounds] == [12, 6, 2]
+    assert max(t.num_actions for t in rounds[2].trajectories) <= 3 < max(t.num_actions for t in rounds[0].trajectories)
+    whole = rounds[0].joined(rounds[1]).joined(rounds[2])
+    assert len({t.id for t in whole.trajectories}) == len(whole.trajectories) == 20
+    assert [d.prompt.row.id for d in whole.draws] == [f"sort_digits/train/{k}" for k in range(7)]
+    assert whole.greedy == rounds[2].greedy != []
+    assert whole.num_tokens == drawn_tokens(source)
+    assert whole.rollout_s == sum(r.rollout_s for r in rounds)
+    assert whole.reward_s == sum(r.reward_s for r in rounds)
+    files = {file.stem for file in (tmp_path / "journal").glob("*.safetensors")}
+    assert files == {f"{event}-000001{end}" for event in ("completed", "scored") for end in ("", "-r1", "-r2")}
+
+
+@pytest.mark.parametrize("kept", range(10))
+def test_a_step_cut_in_any_round_is_replayed_exactly(life: Any, tmp_path: Path, kept: int) -> None:
+    first = life()
+    expected = three_rounds(first)
+    events = tmp_path / "journal" / "events.jsonl"
+    lines = events.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 9
+    events.write_bytes(b"".join(lines[:kept]))
+    second = life()
+    again = three_rounds(second)
+    for one, other in zip(expected, again, strict=True):
+        same(one.trajectories, other.trajectories)
+        same(one.greedy, other.greedy)
+    completed = (kept + 1) // 3  # rounds whose generation was still in the journal
+    assert drawn_tokens(second) == sum(r.num_tokens for r in expected[completed:])
+    same(first.next(2, PLAN, quiet).trajectories, second.next(2, PLAN, quiet).trajectories)
+
+
+class Judge:
+    """Stands where the rewards stand: a function scores in this process."""
+
+    def __init__(self, score: Callable[[ScoreRequest], Score]) -> None:
+        self.score, self.done = score, list[Score]()
+
+    @property
+    def pending(self) -> int:
+        return len(self.done)
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> None:
+        self.done += [self.score(request) for request in requests]
+
+    def poll(self, timeout_s: float | None) -> list[Score]:
+        done, self.done = self.done, []
+        return done
+
+
+def by_length(request: ScoreRequest) -> Score:
+    """One in a hundred of the length of the text, so that answers differ; wrong for the prompt numbered 2's greedy one."""
+    if request.id == f"sort_digits/train/2#0.{GREEDY}":
+        return Score(request.id, None, None, {}, False, "the judge is ill")
+    return Score(request.id, len(request.completion) / 100, 1.0, {"judge": 1.0})
+
+
+@pytest.fixture
+def greedy_life(life: Any) -> Any:
+    def start() -> SyncSource:
+        source: SyncSource = life()
+        source.rewards = cast(Rewards, Judge(by_length))
+        return source
+
+    return start
+
+
+def test_the_reward_of_the_greedy_answer_reaches_all_samples_of_its_prompt(greedy_life: Any, life: Any) -> None:
+    source = greedy_life()
+    scored = source.next(1, GREEDY_PLAN, quiet)
+    assert [(t.prompt_id, t.sample) for t in scored.greedy] == [(d.prompt.row.id, GREEDY) for d in scored.draws]
+    assert scored.num_tokens == drawn_tokens(source) > sum(t.num_actions for t in scored.trajectories)
+    most_likely = list(source.driver.run(scored.draws, 1, replace(SAMPLING, temperature=0.0), "baseline"))
+    assert {t.prompt_id: t.completion for t in most_likely} == {t.prompt_id: t.completion for t in scored.greedy}
+    rewards = {t.prompt_id: len(t.completion) / 100 for t in scored.greedy}
+    usable = scored.usable
+    assert len(usable) == 9
+    assert [t.metadata["greedy_reward"] for t in usable] == [rewards[t.prompt_id] for t in usable]
+    assert pack(usable).sequence["greedy_reward"].tolist() == [rewards[t.prompt_id] for t in usable]
+    assert any(t.reward != t.metadata["greedy_reward"] for t in usable)
+    assert [t.id for t in scored.trajectories] == [f"{d.prompt.row.id}#0.{k}" for d in scored.draws for k in range(3)]
+
+
+def test_greedy_answers_leave_the_samples_as_they_are(greedy_life: Any, life: Any, tmp_path: Path) -> None:
+    with_greedy = greedy_life().next(1, GREEDY_PLAN, quiet)
+    (tmp_path / "journal" / "events.jsonl").unlink()
+    for a, b in zip(with_greedy.trajectories, life().next(1, PLAN, quiet).trajectories, strict=True):
+        assert a.completion == b.completion
+
+
+def test_samples_whose_greedy_answer_failed_count_as_failed_and_say_so(greedy_life: Any) -> None:
+    scored = greedy_life().next(1, GREEDY_PLAN, quiet)
+    assert [t.prompt_id for t in scored.greedy if t.reward is None] == ["sort_digits/train/2"]
+    assert [t.id for t in scored.failed] == [f"sort_digits/train/2#0.{k}" for k in range(3)]
+    for t in scored.failed:
+        assert t.error == "the greedy answer to its prompt could not be scored: the judge is ill"
+        assert t.accuracy is None
+        assert "greedy_reward" not in t.metadata
+
+
+@pytest.mark.parametrize("lost", [None, "completed", "scored"])
+def test_greedy_answers_and_their_rewards_survive_in_the_journal(
+    greedy_life: Any, tmp_path: Path, lost: str | None
+) -> None:
+    expected = greedy_life().next(1, GREEDY_PLAN, quiet)
+    if lost:
+        (tmp_path / "journal" / f"{lost}-000001.safetensors").unlink()
+    second = greedy_life()
+    again = second.next(1, GREEDY_PLAN, quiet)
+    same(again.trajectories, expected.trajectories)
+    same(again.greedy, expected.greedy)
+    assert drawn_tokens(second) == (expected.num_tokens if lost == "completed" else 0)
+
+
+def test_a_curriculum_goes_on_from_a_checkpoint_and_the_journal_as_if_unbroken(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    sources = [Source(task="sort_digits", limit=6, options={"min_digits": 2, "max_digits": 3})]
+
+    def start() -> SyncSource:
+        driver = Driver(NativeEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed=3)
+        stream = PromptStream(
+            sources, tokenizer, Data(train=sources), seed=3, curriculum=PrioritisedCurriculum(warmup_steps=1)
+        )
+        right = {f"sort_digits/train/{k}" for k in range(3)}
+        judge = Judge(lambda r: Score(r.id, 1.0, float(r.id.partition("#")[0] in right), {}))
+        return SyncSource(stream, driver, cast(Rewards, judge), Journal(tmp_path / "journal"))
+
+    def step(source: SyncSource, number: int) -> list[Trajectory]:
+        scored = source.next(number, replace(PLAN, n=1), quiet)
+        source.stream.observe(scored.trajectories)
+        return scored.trajectories
+
+    unbroken = start()
+    step(unbroken, 1)
+    step(unbroken, 2)
+    saved = json.loads(json.dumps(unbroken.stream.state()))
+    expected = [step(unbroken, number) for number in (3, 4, 5)]
+    resumed = start()
+    resumed.stream.restore(saved)
+    for number, trajectories in zip((3, 4, 5), expected, strict=True):
+        same(step(resumed, number), trajectories)
+    assert drawn_tokens(resumed) == 0
+    assert resumed.stream.state() == unbroken.stream.state()
+    warm_up = start().stream
+    warm_up.draw(8)
+    assert [d.prompt.row.id for d in warm_up.draw(4)] != [t.prompt_id for t in expected[0]]  # steps 2 and 3 are past it
+
+
+def test_a_budget_is_in_the_metadata_of_samples_and_measurements(model: Decoder, rewards: Rewards) -> None:
+    tokenizer, budget = Tokenizer.from_characters("0123456789>"), LengthBudget(low=3, high=9, text="{n}>")
+    stream = PromptStream(SOURCES, tokenizer, Data(train=SOURCES, budget=budget), seed=3)
+    driver = Driver(NativeEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed=3)
+    draws = stream.draw(5)
+    measured = measure(driver, rewards, [d.prompt for d in draws], 2, SAMPLING, quiet)
+    asked = [d.prompt.budget for d in draws for _ in range(2)]
+    assert [t.metadata["budget"] for t in measured.trajectories] == asked
+    assert pack(measured.trajectories).sequence["budget"].tolist() == asked
 
 
 def test_measuring_twice_gives_the_same_numbers(

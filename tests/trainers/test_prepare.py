@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.losses import Outputs
+from burnish.algorithms.view import View
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.prepare import Recipe
 
 HORIZON = 7
@@ -51,12 +52,15 @@ class Scorer:
         self.slope, self.calls = slope, 0
 
     def logprobs(self, batch: Batch) -> Tensor:
+        return self.outputs(batch, frozenset())["logp"]
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         self.calls += 1
-        return torch.where(batch.action_mask, -self.slope * batch.positions.double(), 0.0)
+        return {"logp": torch.where(batch.action_mask, -self.slope * batch.positions.double(), 0.0)}
 
 
 def recipe(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = None) -> Recipe:
-    return Recipe(Algorithm.model_validate(algorithm), HORIZON, num_updates, base)
+    return Recipe(Algorithm.model_validate(algorithm), num_updates, base)
 
 
 def prepared(it: Recipe, batch: Batch, reference: Scorer | None = None) -> tuple[Batch, dict[str, float]]:
@@ -96,12 +100,11 @@ def test_select_may_leave_nothing() -> None:
 # --- prepare -----------------------------------------------------------------------------------------------------------
 
 
-def test_prepare_places_rewards_and_adds_one_advantage_a_sequence() -> None:
+def test_prepare_adds_one_advantage_a_sequence_and_no_column_of_tokens() -> None:
     batch, stats = prepared(recipe({"advantage": {"name": "grpo", "std": "none"}}), example())
-    assert batch.token["token_rewards"].tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0.25, 0, 0, 0.75]
     assert batch.sequence["advantages"].tolist() == [0.5, -0.5, 0, 0, -0.25, 0.25]
     assert stats == {}
-    assert not {"old_logp", "ref_logp"} & set(batch.token)
+    assert set(batch.token) == set(example().token)
 
 
 def test_prepare_adds_one_advantage_a_token_for_an_estimator_of_returns() -> None:
@@ -139,7 +142,7 @@ def test_kl_in_the_reward_reaches_the_advantages() -> None:
     # d = -0.25 * position: the sums over written tokens are -0.75 and -0.25, the token means -0.375 and -0.25.
     assert batch.token["token_rewards"].tolist() == pytest.approx([0, 0.025, 1.05, 0, 0.025])
     assert batch.sequence["advantages"].tolist() == pytest.approx([0.525, -0.525])
-    assert stats == {"kl_reward": pytest.approx(-0.3125)}
+    assert stats == {"kl_reward": pytest.approx(-0.3125), "kl_coef": 0.1}
 
 
 # --- trim --------------------------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ def test_a_users_loss_is_minimised_with_its_options(plug_in: Callable[[str], str
     it = recipe({"ratio": "none", "clip": "none", "loss": {"name": name, "options": {"power": 2.0}}})
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     columns = {"weight": torch.tensor([0.5, 1.0]), "advantages": torch.tensor([2.0, 1.0])}
-    loss, _ = it.loss(Outputs(logp, None), columns)
+    loss, _ = it.loss(View(torch.tensor([0, 2]), columns, {}, logp, torch.zeros(2)))
     assert loss.item() == pytest.approx(-(0.5 * 4 + 9))
 
 
@@ -246,7 +249,7 @@ def grouped(draw: st.DrawFn) -> Batch:
 @settings(max_examples=60, deadline=None)
 @given(grouped(), st.integers(1, 5), st.integers(1, 2))
 def test_mini_batches_hold_every_group_whole_once_an_epoch(batch: Batch, num: int, epochs: int) -> None:
-    parts = list(recipe({}).mini_batches(batch, num, epochs))
+    parts = list(mini_batches(batch, Algorithm(), num, epochs, HORIZON))
     groups = set(batch.sequence["group_ids"].tolist())
     size = min(num, len(groups))
     assert len(parts) == size * epochs
@@ -266,7 +269,7 @@ MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 @settings(max_examples=40, deadline=None)
 @given(grouped(), st.integers(1, 3), st.sampled_from(MODES))
 def test_weights_are_normalised_in_each_mini_batch(batch: Batch, num: int, mode: str) -> None:
-    for part in recipe({"aggregation": mode}).mini_batches(batch, num, 1):
+    for part in mini_batches(batch, Algorithm.model_validate({"aggregation": mode}), num, 1, HORIZON):
         tokens, sequences = int(part.loss_mask.sum()), part.num_sequences
         expected = {
             "token-mean": 1,
@@ -282,10 +285,11 @@ def test_weights_are_normalised_in_each_mini_batch(batch: Batch, num: int, mode:
 def test_the_configs_horizon_comes_before_the_rollouts() -> None:
     batch = make_batch([2], [0], [1])
     for horizon, expected in ((None, 1 / HORIZON), (4, 1 / 4)):
-        it = recipe({"aggregation": {"name": "seq-mean-token-sum-norm", "horizon": horizon}})
-        (part,) = it.mini_batches(batch, 1, 1)
+        it = Algorithm.model_validate({"aggregation": {"name": "seq-mean-token-sum-norm", "horizon": horizon}})
+        (part,) = mini_batches(batch, it, 1, 1, HORIZON)
         assert part.token["weight"].tolist() == pytest.approx([0, expected, expected])
 
 
 def test_an_empty_batch_has_no_mini_batches() -> None:
-    assert list(recipe({}).mini_batches(example().select(torch.tensor([], dtype=torch.int64)), 2, 3)) == []
+    empty = example().select(torch.tensor([], dtype=torch.int64))
+    assert list(mini_batches(empty, Algorithm(), 2, 3, HORIZON)) == []

@@ -1,4 +1,4 @@
-"""One step of the loop on made-up rollouts: what is logged, and what is said when there is nothing to learn."""
+"""One step of the loop on made-up rollouts: refills, what is logged, and what is said when there is nothing to learn."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from burnish.config.algorithm import Algorithm
-from burnish.config.schema import Training
+from burnish.config.errors import UserError
+from burnish.config.schema import Rollout, Training
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Finish, TokenSequence, Trajectory
 from burnish.rollout.scored import Scored
+from burnish.rollout.sources import RolloutPlan
 from burnish.trainers import observe
+from burnish.trainers.job import Learned
 from burnish.trainers.prepare import Recipe
-from burnish.trainers.rl import learn
+from burnish.trainers.rl import gather, learn
+from burnish.trainers.state import first_state
 from burnish.training.learner import Update
 
 
@@ -25,70 +29,162 @@ class Model:
     """Stands where the learner and the reference stand: every written token has the same log-prob."""
 
     device = torch.device("cpu")
+    model = torch.nn.Linear(1, 1)
 
     def __init__(self, logp: float) -> None:
         self.logp = logp
+        self.calls: list[Any] = []
 
     def logprobs(self, batch: Batch) -> Tensor:
         return torch.where(batch.action_mask, self.logp, 0.0)
 
-    def update(self, batch: Batch, loss: Any) -> Update:
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        return {"logp": self.logprobs(batch)}
+
+    def update(self, batch: Batch, *details: Any) -> Update:
+        self.calls.append((batch, *details))
         return Update({"loss": 1.0}, self.logprobs(batch), None)
+
+    def after_update(self, model: Any) -> None:
+        self.calls.append("after_update")
+
+
+def group(prompt: str, finish: Finish, rewards: tuple[float | None, ...]) -> list[Trajectory]:
+    """Samples of one prompt: a prompt token and three written ones."""
+    mask = np.array([False, True, True, True])
+    tokens = TokenSequence(np.arange(4), mask, np.full(4, -0.5, np.float32) * mask, np.zeros(4, np.int32))
+    return [Trajectory(prompt, 0, k, [tokens], finish, "", reward, reward) for k, reward in enumerate(rewards)]
 
 
 def rollouts(finish: Finish, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> Scored:
-    """One group of samples of a prompt token and three written ones."""
-    mask = np.array([False, True, True, True])
-    tokens = TokenSequence(np.arange(4), mask, np.full(4, -0.5, np.float32) * mask, np.zeros(4, np.int32))
-    samples = [Trajectory("p", 0, k, [tokens], finish, "", reward, reward) for k, reward in enumerate(rewards)]
-    return Scored([], samples, 0.0, 0.0)
+    return Scored([], group("p", finish, rewards), 0.0, 0.0)
 
 
-def job(algorithm: dict[str, Any], notes: list[str]) -> Any:
-    recipe = Recipe(Algorithm.model_validate(algorithm), horizon=3, num_updates=1)
+class Source:
+    """Gives what it was made with, one item a round."""
+
+    def __init__(self, *rounds: Scored) -> None:
+        self.rounds, self.asked = list(rounds), list[tuple[int, int, RolloutPlan]]()
+
+    def next(self, step: int, plan: RolloutPlan, progress: Any, round: int = 0) -> Scored:
+        self.asked.append((step, round, plan))
+        return self.rounds[round]
+
+
+def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: int = 1) -> Any:
+    chosen = Algorithm.model_validate(algorithm)
     display = SimpleNamespace(note=notes.append, phase=lambda text: None)
+    config = SimpleNamespace(training=Training(), algorithm=chosen, rollout=Rollout(prompts=prompts, n=2), seed=0)
     return SimpleNamespace(
-        config=SimpleNamespace(training=Training()),
+        config=config,
         run=SimpleNamespace(display=display),
-        state=SimpleNamespace(step=6),
-        recipe=recipe,
+        state=first_state(chosen),
+        recipe=Recipe(chosen, num_updates=1),
+        policy=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=(0,))),
+        source=Source(*rounds),
         learner=Model(-0.5),
-        reference=Model(-0.75) if recipe.needs_reference else None,
+        reference=Model(-0.75) if chosen.kl.reference.name != "none" else None,
+        critic=None,
+        demonstrations=None,
     )
+
+
+def step_of(made: Any, step: int = 7) -> tuple[Scored, Learned]:
+    sampled, batch = gather(cast(Any, made), step)
+    return sampled, learn(cast(Any, made), step, batch) if batch is not None else Learned()
 
 
 def test_kl_in_the_reward_is_among_the_metrics() -> None:
     notes: list[str] = []
     algorithm = {"kl": {"reward": {"estimator": "k1", "coef": 0.1}, "reference": "frozen"}}
-    sampled = rollouts("stop")
-    batch, updates, prepared = learn(cast(Any, job(algorithm, notes)), sampled)
-    values = observe.step_values(sampled, batch, updates, prepared, step_s=2.0)
+    sampled, learned = step_of(job(algorithm, notes, rollouts("stop")))
+    values = observe.step_values(sampled, learned, step_s=2.0)
     assert values["actor/kl_reward"] == pytest.approx(0.25)
+    assert values["actor/kl_coef"] == 0.1
     assert values["actor/updates"] == 1
     assert values["mismatch/max"] == 0
     assert notes == []
 
 
+def test_the_reference_hears_of_every_update_that_was_made() -> None:
+    made = job({"kl": {"loss": {"coef": 0.1}, "reference": "frozen"}}, [], rollouts("stop"))
+    step_of(made)
+    assert made.reference.calls == ["after_update"]
+
+
 def test_a_step_whose_samples_were_all_filtered_out_makes_no_update_and_says_why() -> None:
     notes: list[str] = []
-    sampled = rollouts("length")
-    batch, updates, prepared = learn(cast(Any, job({"filters": ["overlong"]}, notes)), sampled)
-    assert updates == []
+    sampled, learned = step_of(job({"filters": ["overlong"]}, notes, rollouts("length")))
+    assert learned.updates == []
     assert len(notes) == 1
     assert "step 7: no update" in notes[0]
     assert "all 2 sequences" in notes[0]
-    values = observe.step_values(sampled, batch, updates, prepared, step_s=2.0)
+    values = observe.step_values(sampled, learned, step_s=2.0)
     assert (values["rollout/sequences_used"], values["actor/updates"]) == (0, 0)
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 1.0), (None, None)])
 def test_a_step_without_signal_says_why(rewards: tuple[float | None, ...]) -> None:
     notes: list[str] = []
-    batch, updates, _ = learn(cast(Any, job({"filters": ["zero_signal"]}, notes)), rollouts("stop", rewards))
-    assert batch is None
-    assert updates == []
+    _, learned = step_of(job({"filters": ["zero_signal"]}, notes, rollouts("stop", rewards)))
+    assert learned.batch is None
     assert len(notes) == 1
     assert "step 7: no update" in notes[0]
+
+
+# --- refill ------------------------------------------------------------------------------------------------------------
+
+FIRST = Scored([], [t for k in range(4) for t in group(f"a{k}", "stop", ((1, 1), (0, 0), (1, 0), (0, 1))[k])], 1.0, 0.5)
+SECOND = Scored([], [*group("b0", "stop", (1, 0)), *group("b1", "stop", (0, 1))], 2.0, 0.25)
+DYNAMIC = {"filters": ["zero_signal"], "refill": {"rounds": 3}}
+
+
+def test_groups_are_generated_until_enough_are_kept_and_the_surplus_is_dropped() -> None:
+    """Dynamic sampling (DAPO): of four groups two differ; three are wanted, so one more round is asked for."""
+    made = job(DYNAMIC, [], FIRST, SECOND, prompts=3)
+    sampled, batch = gather(made, 7)
+    assert [(step, round) for step, round, _ in made.source.asked] == [(7, 0), (7, 1)]
+    assert batch is not None
+    assert batch.sequence["reward"].tolist() == [1, 0, 0, 1, 1, 0]
+    assert len(sampled.trajectories) == 12
+    assert (sampled.rollout_s, sampled.reward_s) == (3.0, 0.75)
+    assert observe.used_ids(sampled, batch) == ["a2#0.0", "a2#0.1", "a3#0.0", "a3#0.1", "b0#0.0", "b0#0.1"]
+
+
+def test_enough_is_a_share_of_the_prompts() -> None:
+    made = job({**DYNAMIC, "refill": {"rounds": 3, "enough": 0.5}}, [], FIRST, SECOND, prompts=4)
+    gather(made, 7)
+    assert len(made.source.asked) == 1
+
+
+def test_each_round_draws_a_multiple_of_the_prompts() -> None:
+    made = job({**DYNAMIC, "refill": {"oversample": 4}}, [], FIRST, prompts=3)
+    gather(made, 7)
+    assert made.source.asked[0][2].prompts == 12
+
+
+@pytest.mark.parametrize(("short", "kept"), [("partial", 2), ("fill", 3)])
+def test_missing_groups_are_done_without_or_made_up_for(short: str, kept: int) -> None:
+    made = job({**DYNAMIC, "refill": {"rounds": 1, "oversample": 2, "short": short}}, [], FIRST, prompts=3)
+    _, batch = gather(made, 7)
+    assert batch is not None
+    assert batch.num_sequences == 2 * kept
+
+
+def test_missing_groups_stop_the_run_where_asked() -> None:
+    made = job({**DYNAMIC, "refill": {"rounds": 1, "oversample": 2, "short": "error"}}, [], FIRST, prompts=3)
+    with pytest.raises(
+        UserError, match=r"step 7: 1 rounds of generation gave 2 groups .* of 3 wanted; raise algorithm"
+    ):
+        gather(made, 7)
+
+
+def test_a_refill_without_a_group_filter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.refill replaces groups that a filter refused"):
+        Algorithm.model_validate({"filters": ["overlong"], "refill": {"rounds": 3}})
+
+
+# --- rewards -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_accuracy_that_no_reward_gave_is_not_logged_as_zero() -> None:

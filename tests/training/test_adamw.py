@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.schema import Optimizer
+from burnish.config.optimizer import Optimizer
 from burnish.training.adamw import AdamW
 
 CONFIG = Optimizer(lr=1e-4)
@@ -47,3 +47,26 @@ def test_a_float32_parameter_is_its_own_master() -> None:
     optimizer = AdamW({"p": parameter}, CONFIG)
     stepped(optimizer, parameter, 1)
     assert set(optimizer.tensors()) == {"step/p", "exp_avg/p", "exp_avg_sq/p"}
+
+
+def test_a_reset_keeps_the_master_of_a_half_type() -> None:
+    parameter = torch.ones(3, 2, dtype=torch.bfloat16)
+    optimizer = AdamW({"p": parameter}, CONFIG)
+    stepped(optimizer, parameter, 3)
+    master = optimizer.tensors()["master/p"].clone()
+    assert not torch.equal(master.bfloat16().float(), master)
+    optimizer.reset()
+    assert torch.equal(optimizer.tensors()["master/p"], master)
+    assert not any(t.any() for name, t in optimizer.tensors().items() if name != "master/p")
+
+
+def test_a_backward_is_absorbed_once() -> None:
+    parameter = torch.ones(3, 2, dtype=torch.bfloat16)
+    optimizer = AdamW({"p": parameter}, CONFIG)
+    for grad in (1.0, 2**-9, 2**-9):  # bfloat16 has 8 bits: 1 + 2^-9 is 1 there
+        parameter.grad = torch.full_like(parameter, grad)
+        optimizer.absorb()
+        optimizer.absorb()
+    assert torch.equal(optimizer.gradients()["p"], torch.full((3, 2), 1 + 2**-8))
+    optimizer.zero_grad()
+    assert optimizer.gradients() == {}

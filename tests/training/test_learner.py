@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import Loss, NllLoss, Outputs, PolicyLoss
+from burnish.algorithms.losses import Loss, NllLoss, PolicyLoss
+from burnish.algorithms.view import View
 from burnish.config.errors import UserError
-from burnish.config.schema import Optimizer
+from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.adamw import AdamW
 from burnish.training.learner import Learner
-from burnish.training.reference import FrozenReference
 
 VOCAB = 11
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -225,14 +225,30 @@ def test_an_update_returns_the_log_probs_it_saw_before_the_step() -> None:
     assert not torch.allclose(it.logprobs(BATCH), expected)
 
 
-def test_a_frozen_reference_does_not_follow_the_policy() -> None:
-    it = learner()
-    reference = FrozenReference(it.model, token_budget=9, temperature=TEMPERATURE)
-    before = reference.logprobs(BATCH)
-    torch.testing.assert_close(before, it.logprobs(BATCH), atol=1e-12, rtol=0)
-    it.update(BATCH, NllLoss())
-    assert torch.equal(reference.logprobs(BATCH), before)
-    assert not torch.allclose(it.logprobs(BATCH), before)
+@pytest.mark.parametrize("budget", [1, 9, 64])
+def test_outputs_add_entropies_and_squared_probabilities_where_they_are_asked_for(budget: int) -> None:
+    it = learner(budget)
+    w = dict(it.model.named_parameters())
+    tables = [
+        (plain_logits(w, BATCH.tokens[a:b]) / TEMPERATURE).softmax(1) for a, b in pairwise(BATCH.offsets.tolist())
+    ]
+    squares = torch.cat([torch.cat([t.new_zeros(1), (t[:-1] ** 2).sum(1)]) for t in tables])
+    logp, entropy = plain_logprobs(it.model, BATCH, TEMPERATURE)  # type: ignore[arg-type]
+    expected = {"logp": logp, "entropy": entropy, "sum_p2": squares}
+    for needs in ({"sum_p2"}, {"entropy"}, {"entropy", "sum_p2"}, set[str]()):
+        got = it.outputs(BATCH, frozenset(needs))
+        assert got.keys() == {"logp"} | needs
+        for name, column in got.items():
+            right = torch.where(BATCH.action_mask, expected[name].detach(), 0.0)
+            torch.testing.assert_close(column, right, atol=1e-12, rtol=0)
+            assert not column.requires_grad
+
+
+def test_outputs_of_a_batch_in_which_nothing_was_written_are_zero() -> None:
+    silent = BATCH.with_token(action_mask=torch.zeros_like(BATCH.action_mask))
+    got = learner().outputs(silent, frozenset({"sum_p2"}))
+    assert got.keys() == {"logp", "sum_p2"}
+    assert not any(column.any() for column in got.values())
 
 
 # --- steps -------------------------------------------------------------------------------------------------------------
@@ -265,6 +281,23 @@ def test_steps_are_adamw_with_decay_on_matrices_only_under_the_schedule() -> Non
         for n, p in start.items()
     }
     assert_same(weights(it.model), expected, atol=1e-12)
+
+
+def test_a_reset_forgets_the_moments_and_goes_on_with_the_schedule() -> None:
+    options: dict[str, Any] = {"schedule": "linear", "warmup": 2, "weight_decay": 0.1}
+    it = learner(9, **options)
+    for _ in range(3):
+        it.update(BATCH, LOSSES["everything"])
+    fresh = Learner(copy.deepcopy(it.model), it.config, it.total_updates, it.token_budget, it.temperature)
+    kept = copy.deepcopy(it)
+    it.reset_optimizer()
+    fresh.updates = 3
+    stats = [one.update(BATCH, LOSSES["everything"]).stats for one in (it, fresh, kept)]
+    assert stats[0] == stats[1]
+    assert stats[0]["lr"] == stats[2]["lr"]
+    assert_same(weights(it.model), weights(fresh.model))
+    assert_same(it.optimizer.tensors(), fresh.optimizer.tensors())
+    assert not torch.equal(weights(kept.model)["head.weight"], weights(it.model)["head.weight"])
 
 
 def test_weight_decay_alone_shrinks_matrices_and_leaves_vectors() -> None:
@@ -337,19 +370,22 @@ def test_a_micro_batch_without_a_token_in_the_loss_is_no_trouble() -> None:
 
 
 def test_a_loss_is_asked_for_entropies_only_when_it_needs_them() -> None:
-    seen: list[Outputs] = []
+    seen: list[View] = []
 
     class Watching:
+        scope = "token"
+
         def __init__(self, *needs: str) -> None:
             self.needs = frozenset(needs)
 
-        def __call__(self, outputs: Outputs, columns: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            seen.append(outputs)
-            return outputs.logp.sum(), {}
+        def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+            assert view.logp is not None
+            seen.append(view)
+            return view.logp.sum(), {}
 
     learner().update(BATCH, Watching())
     learner().update(BATCH, Watching("entropy"))
-    assert [o.entropy is None for o in seen] == [True, False]
+    assert [view.entropy is None for view in seen] == [True, False]
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------------
@@ -388,6 +424,14 @@ def test_optimizer_state_of_another_model_is_refused_by_name(tmp_path: Path) -> 
     smaller = Decoder(Architecture("llama", VOCAB, 8, 1, 2, 1, 4, 12, 64)).double()
     with pytest.raises(UserError, match=r"parameters this model does not have.*layers\.1|q_norm|qkv\.bias"):
         Learner(smaller, Optimizer(), 10, 64).load(tmp_path)
+
+
+@pytest.mark.parametrize("contents", [None, b"not safetensors"])
+def test_missing_or_damaged_optimizer_state_is_named(tmp_path: Path, contents: bytes | None) -> None:
+    if contents is not None:
+        (tmp_path / "optimizer.safetensors").write_bytes(contents)
+    with pytest.raises(UserError, match=r"optimizer\.safetensors"):
+        learner().load(tmp_path)
 
 
 def test_the_optimizer_is_torchs_fused_adamw_bit_for_bit() -> None:

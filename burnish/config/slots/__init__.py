@@ -8,17 +8,49 @@ from pydantic import BeforeValidator
 
 from burnish.config.slots.advantages import ADVANTAGES
 from burnish.config.slots.base import Plugin, Record, Slot, choice, tagged
-from burnish.config.slots.filters import FILTERS
+from burnish.config.slots.curriculum import CURRICULA, CurriculumSlot
+from burnish.config.slots.filters import FILTERS, Refill
+from burnish.config.slots.losses import OTHER_LOSSES
 from burnish.config.slots.policy import CLIPS, LOSSES, RATIOS
-from burnish.config.slots.terms import Aggregation, Entropy, Kl, KlTerm
+from burnish.config.slots.shaping import SHAPERS
+from burnish.config.slots.terms import REFERENCES, Aggregation, Auxiliary, Entropy, Kl, KlTerm
 
-__all__ = ["TABLE", "Aggregation", "Entropy", "Kl", "KlTerm", "Plugin", "Record", "Slot"]
+__all__ = [
+    "TABLE",
+    "AdvantageSlot",
+    "Aggregation",
+    "AggregationSlot",
+    "Auxiliary",
+    "ClipSlot",
+    "CurriculumSlot",
+    "Entropy",
+    "FilterSlot",
+    "Kl",
+    "KlTerm",
+    "LossSlot",
+    "Plugin",
+    "RatioSlot",
+    "Record",
+    "Refill",
+    "ShaperSlot",
+    "Slot",
+]
 
-TABLE = {"advantage": ADVANTAGES, "ratio": RATIOS, "clip": CLIPS, "loss": LOSSES, "filters": FILTERS}
+TABLE: dict[str, tuple[type[Slot], ...]] = {
+    "advantage": ADVANTAGES,
+    "ratio": RATIOS,
+    "clip": CLIPS,
+    "loss": (*LOSSES, *OTHER_LOSSES),
+    "reference": REFERENCES,
+    "filters": FILTERS,
+    "shaping": SHAPERS,
+    "curriculum": CURRICULA,
+}
 
-AdvantageSlot = choice(*ADVANTAGES)
-RatioSlot = choice(*RATIOS, plugin=False)
-ClipSlot = choice(*CLIPS, plugin=False)
-LossSlot = choice(*LOSSES)
-FilterSlot = choice(*FILTERS)
+AdvantageSlot = choice(*TABLE["advantage"])
+RatioSlot = choice(*TABLE["ratio"], plugin=False)
+ClipSlot = choice(*TABLE["clip"], plugin=False)
+LossSlot = choice(*TABLE["loss"])
+FilterSlot = choice(*TABLE["filters"])
+ShaperSlot = choice(*TABLE["shaping"])
 AggregationSlot = Annotated[Aggregation, BeforeValidator(tagged)]

@@ -30,7 +30,8 @@ class Slot(Record):
 
     `groups`: several samples of each prompt. `critic`: a value of every token. `greedy`: the reward of each prompt's
     greedy answer. `old`: log-probs under the policy before the batch's first update. `reference`: log-probs under the
-    reference. `accuracy`: right or wrong, apart from the reward. `sum_p2`: the sum of squared probabilities.
+    reference. `accuracy`: right or wrong, apart from the reward. `sum_p2`: the sum of squared probabilities. `budget`: a length the prompt
+    asks for.
     """
     waits: ClassVar[str] = ""
     """What this version does not have yet and this choice cannot run without; empty where it runs."""

@@ -1,19 +1,58 @@
-"""Slot `filters`: which groups are used and which samples stay in the loss."""
+"""Slot `filters`: which groups are used, which samples stay in the loss, which are taken again; and the refill."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from burnish.config.slots.base import Slot
+from pydantic import Field, model_validator
+
+from burnish.config.slots.base import Record, Slot
+
+REFILLED = "; with refill.rounds above 1 this is dynamic sampling: more prompts are drawn for those dropped"
+
+
+# --- groups, before advantages -----------------------------------------------------------------------------------------
 
 
 class ZeroSignalFilter(Slot):
     """Drops groups whose rewards are all equal: they have no gradient, and would only dilute the mean."""
 
-    formula: ClassVar[str] = "keep group g iff max_g r > min_g r or its size is 1"
-    paper: ClassVar[str] = "DAPO (2503.14476), without its refill"
+    formula: ClassVar[str] = "keep group g iff max_g x > min_g x or its size is 1, x the metric" + REFILLED
+    paper: ClassVar[str] = "DAPO (2503.14476), dynamic sampling"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     name: Literal["zero_signal"] = "zero_signal"
+    metric: Literal["reward", "accuracy"] = "reward"
+    """What must differ within the group: the reward as shaped, or right and wrong."""
+
+
+class DifficultyBandFilter(Slot):
+    """Drops groups that are too easy or too hard to learn from."""
+
+    formula: ClassVar[str] = "keep group g iff low <= mean_g accuracy <= high" + REFILLED
+    paper: ClassVar[str] = "Online difficulty filtering, Bae et al. (2504.03380); PRIME (2502.01456)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "accuracy")
+    name: Literal["difficulty_band"] = "difficulty_band"
+    low: float = Field(0.2, ge=0, le=1)
+    """The smallest mean accuracy kept."""
+    high: float = Field(0.8, ge=0, le=1)
+    """The largest mean accuracy kept."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DifficultyBandFilter:
+        if self.low > self.high:
+            raise ValueError(f"difficulty_band keeps nothing: low {self.low} is above high {self.high}")
+        return self
+
+
+class TruncationFilter(Slot):
+    """Drops groups that contain a truncated sample."""
+
+    formula: ClassVar[str] = "keep group g iff none of its samples is truncated" + REFILLED
+    paper: ClassVar[str] = "PRIME (2502.01456)"
+    name: Literal["truncation"] = "truncation"
+
+
+# --- samples, after advantages -----------------------------------------------------------------------------------------
 
 
 class OverlongFilter(Slot):
@@ -24,4 +63,78 @@ class OverlongFilter(Slot):
     name: Literal["overlong"] = "overlong"
 
 
-FILTERS: tuple[type[Slot], ...] = (ZeroSignalFilter, OverlongFilter)
+class PositivesOnlyFilter(Slot):
+    """Trains on samples with a positive reward alone."""
+
+    formula: ClassVar[str] = "loss_mask of a sequence with r <= 0 := 0, after advantages"
+    paper: ClassVar[str] = "RAFT++, A minimalist approach to LLM reasoning (2504.11343)"
+    name: Literal["positives_only"] = "positives_only"
+
+
+class CppoFilter(Slot):
+    """Prunes the samples of each group that have the least to say, and saves their backward pass."""
+
+    formula: ClassVar[str] = "per group keep the max(1, floor(G (1 - prune))) samples of largest |A|"
+    paper: ClassVar[str] = "CPPO (2503.22342)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    name: Literal["cppo"] = "cppo"
+    prune: float = Field(0.5, ge=0, lt=1)
+    """The share of each group that is left out."""
+
+
+class ProbMaskFilter(Slot):
+    """Trains only on tokens where the old policy had a choice."""
+
+    formula: ClassVar[str] = "loss_mask_t := loss_mask_t and exp(old_t) < below"
+    paper: ClassVar[str] = "SPO (2505.23564), probability mask"
+    needs: ClassVar[tuple[str, ...]] = ("old",)
+    name: Literal["prob_mask"] = "prob_mask"
+    below: float = Field(0.9, gt=0, le=1)
+    """Tokens of this probability or more leave the loss."""
+
+
+# --- resampling, after advantages --------------------------------------------------------------------------------------
+
+
+class PfPpoFilter(Slot):
+    """Draws each group's samples again with replacement, favouring rewards a learned scorer is sure of."""
+
+    formula: ClassVar[str] = "G draws a group, p_i proportional to w_i + 1e-8; power: w = |r|^power"
+    paper: ClassVar[str] = "PF-PPO, policy filtration (2409.06957)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    name: Literal["pf_ppo"] = "pf_ppo"
+    mode: Literal["power", "best_worst", "best_random", "best"] = "power"
+    """The weights: |r|^power; 1 for best and worst, else 0; 0.4 for the best and 0.1 for others; the best only."""
+    power: float = Field(2.0, ge=0)
+    """The exponent of mode power."""
+
+    @model_validator(mode="after")
+    def _power_acts(self) -> PfPpoFilter:
+        if self.mode != "power" and self.power != 2.0:
+            raise ValueError(f"pf_ppo.power has no effect with mode {self.mode}: use mode power, or leave it out")
+        return self
+
+
+FILTERS: tuple[type[Slot], ...] = (
+    ZeroSignalFilter,
+    DifficultyBandFilter,
+    TruncationFilter,
+    OverlongFilter,
+    PositivesOnlyFilter,
+    CppoFilter,
+    ProbMaskFilter,
+    PfPpoFilter,
+)
+
+
+class Refill(Record):
+    """Drawing more prompts in a step for the groups that group filters drop (DAPO, 2503.14476; PRIME, 2502.01456)."""
+
+    rounds: int = Field(1, ge=1)
+    """The most rounds of generation in a step; 1 never refills."""
+    oversample: int = Field(1, ge=1)
+    """Prompts drawn in a round, as a multiple of rollout.prompts; surplus groups are dropped."""
+    enough: float = Field(1.0, gt=0, le=1)
+    """The share of rollout.prompts groups that ends the rounds."""
+    short: Literal["error", "partial", "fill"] = "partial"
+    """When the rounds are over and groups are missing: stop, train on what there is, or take refused groups too (PRIME)."""

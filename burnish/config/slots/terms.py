@@ -1,12 +1,12 @@
-"""Aggregation, and the terms beside the policy loss: KL, entropy."""
+"""Aggregation, and the terms beside the policy loss: KL, entropy, supervised ones."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from burnish.config.slots.base import Record, Slot
+from burnish.config.slots.base import Record, Slot, choice
 
 
 class Aggregation(Slot):
@@ -18,6 +18,64 @@ class Aggregation(Slot):
     horizon: int | None = Field(None, ge=1)
     """The constant divisor of `seq-mean-token-sum-norm`; null means rollout.max_tokens."""
 
+
+# --- the reference -----------------------------------------------------------------------------------------------------
+
+
+class NoReference(Slot):
+    """No reference: nothing is loaded."""
+
+    name: Literal["none"] = "none"
+
+
+class FrozenReference(Slot):
+    """The weights the run started from."""
+
+    formula: ClassVar[str] = "ref = the policy before the first step"
+    name: Literal["frozen"] = "frozen"
+
+
+class EmaReference(Slot):
+    """A moving average of the policy, in float32."""
+
+    formula: ClassVar[str] = "ref <- (1 - eta) ref + eta policy, after every optimizer step"
+    paper: ClassVar[str] = "T1 (2501.11651)"
+    name: Literal["ema"] = "ema"
+    eta: float = Field(0.01, gt=0, le=1)
+    """How much of the policy goes in at each update; 1 makes it a copy."""
+
+
+class HardSyncReference(Slot):
+    """A copy of the policy, renewed now and then."""
+
+    formula: ClassVar[str] = "ref <- policy after every `every` steps"
+    paper: ClassVar[str] = "DeepSeek-R1 (2501.12948)"
+    name: Literal["hard_sync"] = "hard_sync"
+    every: int = Field(400, ge=1)
+    """Steps between two copies."""
+
+
+class IterateReference(Slot):
+    """The policy at the start of the current iteration; the optimizer's state starts anew with each."""
+
+    formula: ClassVar[str] = "ref <- policy and optimizer reset before each iteration of `every` steps"
+    paper: ClassVar[str] = "Kimi k1.5 (2501.12599)"
+    name: Literal["iterate"] = "iterate"
+    every: int = Field(1, ge=1)
+    """Steps in an iteration."""
+
+
+REFERENCES: tuple[type[Slot], ...] = (
+    NoReference,
+    FrozenReference,
+    EmaReference,
+    HardSyncReference,
+    IterateReference,
+)
+ReferenceSlot: Any = choice(*REFERENCES, plugin=False)
+
+
+# --- KL ----------------------------------------------------------------------------------------------------------------
 
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
@@ -31,19 +89,86 @@ class KlTerm(Record):
     """Its weight; 0 turns it off."""
 
 
+class KlLoss(KlTerm):
+    """A KL estimate in the loss, with gradient."""
+
+    is_corrected: bool = False
+    """Multiply it by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
+
+    @model_validator(mode="after")
+    def _one_gradient(self) -> KlLoss:
+        if self.is_corrected and self.estimator.endswith("+"):
+            raise ValueError(
+                f"is_corrected makes the gradient of {self.estimator[:-1]} unbiased by itself; with {self.estimator}, which "
+                f"borrows that of k2, it would count twice: set estimator={self.estimator[:-1]} or is_corrected=false"
+            )
+        return self
+
+
+class KlReward(KlTerm):
+    """A KL estimate in the reward, without gradient."""
+
+    estimator: Estimator = "k1"
+    """As in the loss, but with no gradient a plus would change nothing."""
+    center: Literal["none", "token", "sequence"] = "none"
+    """Take its mean off first: over all tokens from each token (T1), or over sequences from each sequence's sum."""
+
+
+class KlTarget(Record):
+    """Ziegler's controller: the coefficient in the reward follows how far the KL is from a target."""
+
+    target: float = Field(0.1, gt=0)
+    """The mean KL of a token to hold."""
+    horizon: int = Field(10000, ge=1)
+    """Sequences in which a KL 20% or more off the target moves the coefficient by 20%."""
+
+
 class Kl(Record):
     """Keeping the policy near a reference (Schulman's estimators)."""
 
-    loss: KlTerm = KlTerm(estimator="k3")
+    loss: KlLoss = KlLoss()
     """Added to the loss, with gradient."""
-    reward: KlTerm = KlTerm(estimator="k1")
+    reward: KlReward = KlReward()
     """Taken off each token's reward, without gradient."""
-    reference: Literal["none", "frozen"] = "none"
-    """Which policy to stay near: none, or the weights the run started from."""
+    adaptive: KlTarget | None = None
+    """Move reward.coef with the KL, from its value here; null keeps it fixed."""
+    reference: ReferenceSlot = NoReference()
+    """Which policy to stay near: none, the weights the run started from, or one that follows."""
+
+    @model_validator(mode="after")
+    def _something_to_adapt(self) -> Kl:
+        if self.adaptive is not None and self.reward.coef == 0:
+            raise ValueError("kl.adaptive multiplies kl.reward.coef, which is 0 and would stay 0: set kl.reward.coef")
+        return self
+
+
+# --- entropy and supervised terms --------------------------------------------------------------------------------------
+
+
+class EntropyTarget(Record):
+    """Skywork-OR1's controller (2505.22312): the coefficient rises while entropy is low and falls while it is not."""
+
+    target: float = Field(0.2, gt=0)
+    """The mean entropy of a token to hold; the bonus applies only at or below it."""
+    delta: float = Field(0.005, gt=0)
+    """What a step adds to the coefficient or takes off it."""
 
 
 class Entropy(Record):
     """Entropy bonus."""
 
     coef: float = Field(0.0, ge=0)
-    """Weight of the mean entropy taken off the loss."""
+    """Weight of the mean entropy taken off the loss; where it starts, if adaptive."""
+    adaptive: EntropyTarget | None = None
+    """Move the coefficient with the entropy; null keeps it fixed."""
+    top_share: float | None = Field(None, gt=0, le=1)
+    """Learn only from this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
+
+
+class Auxiliary(Record):
+    """Supervised terms added to the policy loss."""
+
+    positive_nll: float = Field(0.0, ge=0)
+    """Weight of the mean NLL of right answers (VAPO, 2504.05118: 0.1)."""
+    sft: float = Field(0.0, ge=0)
+    """Weight of the mean NLL of demonstrations."""

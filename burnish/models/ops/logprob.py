@@ -1,4 +1,4 @@
-"""Log-probs and entropies of tokens from hidden states, without ever holding [N, vocab].
+"""Log-probs, entropies and squared probabilities of tokens from hidden states, without ever holding [N, vocab].
 
 The output head and the log-softmax run in chunks of rows; the backward recomputes each chunk's logits. Memory is
 one chunk of logits, whatever N is. Arithmetic is in float32 at least.
@@ -81,3 +81,19 @@ def head_logprob(
     """log p(target) and, if asked, the full-vocabulary entropy, of softmax(hidden @ weight.T / temperature); [M] each."""
     logp, entropy = _HeadLogprob.apply(hidden, weight, targets, temperature, with_entropy)
     return logp, entropy if with_entropy else None
+
+
+@torch.no_grad()
+def head_statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), the entropy and sum_v p_v^2 of softmax(hidden @ weight.T / temperature); [M] each, no gradient."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    logp, entropy, sum_p2 = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
+    for i, j in _chunks(*_sizes(hidden, weight)):
+        log_p = _logits(hidden[i:j], weight, temperature).log_softmax(-1)
+        p = log_p.exp()
+        logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
+        entropy[i:j] = -(p * log_p).sum(-1)
+        sum_p2[i:j] = p.square().sum(-1)
+    return logp, entropy, sum_p2

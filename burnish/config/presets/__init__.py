@@ -1,0 +1,22 @@
+"""The table of algorithms: a row is one choice per slot, under a name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.config.errors import unknown
+from burnish.config.presets.base import Preset
+from burnish.config.presets.beyond import BEYOND
+from burnish.config.presets.critic_free import CRITIC_FREE
+from burnish.config.presets.with_critic import WITH_CRITIC
+
+__all__ = ["PRESETS", "Preset", "preset"]
+
+PRESETS: dict[str, Preset] = {**CRITIC_FREE, **WITH_CRITIC, **BEYOND}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A preset's slots as a plain dictionary; the error for an unknown name lists the table."""
+    if name not in PRESETS:
+        raise unknown("algorithm", name, PRESETS)
+    return {"preset": name, **PRESETS[name].slots}

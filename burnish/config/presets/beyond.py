@@ -1,0 +1,152 @@
+"""Rows whose loss is not a policy gradient, or whose rollouts are not independent samples of a prompt."""
+
+from __future__ import annotations
+
+from burnish.config.presets.base import PPO, SEQUENCE_MEAN, TOKEN_MEAN, Preset
+
+ITERATE = {"reference": {"name": "iterate", "every": 1}}
+OMD = {
+    "advantage": {"name": "grpo", "std": "none"},
+    "ratio": "none",
+    "clip": "none",
+    "loss": {"name": "omd_sq", "tau": 0.1},
+    "aggregation": SEQUENCE_MEAN,
+    "kl": ITERATE,
+}
+SUPERVISED = {"advantage": "none", "ratio": "none", "clip": "none"}
+PAIRS = {**SUPERVISED, "aggregation": SEQUENCE_MEAN}
+SEGMENTS = {
+    "clip": PPO,
+    "aggregation": TOKEN_MEAN,
+    "filters": [{"name": "prob_mask", "below": 0.9}],
+}
+
+BEYOND: dict[str, Preset] = {
+    "kimi_k15": Preset(
+        "Kimi k1.5",
+        "Kimi k1.5, 2025 (2501.12599)",
+        "policy optimisation without a value that stays valid on samples of the iteration's start",
+        {**OMD, "shaping": [{"name": "kimi_length", "warmup_steps": 200}]},
+        note="several updates an iteration (training.mini_batches), algorithm.curriculum=prioritised on data with an end; "
+        "partial rollouts come with asynchronous sources",
+    ),
+    "long2short": Preset(
+        "long2short RL",
+        "Kimi k1.5, 2025 (2501.12599)",
+        "a second phase that makes answers short",
+        {**OMD, "shaping": ["kimi_length"]},
+        note="start from the checkpoint with the best accuracy for its length, with a smaller rollout.max_tokens",
+    ),
+    "sppo": Preset(
+        "SPPO",
+        "Self-play preference optimisation, Wu et al. 2024 (2405.00675)",
+        "preferences that no single reward expresses",
+        {
+            "advantage": "win_rate",
+            "ratio": "none",
+            "clip": "none",
+            "loss": "sppo_sq",
+            "aggregation": SEQUENCE_MEAN,
+            "kl": ITERATE,
+        },
+        note="wins are read off the rewards of a group; a preference model's come with the reward models",
+    ),
+    "pacs": Preset(
+        "PACS",
+        "PACS, Li et al. 2025 (2509.02522)",
+        "policy gradients of a 0/1 reward: classifies outcomes instead",
+        {**PAIRS, "loss": "bce"},
+    ),
+    "dro": Preset(
+        "DRO",
+        "Direct reward optimisation, Richemond et al. 2024 (2405.19107), by token",
+        "off-policy samples without ratios: a quadratic leash on the log-ratio",
+        {"advantage": "grpo", "ratio": "none", "clip": "none", "loss": "dro", "aggregation": TOKEN_MEAN},
+    ),
+    "prime": Preset(
+        "PRIME",
+        "PRIME, Cui et al. 2025 (2502.01456)",
+        "dense rewards without labels of steps",
+        {
+            "advantage": "prime_rloo",
+            "clip": PPO,
+            "aggregation": TOKEN_MEAN,
+            "entropy": {"coef": 0.001},
+            "filters": [{"name": "difficulty_band", "low": 0.2, "high": 0.8}, "truncation"],
+            "refill": {"oversample": 4, "short": "fill"},
+        },
+    ),
+    "gigpo": Preset(
+        "GiGPO",
+        "Group-in-group policy optimisation, Feng et al. 2025 (2505.10978)",
+        "credit for single steps of an agent without a critic or further rollouts",
+        {
+            "advantage": "gigpo",
+            "clip": PPO,
+            "aggregation": TOKEN_MEAN,
+            "kl": {"loss": {"estimator": "k3", "coef": 0.01}, "reference": "frozen"},
+        },
+    ),
+    "spo_chain": Preset(
+        "SPO-chain",
+        "Segment policy optimisation, Guo et al. 2025 (2505.23564)",
+        "credit between tokens and whole answers, by Monte-Carlo values at segment borders",
+        {"advantage": "spo_chain", **SEGMENTS},
+    ),
+    "spo_tree": Preset(
+        "SPO-tree",
+        "Segment policy optimisation, Guo et al. 2025 (2505.23564)",
+        "Monte-Carlo values that long answers can afford: every node of a tree is a sample too",
+        {"advantage": "spo_tree", **SEGMENTS},
+    ),
+    "luffy": Preset(
+        "LUFFY",
+        "LUFFY, Yan et al. 2025 (2504.14945)",
+        "what the policy cannot find itself: a stronger model's answers inside the group",
+        {
+            "advantage": {"name": "grpo", "std": "none"},
+            "clip": "none",
+            "ratio": "none",
+            "loss": "mixed_offpolicy",
+            "aggregation": "seq-mean-token-sum-norm",
+            "entropy": {"coef": 0.001},
+        },
+    ),
+    "dpo": Preset(
+        "DPO",
+        "Direct preference optimisation, Rafailov et al. 2023 (2305.18290)",
+        "preferences without a reward model or rollouts",
+        {**PAIRS, "loss": "dpo", "kl": {"reference": "frozen"}},
+    ),
+    "ipo": Preset(
+        "IPO",
+        "A general theoretical paradigm, Azar et al. 2023 (2310.12036)",
+        "DPO's over-fitting to near-certain preferences",
+        {**PAIRS, "loss": "ipo", "kl": {"reference": "frozen"}},
+    ),
+    "kto": Preset(
+        "KTO",
+        "KTO, Ethayarajh et al. 2024 (2402.01306)",
+        "good and bad answers that do not come in pairs",
+        {**PAIRS, "loss": "kto", "kl": {"reference": "frozen"}},
+    ),
+    "simpo": Preset(
+        "SimPO",
+        "SimPO, Meng et al. 2024 (2405.14734)",
+        "preferences without a reference, by mean log-prob",
+        {**PAIRS, "loss": "simpo"},
+    ),
+    "orpo": Preset(
+        "ORPO",
+        "ORPO, Hong et al. 2024 (2403.07691)",
+        "supervised training and preferences in one stage",
+        {**PAIRS, "loss": "orpo"},
+    ),
+    "sft": Preset(
+        "SFT",
+        "supervised fine-tuning",
+        "a cold start",
+        {**SUPERVISED, "loss": "nll", "aggregation": TOKEN_MEAN},
+        note="`burnish sft` runs it, and warm_start before RL",
+    ),
+}

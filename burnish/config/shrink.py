@@ -1,0 +1,204 @@
+"""`--shrink`: any recipe as a job that runs anywhere in seconds, through every slot it names.
+
+The model becomes a tiny new decoder, the data the built-in task sort_digits, the verifier that task's own checker; what
+counts steps, samples or tokens becomes small enough for two steps. The algorithm keeps every choice it has: only
+numbers that would not come into play in two steps of ten tokens change. A short warm start stays or is added, because
+a model that is never right has groups without signal, and filters would leave nothing to go through the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Tree = Any
+Edit = tuple[str, Any]
+"""A dotted key and its new value."""
+
+STEPS, PROMPTS, SAMPLES, TOKENS = 2, 4, 4, 10
+SUFFIX = "-shrunk"
+MODEL = {
+    "new": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 64, "max_positions": 64},
+    "device": "cpu",
+}
+DIGITS = {"min_digits": 2, "max_digits": 3}
+TRAIN = {"task": "sort_digits", "options": DIGITS, "limit": 32}
+HELD_OUT = {"task": "sort_digits", "options": DIGITS, "limit": 8}
+DEMONSTRATIONS = {"task": "sort_digits", "options": {**DIGITS, "num": 96, "clean": True}}
+WARM_START = {
+    "data": DEMONSTRATIONS,
+    "updates": 20,
+    "batch_size": 32,
+    "max_tokens": 32,
+    "optimizer": {"lr": 1e-2},
+}
+COLUMN = "length"
+"""The one column of a sort_digits row that holds a number."""
+BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
+TEMPLATE: dict[str, Any] = {"kind": "auto", "text": "{prompt}", "system": None, "kwargs": {}}
+TEXT_ONLY = ("format", "think_format", "language")
+"""Reward parts that read nothing but the completion, so they can judge any task."""
+
+AT_MOST = {
+    "run.save_every": STEPS,
+    "data.demonstrations_per_update": 4,
+    "reward.workers": 1,
+    "rollout.n": SAMPLES,
+    "rollout.max_rows": 64,
+    "training.mini_batches": 2,
+    "training.epochs": 2,
+    "training.optimizer.warmup": 1,
+    "validation.limit": 8,
+    "validation.every": STEPS,
+    "algorithm.aggregation.horizon": TOKENS,
+    "algorithm.kl.reference.every": 1,
+    "algorithm.refill.rounds": 3,
+    "algorithm.critic.warmup_steps": 1,
+    "algorithm.critic.updates": 2,
+    "algorithm.critic.optimizer.warmup": 1,
+    "algorithm.curriculum.start": 2,
+    "algorithm.curriculum.steps": 2,
+    "algorithm.curriculum.buckets": 2,
+    "algorithm.curriculum.warmup_steps": 1,
+    "sft.updates": STEPS,
+    "sft.batch_size": 4,
+    "sft.max_tokens": 32,
+    "sft.optimizer.warmup": 1,
+}
+SHAPER_AT_MOST = {"max_tokens": TOKENS, "cache": 4, "margin": 2, "ngram": 2, "warmup_steps": 1}
+
+
+def shrink(tree: Tree) -> tuple[Tree, list[str]]:
+    """The values of a whole configuration made small, and what was changed, one `key: old -> new` each."""
+    notes = []
+    for key, new in _edits(tree):
+        old = _get(tree, key.split("."))
+        if old != new:
+            tree = _put(tree, key.split("."), new)
+            notes.append(f"{key}: {_brief(old)} -> {_brief(new)}")
+    return tree, notes
+
+
+def _edits(tree: Tree) -> Iterator[Edit]:
+    yield "model", MODEL
+    yield from _run(tree)
+    yield from _sft(tree) if "sft" in tree else _rl(tree)
+    for key, most in AT_MOST.items():
+        yield from _at_most(tree, key, most)
+
+
+def _run(tree: Tree) -> Iterator[Edit]:
+    """Its own folder, so that the recipe at full size can run beside it, and nothing sent anywhere."""
+    if tree["run"]["name"] is not None:
+        yield "run.name", tree["run"]["name"].removesuffix(SUFFIX) + SUFFIX
+    yield "run.trackers", []
+
+
+def _sft(tree: Tree) -> Iterator[Edit]:
+    yield "sft.data", [DEMONSTRATIONS]
+    yield "template", TEMPLATE
+
+
+def _rl(tree: Tree) -> Iterator[Edit]:
+    rollout, stages = tree["rollout"], tree["rollout"]["stages"]
+    yield "training.steps", max(STEPS, 1 + len(stages))
+    yield "rollout.max_tokens", TOKENS
+    # As many samples with n=1 as with more of each prompt: a batch whose rewards are all alike teaches nothing.
+    yield from _at_most(tree, "rollout.prompts", PROMPTS * SAMPLES // min(rollout["n"], SAMPLES))
+    yield "rollout.engine", "auto"
+    yield "rollout.stages", [_stage(stage, number) for number, stage in enumerate(stages)]
+    yield "warm_start", WARM_START
+    yield from _data(tree["data"])
+    yield from _rewards(tree)
+    if tree["validation"]["by"] is not None:
+        yield "validation.by", COLUMN
+    for mode in tree["validation"]["modes"]:
+        yield f"validation.modes.{mode}.max_tokens", TOKENS
+        yield from _at_most(tree, f"validation.modes.{mode}.n", 2)
+    yield from _algorithm(tree)
+
+
+def _stage(stage: Tree, number: int) -> Tree:
+    """Every stage keeps a step of its own, and a longer answer than the one before if it had a length."""
+    small = {"start": STEPS + number, "max_tokens": TOKENS + number + 1}
+    return {k: None if v is None else small.get(k, min(v, SAMPLES)) for k, v in stage.items()}
+
+
+def _data(data: Tree) -> Iterator[Edit]:
+    yield "data.train", [TRAIN]
+    yield "data.template", TEMPLATE
+    if data["validation"]:
+        yield "data.validation", [HELD_OUT]
+    if data["demonstrations"]:
+        yield "data.demonstrations", [DEMONSTRATIONS]
+    if data["budget"] is not None:
+        yield "data.budget", BUDGET
+
+
+def _rewards(tree: Tree) -> Iterator[Edit]:
+    """The task's checker in the place of the first verifier; parts that only read the text stay, others go."""
+    kept: list[Tree] = []
+    for part in tree["reward"]["parts"]:
+        if part["name"] in TEXT_ONLY:
+            kept.append({**part, "sources": None})
+        elif all(other["name"] != "task" for other in kept):
+            kept.append({**part, "name": "task", "options": {}, "sources": None})
+    if all(part["name"] != "task" for part in kept):
+        kept.insert(0, {"name": "task", "weight": 1.0, "options": {}, "sources": None})
+    yield "reward.parts", kept
+    weights = tree["algorithm"]["advantage"].get("weights")
+    if weights:  # named after the parts
+        renamed = {name if name in TEXT_ONLY else "task": weight for name, weight in reversed(weights.items())}
+        yield "algorithm.advantage.weights", renamed
+
+
+def _algorithm(tree: Tree) -> Iterator[Edit]:
+    for number in range(len(tree["algorithm"]["shaping"])):
+        for option, most in SHAPER_AT_MOST.items():
+            yield from _at_most(tree, f"algorithm.shaping.{number}.{option}", most)
+    curriculum = tree["algorithm"]["curriculum"]
+    if "column" in curriculum:
+        yield "algorithm.curriculum.column", COLUMN
+    if curriculum["name"] == "hard_only":
+        yield "algorithm.curriculum.below", 1.0  # one wrong answer of four is all a step can show
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def _at_most(tree: Tree, key: str, most: int) -> Iterator[Edit]:
+    old = _get(tree, key.split("."))
+    if isinstance(old, int) and old > most:
+        yield key, most
+
+
+def _get(tree: Tree, parts: list[str]) -> Any:
+    """What stands at a key, or None where nothing does."""
+    for part in parts:
+        if isinstance(tree, list):
+            tree = tree[int(part)]
+        elif isinstance(tree, dict):
+            tree = tree.get(part)
+        else:
+            return None
+    return tree
+
+
+def _put(tree: Tree, parts: list[str], value: Any) -> Tree:
+    """The tree with a value at a key, whatever stood there."""
+    if not parts:
+        return value
+    if isinstance(tree, list):
+        return [_put(item, parts[1:], value) if i == int(parts[0]) else item for i, item in enumerate(tree)]
+    held = tree if isinstance(tree, dict) else {}
+    return {**held, parts[0]: _put(held.get(parts[0]), parts[1:], value)}
+
+
+def _brief(value: Any) -> str:
+    """A value in a few words: a section by what it names or holds."""
+    if isinstance(value, list):
+        return ", ".join(_brief(item) for item in value) or "none"
+    if isinstance(value, dict):
+        named = next((str(value[k]) for k in ("path", "task", "plugin", "name") if value.get(k)), "")
+        return named or f"{{{', '.join(k for k, v in value.items() if v is not None)}}}"
+    return "unset" if value is None else str(value)

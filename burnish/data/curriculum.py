@@ -1,0 +1,199 @@
+"""Which prompts of a source a step draws, where that is more than an order: by success, by difficulty, the hard ones.
+
+A curriculum gives indices of one source. What it gives is a function of the seed, the data, the step and the
+statistics observed so far; its own state is a counter or two, so it goes on exactly where it was saved.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from typing import Any, Protocol
+
+import torch
+
+from burnish.algorithms.curriculum import difficulty_buckets, hard_prompts
+from burnish.config.errors import UserError, nearest
+from burnish.config.slots import Slot
+from burnish.config.slots.curriculum import (
+    EasyToHardCurriculum,
+    HardOnlyCurriculum,
+    NoCurriculum,
+    PrioritisedCurriculum,
+)
+from burnish.core.keys import fold, permutation, unit
+from burnish.data.pool import Pool
+from burnish.data.statistics import PromptStatistics
+
+
+class Curriculum(Protocol):
+    """The choice of one source's prompts."""
+
+    def next(self, step: int) -> int | None:
+        """The index of the next prompt; None where a step leaves it to the source's ordinary order."""
+
+    def is_empty(self, step: int) -> bool:
+        """Whether a step leaves nothing of this source to draw."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Rounds:
+    """Goes round a list for ever, in a new order each time; where it is, is one number."""
+
+    def __init__(self, indices: list[int], *key: int | str) -> None:
+        self._indices, self._key = indices, key
+        self._order: list[int] = []
+        self._round = -1
+
+    def at(self, position: int) -> int:
+        """The index at a position of the endless sequence."""
+        turn, place = divmod(position, len(self._indices))
+        if turn != self._round:
+            self._order, self._round = permutation(len(self._indices), *self._key, turn), turn
+        return self._indices[self._order[place]]
+
+
+class Prioritised:
+    """With replacement, by how seldom a prompt is answered right."""
+
+    def __init__(self, record: PrioritisedCurriculum, pool: Pool, statistics: PromptStatistics, seed: int) -> None:
+        self._warmup, self._statistics, self._key = record.warmup_steps, statistics, (seed, "prioritised", pool.name)
+        self._indices = pool.indices()
+        self._ids = [pool.row(index).id for index in self._indices]
+        self._cumulative: list[float] = []
+        self._version = -1
+        self._num_draws = 0
+
+    def is_empty(self, step: int) -> bool:
+        return False
+
+    def next(self, step: int) -> int | None:
+        if step <= self._warmup:
+            return None
+        if self._version != self._statistics.version:
+            self._version = self._statistics.version
+            self._cumulative = list(itertools.accumulate(weights([self._statistics[i].success for i in self._ids])))
+        point = unit(fold(*self._key, self._num_draws)) * self._cumulative[-1]
+        self._num_draws += 1
+        return self._indices[min(bisect.bisect_right(self._cumulative, point), len(self._indices) - 1)]
+
+    def state(self) -> dict[str, Any]:
+        return {"num_draws": self._num_draws}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._num_draws = state["num_draws"]
+
+
+def weights(success: list[float]) -> list[float]:
+    """`algorithms.curriculum.prioritised` before it is normalised: 1 - s for each success rate, 1 for all if all are 1.
+
+    In Python, whose sums go from left to right: one in torch rounds otherwise with other threads, and a draw may change.
+    """
+    return [1 - s for s in success] if any(s < 1 for s in success) else [1.0] * len(success)
+
+
+class EasyToHard:
+    """One bucket of difficulty after another."""
+
+    def __init__(self, record: EasyToHardCurriculum, pool: Pool, seed: int) -> None:
+        self._record = record
+        indices = pool.indices()
+        if len(indices) < record.buckets:
+            raise UserError(f"{pool.name}: {len(indices)} prompts cannot fill {record.buckets} buckets; lower buckets")
+        difficulties = torch.tensor([difficulty(pool, i, record.column) for i in indices], dtype=torch.float64)
+        parts: list[list[int]] = [[] for _ in range(record.buckets)]
+        for index, bucket in zip(indices, difficulty_buckets(difficulties, record.buckets).tolist(), strict=True):
+            parts[bucket].append(index)
+        self._buckets = [Rounds(part, seed, "bucket", pool.name, b) for b, part in enumerate(parts)]
+        self._positions = [0] * record.buckets
+
+    def is_empty(self, step: int) -> bool:
+        return False
+
+    def next(self, step: int) -> int | None:
+        if step <= self._record.warmup_steps:
+            return None
+        bucket = self.bucket(step)
+        self._positions[bucket] += 1
+        return self._buckets[bucket].at(self._positions[bucket] - 1)
+
+    def bucket(self, step: int) -> int:
+        """Which bucket a step after the warm-up draws from."""
+        record = self._record
+        return min(record.buckets - 1, record.buckets * (step - record.warmup_steps - 1) // record.steps)
+
+    def state(self) -> dict[str, Any]:
+        return {"positions": list(self._positions)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._positions = list(state["positions"])
+
+
+def difficulty(pool: Pool, index: int, column: str) -> float:
+    """A row's number in the difficulty column; anything else there is an error that names the row."""
+    row = pool.row(index)
+    if column not in row.extra:
+        known = ", ".join(row.extra) or "none besides prompt and answer"
+        raise UserError(f"row {row.id} has no column {column!r} to order by{nearest(column, row.extra)} (has: {known})")
+    value = row.extra[column]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"row {row.id}: column {column!r} should be a number to order by, got {value!r}")
+    return float(value)
+
+
+class HardOnly:
+    """The prompts that were hard when the annealing began; which ones is settled once and kept."""
+
+    def __init__(self, record: HardOnlyCurriculum, pool: Pool, statistics: PromptStatistics, seed: int) -> None:
+        self._record, self._pool, self._statistics, self._seed = record, pool, statistics, seed
+        self._position = 0
+        self._hard: list[int] | None = None
+        self._rounds: Rounds | None = None
+
+    def is_empty(self, step: int) -> bool:
+        return step >= self._record.start and not self._mined()
+
+    def next(self, step: int) -> int | None:
+        if step < self._record.start:
+            return None
+        if self._rounds is None:
+            self._rounds = Rounds(self._mined(), self._seed, "hard", self._pool.name)
+        self._position += 1
+        return self._rounds.at(self._position - 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"hard": self._hard, "position": self._position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._hard, self._position, self._rounds = state["hard"], state["position"], None
+
+    def _mined(self) -> list[int]:
+        if self._hard is None:
+            indices = self._pool.indices()
+            seen = [self._statistics[self._pool.row(i).id] for i in indices]
+            right = torch.tensor([record.right for record in seen], dtype=torch.float64)
+            hard = hard_prompts(right, torch.tensor([record.total for record in seen]), self._record.below)
+            self._hard = list(itertools.compress(indices, hard.tolist()))
+        return self._hard
+
+
+def make_curriculum(record: Slot, pool: Pool, statistics: PromptStatistics, seed: int) -> Curriculum | None:
+    """The curriculum of one source; None where the ordinary order is all there is."""
+    if isinstance(record, NoCurriculum):
+        return None
+    if pool.size is None:
+        raise UserError(
+            f"{pool.name} is a generated task without end: its prompts never come back for a curriculum to choose from; "
+            "set the source's limit"
+        )
+    if isinstance(record, PrioritisedCurriculum):
+        return Prioritised(record, pool, statistics, seed)
+    if isinstance(record, EasyToHardCurriculum):
+        return EasyToHard(record, pool, seed)
+    if isinstance(record, HardOnlyCurriculum):
+        return HardOnly(record, pool, statistics, seed)
+    raise TypeError(f"no curriculum for {record!r}")

@@ -1,0 +1,60 @@
+"""What changes in a run besides weights and optimizer, and how a step changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from burnish.algorithms.entropy import adaptive_coefficient
+from burnish.algorithms.kl import adapt_coefficient
+from burnish.config.algorithm import Algorithm
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Everything that changes besides weights and optimizer, as plain JSON values; saved with every checkpoint."""
+
+    step: int = 0
+    stream: dict[str, Any] = field(default_factory=dict)
+    """Where the prompts are, with the statistics of those seen."""
+    kl_coef: float | None = None
+    """Coefficient of the KL in the reward where it is steered; None where it is fixed."""
+    entropy_coef: float | None = None
+    """Coefficient of the entropy bonus where it is steered; None where it is fixed."""
+    entropy_bonus: bool = True
+    """Whether the steered bonus is on: only while the entropy is at or below its target."""
+
+
+def first_state(algorithm: Algorithm) -> TrainerState:
+    """The state before the first step."""
+    return TrainerState(
+        kl_coef=algorithm.kl.reward.coef if algorithm.kl.adaptive is not None else None,
+        entropy_coef=algorithm.entropy.coef if algorithm.entropy.adaptive is not None else None,
+        entropy_bonus=algorithm.entropy.adaptive is None,
+    )
+
+
+def advance(
+    state: TrainerState, algorithm: Algorithm, stream: dict[str, Any], stats: Mapping[str, float], num_sequences: int
+) -> TrainerState:
+    """The state after a step whose mean KL and entropy are in `stats`; controllers rest when a step measured nothing."""
+    state = replace(state, step=state.step + 1, stream=stream)
+    target = algorithm.kl.adaptive
+    if target is not None and state.kl_coef is not None and "kl_reward" in stats:
+        kl = stats["kl_reward"]
+        state = replace(
+            state, kl_coef=adapt_coefficient(state.kl_coef, kl, target.target, target.horizon, num_sequences)
+        )
+    steering = algorithm.entropy.adaptive
+    if steering is not None and state.entropy_coef is not None and "entropy" in stats:
+        coef, bonus = adaptive_coefficient(state.entropy_coef, stats["entropy"], steering.target, steering.delta)
+        state = replace(state, entropy_coef=coef, entropy_bonus=bonus)
+    return state
+
+
+def entropy_coefficient(state: TrainerState, algorithm: Algorithm) -> float:
+    """The coefficient of the bonus in the next step."""
+    if state.entropy_coef is None:
+        return algorithm.entropy.coef
+    return state.entropy_coef if state.entropy_bonus else 0.0

@@ -1,0 +1,148 @@
+"""Sample filters: what stays in the loss after advantages (ALGORITHMS.md 4.15, 11.3, 11.4, 11.6), and users' filters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from burnish.algorithms.filters import SAMPLE_FILTERS, cppo, loss_mask_from, overlong, positives_only, prob_mask
+from burnish.config.errors import UserError
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+
+
+def samples(advantages: list[float], groups: list[int], lengths: list[int] | None = None) -> Batch:
+    sizes = torch.tensor(lengths or [1] * len(groups))
+    n = int(sizes.sum())
+    return (
+        Batch(torch.arange(n), offsets_from_lengths(sizes))
+        .with_token(action_mask=torch.ones(n, dtype=torch.bool), loss_mask=torch.ones(n, dtype=torch.bool))
+        .with_sequence(advantages=torch.tensor(advantages, dtype=torch.float64), group_ids=torch.tensor(groups))
+    )
+
+
+# --- overlong and positives --------------------------------------------------------------------------------------------
+
+
+def test_overlong_takes_truncated_sequences_out_of_the_loss_only(f1: Batch) -> None:
+    kept = overlong(f1)
+    assert torch.equal(kept, f1.action_mask & (f1.sequence_ids != 3))
+    assert int(f1.loss_mask.sum()) == int(f1.action_mask.sum()) == 13
+
+
+def test_overlong_gives_the_worked_loss_over_the_remaining_tokens(f1: Batch) -> None:
+    ratio = torch.exp(f1.token["new"] - f1.token["old_logp"])
+    advantage = f1.sequence["advantages"][f1.sequence_ids]
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))[overlong(f1)]
+    assert loss.numel() == 9
+    assert float(loss.mean()) == pytest.approx(0.358428, abs=1e-5)
+
+
+def test_positives_only_keeps_rewards_above_zero(f1: Batch) -> None:
+    batch = f1.with_sequence(reward=torch.tensor([1.0, -1.0, 0.0, 1.0], dtype=torch.float64))
+    assert torch.equal(positives_only(batch), f1.loss_mask & ((f1.sequence_ids == 0) | (f1.sequence_ids == 3)))
+
+
+# --- cppo --------------------------------------------------------------------------------------------------------------
+
+ORACLE = [1.2, -0.3, 0.1, -1.0, 0.3, -1.4, 0.05, 1.05]
+
+
+def test_cppo_keeps_the_largest_advantages_of_the_worked_group() -> None:
+    assert cppo(samples(ORACLE, [4] * 8), prune=0.5).nonzero().squeeze(1).tolist() == [0, 3, 5, 7]
+
+
+def test_cppo_is_per_group_wherever_the_samples_stand() -> None:
+    batch = samples([0.1, 9.0, 0.2, 8.0, 0.3, 7.0], [5, -1, 5, -1, 5, -1])
+    assert cppo(batch, prune=0.6).tolist() == [False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(("prune", "kept"), [(0.0, 20), (0.05, 19), (0.9, 2), (0.95, 1), (0.99, 1)])
+def test_cppo_keeps_floor_of_the_rest_and_at_least_one(prune: float, kept: int) -> None:
+    batch = samples([float(i) for i in range(20)], [0] * 20)
+    assert cppo(batch, prune).nonzero().squeeze(1).tolist() == list(range(20 - kept, 20))
+
+
+def test_of_equal_advantages_the_earlier_sample_stays() -> None:
+    assert cppo(samples([1.0, -1.0, 1.0, -1.0], [0] * 4)).tolist() == [True, True, False, False]
+    late_id_first = samples([1.0, -1.0], [0, 0]).with_sequence(trajectory_ids=torch.tensor([9, 3]))
+    assert cppo(late_id_first).tolist() == [True, False]
+
+
+def test_a_group_of_one_and_a_constant_group_keep_a_sample() -> None:
+    assert cppo(samples([0.0, 0.0, 0.0], [1, 2, 2]), prune=0.9).tolist() == [True, True, False]
+
+
+def test_cppo_takes_the_mean_size_of_advantages_per_token() -> None:
+    batch = samples([0.0, 0.0], [0, 0], lengths=[2, 3])
+    per_token = torch.tensor([1.0, -1.0, 0.9, 0.9, 0.9], dtype=torch.float64)
+    assert cppo(batch.with_token(advantages=per_token)).tolist() == [True, True, False, False, False]
+    masked = torch.tensor([True, True, True, False, True])
+    per_token = torch.tensor([1.0, -1.0, 0.9, 5.0, 0.9], dtype=torch.float64)
+    assert cppo(batch.with_token(advantages=per_token, loss_mask=masked)).tolist() == [True, True, False, False, False]
+
+
+def test_a_sample_already_out_of_the_loss_takes_no_place() -> None:
+    batch = samples([3.0, 2.0, 1.0, 0.5], [0] * 4)
+    batch = batch.with_token(loss_mask=torch.tensor([False, True, True, True]))
+    assert cppo(batch).tolist() == [False, True, True, False]
+
+
+def test_the_sequences_of_a_trajectory_stay_or_go_together() -> None:
+    batch = samples([1.0, 1.0, 5.0, 2.0], [0] * 4).with_sequence(trajectory_ids=torch.tensor([0, 0, 1, 2]))
+    assert cppo(batch, prune=0.5).tolist() == [False, False, True, False]
+    assert cppo(batch, prune=0.3).tolist() == [False, False, True, True]
+
+
+# --- probability mask --------------------------------------------------------------------------------------------------
+
+
+def test_the_probability_mask_keeps_tokens_with_a_choice() -> None:
+    probabilities = torch.tensor([0.95, 0.5, 0.99, 0.6, 0.97, 0.3], dtype=torch.float64)
+    advantages = torch.tensor([0, 0.25, 0.25, -0.5, -0.5, 0.75], dtype=torch.float64)
+    batch = samples([0.0], [0], lengths=[6]).with_token(old_logp=probabilities.log())
+    mask = prob_mask(batch)
+    assert mask.tolist() == [False, True, False, True, False, True]
+    assert float(-advantages[mask].mean()) == pytest.approx(-0.166667, abs=1e-6)
+
+
+def test_a_token_of_exactly_the_bound_leaves(f1: Batch) -> None:
+    batch = samples([0.0], [0], lengths=[2]).with_token(old_logp=torch.tensor([math.log(0.9), math.log(0.8)]))
+    assert prob_mask(batch).tolist() == [False, True]
+    assert prob_mask(batch, below=0.75).tolist() == [False, False]
+    assert torch.equal(prob_mask(f1, below=1.0), f1.loss_mask)  # NaN stands at the prompts
+
+
+# --- all of them -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.booleans(), min_size=17, max_size=17), st.permutations(range(4)))
+def test_no_filter_brings_a_token_back_or_depends_on_the_order_of_rows(
+    f1: Batch, mask: list[bool], order: list[int]
+) -> None:
+    batch = f1.with_token(loss_mask=f1.loss_mask & torch.tensor(mask))
+    batch = batch.with_sequence(advantages=torch.tensor([1.0, -0.9, -0.8, 0.6]))  # no ties, which go to the earlier
+    index = torch.tensor(order)
+    for function in SAMPLE_FILTERS.values():
+        kept = function(batch)
+        assert not bool((kept & ~batch.loss_mask).any())
+        moved = batch.with_token(kept=kept).select(index)
+        assert torch.equal(function(batch.select(index)), moved.token["kept"])
+
+
+def test_a_users_filter_may_answer_for_sequences_or_for_tokens(f1: Batch) -> None:
+    by_sequence = torch.tensor([True, False, True, False])
+    assert torch.equal(loss_mask_from(by_sequence, f1, "f"), f1.loss_mask & (f1.sequence_ids % 2 == 0))
+    by_token = torch.arange(f1.num_tokens) % 2 == 0
+    assert torch.equal(loss_mask_from(by_token, f1, "f"), f1.loss_mask & by_token)
+
+
+@pytest.mark.parametrize("result", [torch.ones(4), torch.ones(3, dtype=torch.bool), torch.ones(4, 1, dtype=torch.bool)])
+def test_a_filter_that_answers_something_else_is_named_with_what_was_expected(f1: Batch, result: Tensor) -> None:
+    with pytest.raises(UserError, match=r"filter my\.py:f returned .*\[4\] or one a token \[17\]"):
+        loss_mask_from(result, f1, "my.py:f")

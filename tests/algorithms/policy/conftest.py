@@ -1,0 +1,96 @@
+"""Views of the worked fixture F1 and of ragged random batches, over log-probs that are leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.losses import PolicyLoss
+from burnish.algorithms.view import View, view_of
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A view, and the leaf under its log-probs: [N], so that gradients of different views can be compared."""
+
+    view: View
+    theta: Tensor
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """[N] dloss/dlogp at every token of the batch."""
+        return torch.autograd.grad(loss, self.theta, retain_graph=True)[0]
+
+    def run(self, **record: Any) -> tuple[float, list[float], dict[str, float]]:
+        """The loss, its gradient at the tokens in the loss, and the metrics as means over tokens."""
+        loss, sums = PolicyLoss(**record)(self.view)
+        gradient = self.gradient(loss)[self.view.token["index"]]
+        return loss.item(), gradient.tolist(), {k: float(v) / self.view.num_tokens for k, v in sums.items()}
+
+
+def make(batch: Batch, mode: str | None = "token-mean", theta: Tensor | None = None) -> Seen:
+    """What a learner hands over; `mode` None keeps the weights the batch has."""
+    if "index" not in batch.token:
+        batch = batch.with_token(index=torch.arange(batch.num_tokens))
+    if mode is not None:
+        batch = batch.with_token(weight=aggregation_weights(batch, mode, 4))
+    theta = batch.token["new"].clone().requires_grad_() if theta is None else theta
+    logp = theta[batch.token["index"][batch.loss_mask]]
+    entropy = batch.token["entropy"][batch.loss_mask] if "entropy" in batch.token else torch.zeros_like(logp)
+    return Seen(view_of(batch, logp, entropy), theta)
+
+
+@pytest.fixture(scope="session")
+def look() -> Callable[..., Seen]:
+    return make
+
+
+@pytest.fixture(scope="session")
+def keyed(f1: Batch) -> Batch:
+    """F1 with identities."""
+    return f1.with_sequence(key=torch.tensor([11, -5, 2**40, 3]))
+
+
+@pytest.fixture(scope="session")
+def ragged() -> Callable[[int], Batch]:
+    """Seven sequences: of one token, with an interior tool mask, wholly out of the loss, and far from the old policy."""
+    return make_ragged
+
+
+def make_ragged(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 5, 3, 8, 1, 6, 4]
+    mask = torch.tensor([i > 0 for n in lengths for i in range(n + 1)])
+    n = mask.numel()
+    loss_mask = mask.clone()
+    loss_mask[5] = False  # a tool's answer inside the second sequence
+    start = sum(lengths[:2]) + 2
+    loss_mask[start : start + 4] = False  # the third sequence, filtered out
+    old = -0.05 - 3 * torch.rand(n, generator=generator, dtype=torch.float64)
+    new = old + 0.5 * torch.randn(n, generator=generator, dtype=torch.float64)
+    new[14], new[16] = old[14] - 25, old[16] + 25  # beyond the clamp, in sequence 3
+    nan = torch.full((n,), torch.nan, dtype=torch.float64)
+    return Batch(
+        tokens=torch.arange(n),
+        offsets=offsets_from_lengths(torch.tensor(lengths) + 1),
+        token={
+            "action_mask": mask,
+            "loss_mask": loss_mask,
+            "index": torch.arange(n),
+            "new": torch.where(loss_mask, new, nan),
+            "old_logp": torch.where(loss_mask, old, nan),
+            "ref_logp": torch.where(loss_mask, old + 0.1, nan),
+            "entropy": torch.rand(n, generator=generator, dtype=torch.float64),
+        },
+        sequence={
+            "advantages": torch.randn(7, generator=generator, dtype=torch.float64),
+            "key": torch.randint(-(2**62), 2**62, (7,), generator=generator),
+        },
+    )

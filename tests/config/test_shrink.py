@@ -1,0 +1,192 @@
+"""`--shrink`: any recipe as a job of seconds, with every choice of its algorithm still there."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from burnish.cli.main import main
+from burnish.config.algorithm import Algorithm
+from burnish.config.errors import UserError
+from burnish.config.load import load, load_small
+from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.shrink import shrink
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FULL = """
+run: {name: big, trackers: [wandb]}
+model: {path: models/big, dtype: bfloat16, device: 'cuda:1', backend: transformers}
+data:
+  train: [{path: a.parquet, weight: 2}, {path: b.parquet}]
+  validation: {path: c.parquet}
+  template: {kind: chat, system: be brief}
+  budget: {low: 100, high: 4000}
+  demonstrations: {path: d.parquet}
+reward:
+  parts:
+    - {name: think_format, weight: 0.5, sources: [a]}
+    - {name: math, weight: 2.0, sources: [a]}
+    - {name: 'judge.py:score'}
+rollout:
+  engine: transformers
+  max_tokens: 8192
+  prompts: 512
+  n: 64
+  stages: [{start: 100, max_tokens: 16384, n: 3}, {start: 200, prompts: 20}]
+algorithm:
+  preset: vc_ppo
+  aggregation: {name: seq-mean-token-sum-norm, horizon: 3000}
+  kl: {loss: {coef: 0.1}, reference: {name: hard_sync, every: 400}}
+  filters: [zero_signal, {name: cppo, prune: 0.75}]
+  refill: {rounds: 10, oversample: 3}
+  shaping:
+    - {name: soft_overlong, max_tokens: 8192, cache: 4096}
+    - {name: cosine, margin: 16}
+    - {name: kimi_length, warmup_steps: 200}
+    - {name: repetition}
+    - {name: lcpo_exact}
+  curriculum: {name: easy_to_hard, column: level, buckets: 8, steps: 800, warmup_steps: 100}
+  auxiliary: {sft: 0.1}
+training: {steps: 1000, mini_batches: 16, epochs: 4, optimizer: {warmup: 320, lr: 3.0e-6}}
+validation: {every: 50, limit: 500, by: subject, modes: {sampled: {n: 32, max_tokens: 4096, temperature: 0.6}}}
+"""
+
+
+def small(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return load_small(TrainConfig, path, overrides)[0].config
+
+
+def choices(algorithm: Algorithm) -> list[tuple[str, str]]:
+    return [(slot, choice.name) for slot, choice in algorithm.choices()]  # type: ignore[attr-defined]
+
+
+def test_a_recipe_of_everything_becomes_small_everywhere(tmp_path: Path) -> None:
+    config = small(tmp_path, FULL)
+    assert config.run.name == "big-shrunk"
+    assert config.run.trackers == []
+    assert config.model.path is None
+    assert config.model.new is not None
+    assert (config.model.new.hidden_size, config.model.new.num_layers) == (32, 1)
+    assert (config.model.dtype, config.model.backend) == ("float32", "auto")
+    assert [source.task for source in config.data.train] == ["sort_digits"]
+    assert config.data.train[0].limit is not None  # so that a curriculum has prompts that come back
+    assert [source.task for source in config.data.validation + config.data.demonstrations] == ["sort_digits"] * 2
+    assert config.data.template.kind == "auto"
+    assert config.data.template.system is None
+    assert config.data.budget is not None
+    assert 1 <= config.data.budget.low < config.data.budget.high <= 9
+    assert set(config.data.budget.text.replace("{n}", "")) <= set("0123456789>")
+    assert (config.rollout.prompts, config.rollout.n, config.rollout.max_tokens) == (4, 4, 10)
+    assert config.rollout.engine == "auto"
+    assert (config.training.mini_batches, config.training.optimizer.warmup) == (2, 1)
+    assert config.training.optimizer.lr == 3e-6
+    assert config.validation.limit == 8
+    assert config.validation.by == "length"
+    assert (config.validation.modes["sampled"].n, config.validation.modes["sampled"].max_tokens) == (2, 10)
+    assert config.validation.modes["sampled"].temperature == 0.6
+    assert config.warm_start is not None
+
+
+def test_every_stage_keeps_a_step_of_its_own(tmp_path: Path) -> None:
+    config = small(tmp_path, FULL)
+    assert config.training.steps == 3
+    assert [(s.start, s.max_tokens, s.n, s.prompts) for s in config.rollout.stages] == [
+        (2, 11, 3, None),
+        (3, None, None, 4),
+    ]
+
+
+def test_what_counts_steps_or_tokens_comes_into_play_in_two_steps(tmp_path: Path) -> None:
+    algorithm = small(tmp_path, FULL).algorithm
+    overlong, cosine, kimi, repetition, _ = algorithm.shaping
+    assert overlong.cache <= overlong.max_tokens == 10
+    assert cosine.margin < 10
+    assert kimi.warmup_steps == 1
+    assert repetition.ngram < 10
+    assert algorithm.critic is not None
+    assert algorithm.critic.warmup_steps == 1
+    assert algorithm.kl.reference.every == 1
+    assert algorithm.aggregation.horizon == 10
+    assert 1 < algorithm.refill.rounds <= 3
+    curriculum = algorithm.curriculum
+    assert (curriculum.column, curriculum.buckets, curriculum.warmup_steps) == ("length", 2, 1)
+
+
+def test_the_task_s_checker_takes_the_first_verifier_s_place_and_weight(tmp_path: Path) -> None:
+    parts = small(tmp_path, FULL).reward.parts
+    assert [(p.name, p.weight, p.sources) for p in parts] == [("think_format", 0.5, None), ("task", 2.0, None)]
+    only_text = "model: {path: m}\ndata: {train: {path: d}}\nreward: {parts: language}\n"
+    assert [p.name for p in small(tmp_path, only_text).reward.parts] == ["task", "language"]
+
+
+def test_weights_of_reward_parts_follow_the_parts(tmp_path: Path) -> None:
+    text = (
+        "model: {path: m}\ndata: {train: {path: d}}\nreward: {parts: [math, think_format]}\n"
+        "algorithm: {preset: gdpo, advantage: {weights: {math: 2.0, think_format: 0.5}}}\n"
+    )
+    assert small(tmp_path, text).algorithm.advantage.weights == {"task": 2.0, "think_format": 0.5}
+
+
+def test_overrides_come_after_shrinking(tmp_path: Path) -> None:
+    config = small(tmp_path, FULL, "rollout.n=6", "training.steps=5")
+    assert (config.rollout.n, config.training.steps) == (6, 5)
+
+
+def test_defaults_are_shrunk_like_values_that_were_given(tmp_path: Path) -> None:
+    text = "model: {path: m}\ndata: {train: {path: d}}\nreward: {parts: math}\nalgorithm: {preset: r1_zero, shaping: [repetition]}\n"
+    config = small(tmp_path, text)
+    assert (config.rollout.prompts, config.rollout.n, config.rollout.max_tokens) == (4, 4, 10)
+    assert config.algorithm.kl.reference.every == 1
+    assert config.algorithm.shaping[0].ngram < 10
+    assert config.training.mini_batches == 1
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_nothing_of_a_recipe_s_algorithm_is_dropped(path: Path) -> None:
+    if path.stem == "sft":
+        config = load_small(SftConfig, path)[0].config
+        assert (config.sft.updates, config.model.path) == (2, None)
+        return
+    full, shrunk = load(TrainConfig, path).config, load_small(TrainConfig, path)[0].config
+    assert choices(shrunk.algorithm) == choices(full.algorithm)
+    for section in ("kl", "critic", "auxiliary", "entropy", "refill"):
+        before, after = getattr(full.algorithm, section), getattr(shrunk.algorithm, section)
+        assert (before is None) == (after is None), section
+        assert (before == type(before)()) == (after == type(after)()) if before is not None else True, section
+    assert shrunk.algorithm.aggregation.name == full.algorithm.aggregation.name
+    assert len(shrunk.rollout.stages) == len(full.rollout.stages)
+    assert (shrunk.data.budget is None) == (full.data.budget is None)
+    assert shrunk.rollout.temperature == full.rollout.temperature
+
+
+def test_the_changes_are_listed_and_the_values_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(FULL)
+    values = load(TrainConfig, path).resolved
+    before = copy.deepcopy(values)
+    _, changes = shrink(values)
+    assert values == before
+    assert "rollout.n: 64 -> 4" in changes
+    assert "data.train: a.parquet, b.parquet -> sort_digits" in changes
+    assert not any(change.startswith(("training.optimizer.lr", "algorithm.clip")) for change in changes)
+    _, changes = shrink(load_small(TrainConfig, path)[0].resolved)
+    assert not any(change.startswith(("rollout", "training", "algorithm", "reward", "run")) for change in changes)
+
+
+def test_what_is_wrong_with_a_recipe_is_still_said(tmp_path: Path) -> None:
+    wrong = "model: {path: m}\ndata: {train: {path: d}}\nalgorithm: {preset: dapo, shaping: 3}\n"
+    with pytest.raises(UserError, match="shaping"):
+        small(tmp_path, wrong)
+
+
+def test_the_command_line_says_what_was_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(RECIPES / "dapo.yaml"), "--shrink", "--dry-run", "training.mini_batches=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "shrunk: rollout.n: 16 -> 4\n" in printed
+    assert "shrunk: model: models/Qwen2.5-32B -> " in printed
+    assert "16 (4 prompts x 4 samples)" in printed
+    assert "1 (mini_batches 1 x epochs 1)" in printed

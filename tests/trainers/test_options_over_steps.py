@@ -1,0 +1,121 @@
+"""Options whose effect takes steps to show: a short run with the option moved differs from one without.
+
+`OVER_STEPS` names for each the run it acts in, its key and another value. Everything a run logs but times is compared,
+and the weights it ends with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.run.metrics import read
+from burnish.trainers.session import checked_run, execute
+
+TINY = """
+model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 32, max_positions: 64}}
+data: {train: {task: sort_digits, limit: 12, options: {min_digits: 2, max_digits: 3}}}
+rollout: {prompts: 4, n: 4, max_tokens: 4}
+training: {steps: 4, optimizer: {lr: 1.0e-2}}
+algorithm: {kl: {loss: {coef: 0}, reference: none}}
+run: {samples_every: 100, save_every: 100}
+"""
+ROWS = [{"prompt": f"{k}>", "answer": f"{k}", "length": k, "backwards": -k} for k in range(11, 23)]
+WARM = """
+warm_start:
+  data: {task: sort_digits, options: {num: 200, clean: true, min_digits: 2, max_digits: 3}}
+  updates: 60
+  batch_size: 32
+  optimizer: {lr: 1.0e-2}
+"""
+PPO = ["algorithm=ppo", "algorithm.kl={reward: {coef: 0}, reference: none}"]
+KL = ["algorithm.kl={loss: {coef: 0.5}, reference: frozen}"]
+STEERED = ["algorithm=ppo", "algorithm.kl.reward.coef=0.5", "algorithm.kl.adaptive={target: 0.001, horizon: 10}"]
+STEERED_ENTROPY = ["algorithm.entropy={coef: 0.01, adaptive: {target: 5.0}}"]
+FILTERED = ["algorithm.filters=[{name: difficulty_band, low: 0.3, high: 0.7}]"]
+REFILLED = [*FILTERED, "algorithm.refill={rounds: 3}"]
+BUCKETS = ["algorithm.curriculum={name: easy_to_hard, column: length, buckets: 2, steps: 2}"]
+HARD = ["algorithm.curriculum={name: hard_only, start: 3, below: 0.6, steps: 1}"]
+PRIORITISED = ["algorithm.curriculum=prioritised"]
+IMITATED = [
+    "algorithm.auxiliary.sft=0.1",
+    "data.demonstrations={task: sort_digits, options: {num: 64, clean: true, min_digits: 2, max_digits: 3}}",
+]
+
+OVER_STEPS: dict[str, tuple[list[str], str]] = {
+    "Kl.reference": (KL, "algorithm.kl.reference=ema"),
+    "EmaReference.eta": ([*KL, "algorithm.kl.reference=ema"], "algorithm.kl.reference.eta=0.5"),
+    "HardSyncReference.every": (
+        [*KL, "algorithm.kl.reference={name: hard_sync, every: 1}"],
+        "algorithm.kl.reference.every=2",
+    ),
+    "IterateReference.every": ([*KL, "algorithm.kl.reference=iterate"], "algorithm.kl.reference.every=2"),
+    "Kl.adaptive": (STEERED, "algorithm.kl.adaptive=null"),
+    "KlTarget.target": (STEERED, "algorithm.kl.adaptive.target=10"),
+    "KlTarget.horizon": (STEERED, "algorithm.kl.adaptive.horizon=1000"),
+    "Entropy.adaptive": (STEERED_ENTROPY, "algorithm.entropy.adaptive=null"),
+    "EntropyTarget.target": (STEERED_ENTROPY, "algorithm.entropy.adaptive.target=0.001"),
+    "EntropyTarget.delta": (STEERED_ENTROPY, "algorithm.entropy.adaptive.delta=0.5"),
+    "Auxiliary.sft": (IMITATED, "algorithm.auxiliary.sft=0.5"),
+    "Refill.rounds": (REFILLED, "algorithm.refill.rounds=1"),
+    "Refill.oversample": (REFILLED, "algorithm.refill.oversample=2"),
+    "Refill.enough": (REFILLED, "algorithm.refill.enough=0.25"),
+    "Critic.warmup_steps": (PPO, "algorithm.critic.warmup_steps=2"),
+    "Critic.updates": (PPO, "algorithm.critic.updates=3"),
+    "Critic.clip": ([*PPO, "algorithm.critic={updates: 8, optimizer: {lr: 0.05}}"], "algorithm.critic.clip=0.01"),
+    "Critic.optimizer": (PPO, "algorithm.critic.optimizer.lr=0.1"),
+    "PrioritisedCurriculum.ema": (PRIORITISED, "algorithm.curriculum.ema=1"),
+    "PrioritisedCurriculum.warmup_steps": (PRIORITISED, "algorithm.curriculum.warmup_steps=3"),
+    "EasyToHardCurriculum.column": (
+        [*BUCKETS, "data.train=[{path: rows.jsonl}]", "reward.parts=exact"],
+        "algorithm.curriculum.column=backwards",
+    ),
+    "EasyToHardCurriculum.buckets": ([*BUCKETS, "algorithm.curriculum.steps=4"], "algorithm.curriculum.buckets=4"),
+    "EasyToHardCurriculum.steps": (BUCKETS, "algorithm.curriculum.steps=4"),
+    "EasyToHardCurriculum.warmup_steps": (BUCKETS, "algorithm.curriculum.warmup_steps=2"),
+    "HardOnlyCurriculum.start": (HARD, "algorithm.curriculum.start=2"),
+    "HardOnlyCurriculum.below": (HARD, "algorithm.curriculum.below=1"),
+    "HardOnlyCurriculum.lr_final": (HARD, "algorithm.curriculum.lr_final=1"),
+    "HardOnlyCurriculum.steps": (HARD, "algorithm.curriculum.steps=10"),
+}
+
+
+def run_of(folder: Path, text: str, overrides: list[str]) -> Path:
+    """A finished run's folder."""
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text(text)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    loaded = load(TrainConfig, folder / "tiny.yaml", [*overrides, f"run.directory={folder}", "run.name=it"])
+    with checked_run(loaded.config, loaded.resolved, loaded.base, "it") as (parts, run):
+        assert execute(parts, run)
+    return folder / "it"
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is right now and then."""
+    return run_of(tmp_path_factory.mktemp("warm") / "run", TINY + WARM, ["training.steps=1"]) / "warm_start"
+
+
+def finished(folder: Path, warm: Path, overrides: list[str]) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """What a run logged at every step, without times, and the weights it ended with."""
+    folder = run_of(folder, TINY, ["model.new=null", f"model.path={warm}", *overrides])
+    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(folder / "metrics.jsonl")]
+    (last,) = (folder / "checkpoints").glob("step-*")
+    return rows, {name: t.flatten().tolist() for name, t in load_file(last / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("key", OVER_STEPS)
+def test_the_option_changes_the_run(key: str, tmp_path: Path, warm: Path) -> None:
+    base, move = OVER_STEPS[key]
+    assert finished(tmp_path / "base", warm, base) != finished(tmp_path / "moved", warm, [*base, move])
+
+
+def test_two_runs_alike_are_the_same(tmp_path: Path, warm: Path) -> None:
+    assert finished(tmp_path / "one", warm, PPO) == finished(tmp_path / "two", warm, PPO)

@@ -1,0 +1,72 @@
+"""Every recipe: it loads, says what it would do, and goes through all of its algorithm in a few steps of a tiny model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from burnish.config.explain import plan_text
+from burnish.config.load import from_preset, load, load_small
+from burnish.config.presets import PRESETS
+from burnish.config.schema import SftConfig, TrainConfig
+from burnish.run.metrics import read
+from burnish.trainers import sft_session
+from burnish.trainers.session import checked_run, execute
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+EXAMPLES = {"sort_digits", "beyond_demonstrations"}
+"""Recipes of a task of ours rather than of a published method."""
+RL = [path for path in RECIPES if path.stem != "sft"]
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def test_every_preset_that_can_run_has_a_recipe_and_every_recipe_a_preset() -> None:
+    can_run = {preset for preset in PRESETS if not from_preset(preset).waits}
+    assert {path.stem for path in RECIPES} - EXAMPLES == can_run
+
+
+@pytest.mark.parametrize("path", RL, ids=name)
+def test_a_recipe_is_of_its_preset_says_where_it_comes_from_and_has_a_plan(path: Path) -> None:
+    config = load(TrainConfig, path).config
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.startswith("# ") for line in lines[:4]] == [True, True, True, False]
+    if path.stem not in EXAMPLES:
+        assert config.algorithm.preset == path.stem
+        assert config.model.path is not None
+    assert f"{config.rollout.prompts:,} prompts x {config.rollout.n:,} samples" in plan_text(config)
+
+
+@pytest.mark.parametrize("path", RL, ids=name)
+def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> None:
+    loaded, _ = load_small(TrainConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
+    algorithm, notes = loaded.config.algorithm, list[str]()
+    with checked_run(loaded.config, loaded.resolved, loaded.base, path.stem) as (parts, run):
+        run.display.note = notes.append  # type: ignore[method-assign]
+        assert execute(parts, run)
+    steps = [row for row in read(run.directory.metrics) if row["step"] > 0]
+    warming = algorithm.critic.warmup_steps if algorithm.critic is not None else 0
+    assert [row["step"] for row in steps] == list(range(1, loaded.config.training.steps + 1))
+    assert [row["actor/updates"] > 0 for row in steps] == [row["step"] > warming for row in steps], notes
+    assert max(row.get("actor/grad_norm", 0.0) for row in steps) > 1e-3  # something was learnt from
+    assert all(math.isfinite(value) for row in steps for key, value in row.items() if key != "step")
+    assert all(row["reward/failed"] == 0 for row in steps)
+    assert 0 < sum(row["reward/part/task"] for row in steps) < len(steps)  # some right, some wrong
+    assert all(("critic/loss" in row) == (algorithm.critic is not None) for row in steps)
+    assert all(("actor/kl_ref" in row) == (algorithm.kl.loss.coef > 0) for row in steps if "actor/loss" in row)
+    assert all(("actor/kl_reward" in row) == (algorithm.kl.reward.coef > 0) for row in steps)
+    assert ("reward/greedy" in steps[0]) == bool(algorithm.needs("greedy"))
+
+
+def test_the_supervised_recipe_loads_and_trains(tmp_path: Path) -> None:
+    path = next(p for p in RECIPES if p.stem == "sft")
+    assert "training" in plan_text(load(SftConfig, path).config)
+    loaded, _ = load_small(SftConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
+    outcome = sft_session.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
+    assert outcome.is_complete
+    assert outcome.loss is not None
+    assert math.isfinite(outcome.loss)
