@@ -24,6 +24,9 @@ def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> 
     per_sequence = contiguous_count(mask, batch.offsets)  # [S]
     tokens = int(per_sequence.sum())
     sequences = int((per_sequence > 0).sum())
+    if mode == "seq-mean-token-mean":
+        each = 1.0 / max(sequences, 1) / per_sequence.clamp(min=1).double()
+        return torch.repeat_interleave(each, batch.lengths).masked_fill_(~mask, 0)
     weights = mask.to(torch.float64)
     if mode == "token-mean":
         return weights.div_(max(tokens, 1))
@@ -31,9 +34,6 @@ def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> 
         return weights
     if mode == "seq-mean-token-sum":
         return weights.div_(max(sequences, 1))
-    if mode == "seq-mean-token-mean":
-        each = 1.0 / max(sequences, 1) / per_sequence.clamp(min=1).double()
-        return weights.mul_(torch.repeat_interleave(each, batch.lengths))
     if mode == "seq-mean-token-sum-norm":
         if horizon is None:
             raise ValueError("seq-mean-token-sum-norm divides by a constant horizon, and none was given")

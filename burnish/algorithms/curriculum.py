@@ -5,14 +5,10 @@ Pure functions of counts and rates; samplers, trainers and stages hold the state
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-Value = TypeVar("Value")
-
 
 # --- which prompts -----------------------------------------------------------------------------------------------------
 
@@ -25,11 +21,6 @@ def prioritised(success: Tensor) -> Tensor:
     failure = 1 - success.double()
     total = failure.sum()
     return failure / total if total > 0 else torch.full_like(failure, 1 / max(1, failure.numel()))
-
-
-def success_ema(success: Tensor, accuracy: Tensor, decay: float = 0.5) -> Tensor:
-    """[P] success rates after their groups' accuracies: decay * old + (1 - decay) * new; unseen prompts start at 0."""
-    return decay * success + (1 - decay) * accuracy
 
 
 def difficulty_buckets(difficulty: Tensor, num: int) -> Tensor:
@@ -57,14 +48,6 @@ def hard_prompts(correct: Tensor, tried: Tensor, below: float = 4 / 64) -> Tenso
 
 
 # --- schedules ---------------------------------------------------------------------------------------------------------
-
-
-def context_stage(stages: Mapping[int, Value], step: int) -> Value:
-    """The value of the last stage that has begun: {0: 8192, 1040: 16384} is 8192 up to step 1039 (DeepScaleR)."""
-    begun = [start for start in stages if start <= step]
-    if not begun:
-        raise ValueError(f"no stage has begun at step {step}: the first begins at {min(stages, default='no step')}")
-    return stages[max(begun)]
 
 
 def has_plateaued(rewards: Sequence[float], window: int, gain: float) -> bool:

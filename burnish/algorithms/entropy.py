@@ -21,15 +21,17 @@ def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
     """[M] bool: the tokens whose entropy is in the top `share` of those given.
 
     The threshold is the (1 - share) quantile, so that about share * M tokens are at or above it and at least one is.
-    Tokens that tie with the threshold are all kept: which of them stay must not depend on their order. High-entropy
-    minority tokens (2506.01939).
+    Tokens that tie with the threshold are all kept, also where rounding sets them apart: samples of a prompt begin with
+    the same entropy, and which of them stay must not depend on what they were computed beside. High-entropy minority
+    tokens (2506.01939).
     """
     num = entropy.numel()
     if num == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
     # The smallest value at or above the interpolated quantile; less a hair, for products such as 0.3 * 10 = 3.0000000000000004.
     rank = math.ceil((1 - share) * (num - 1) - 1e-9)
-    return entropy >= entropy.kthvalue(rank + 1).values
+    threshold = entropy.kthvalue(rank + 1).values
+    return entropy >= threshold - 1e-6 * (1 + threshold.abs())
 
 
 def entropy_ceiling(entropy: Tensor, reward: Tensor) -> tuple[float, float, float]:

@@ -76,7 +76,7 @@ def view_of(
     dtype = carrier.dtype if carrier is not None else torch.float64
     where = None if bool(mask.all()) else mask.nonzero().squeeze(1)
     offsets = batch.offsets if where is None else torch.searchsorted(where, batch.offsets)
-    return View(offsets, _Tokens(batch, dtype, where), _Columns(batch.sequence, dtype), logp, entropy, value)
+    return View(offsets, _Tokens(batch, dtype, where, offsets), _Columns(batch.sequence, dtype), logp, entropy, value)
 
 
 class _Columns(Mapping[str, Tensor]):
@@ -99,10 +99,13 @@ class _Columns(Mapping[str, Tensor]):
 class _Tokens(_Columns):
     """Token columns at the places in the loss (None is all), with `position`, that of each in its sequence."""
 
-    def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None) -> None:
-        super().__init__({**batch.token, "position": batch.offsets}, dtype)
-        self.batch, self.where = batch, where
+    def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None, offsets: Tensor) -> None:
+        super().__init__({**batch.token, "position": batch.tokens}, dtype)
+        self.batch, self.where, self.offsets = batch, where, offsets
 
     def __getitem__(self, name: str) -> Tensor:
-        column = self.batch.positions if name == "position" else super().__getitem__(name)
-        return column if self.where is None else column.index_select(0, self.where)
+        if self.where is None:
+            return self.batch.positions if name == "position" else super().__getitem__(name)
+        if name == "position":
+            return self.where - torch.repeat_interleave(self.batch.offsets[:-1], self.offsets.diff())
+        return super().__getitem__(name).index_select(0, self.where)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from burnish.cli.train import load_recipe
+from burnish.config.load import dump
 from burnish.config.schema import SftConfig
 
 
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as sft.updates=500")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
+    parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(SftConfig)
 
@@ -22,16 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the final loss and where the model is."""
     from burnish.config.explain import plan_text
-    from burnish.config.load import dump, load
 
-    loaded = load(SftConfig, args.recipe, args.overrides)
+    loaded, name = load_recipe(SftConfig, args)
     if args.dry_run:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
         return 0
     from burnish.trainers.sft_session import execute
 
-    outcome = execute(loaded.config, loaded.resolved, loaded.base, args.recipe.stem)
+    outcome = execute(loaded.config, loaded.resolved, loaded.base, name)
     if not outcome.is_complete:
         print(f"stopped; the same command goes on from here: {outcome.directory}")
         return 0

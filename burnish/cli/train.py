@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burnish.config.load import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import TrainConfig
 
 if TYPE_CHECKING:
@@ -32,13 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after RL."""
     from burnish.config.explain import plan_text
-    from burnish.config.load import dump, load, load_small
+    from burnish.config.remarks import remarks
 
-    if args.shrink:
-        loaded, changes = load_small(TrainConfig, args.recipe, args.overrides)
-        print("\n".join(f"shrunk: {change}" for change in changes))
-    else:
-        loaded = load(TrainConfig, args.recipe, args.overrides)
+    loaded, name = load_recipe(TrainConfig, args)
     if args.controls:
         from burnish.trainers.controls import check_controls
 
@@ -46,10 +43,11 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
+        for remark in remarks(loaded.config):
+            print(f"note: {remark}")
         return 0
     from burnish.trainers.session import checked_run, execute
 
-    name = f"{args.recipe.stem}-shrunk" if args.shrink else args.recipe.stem
     with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
         if not execute(parts, run):
             run.display.stop()
@@ -62,6 +60,15 @@ def run(args: argparse.Namespace) -> int:
             run_controls(loaded.config, loaded.base, run)
         finish(run)
     return 0
+
+
+def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind], str]:
+    """The configuration a command line asks for and what to call its run; what `--shrink` changed is printed."""
+    if not args.shrink:
+        return load(kind, args.recipe, args.overrides), args.recipe.stem
+    loaded, changes = load_small(kind, args.recipe, args.overrides)
+    print("\n".join(f"shrunk: {change}" for change in changes))
+    return loaded, f"{args.recipe.stem}-shrunk"
 
 
 def finish(run: Run) -> None:

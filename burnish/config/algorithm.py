@@ -34,6 +34,9 @@ BLIND = ("none", "gdpo")
 """Advantages that do not read the reward of a sample."""
 SHIFTED = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "softmean", "win_rate")
 """Advantages that the same number added to all rewards of a group leaves as they are."""
+BY_TOKEN = ("gae", "reinforce", "reinforce_plus_plus", "otb")
+"""Advantages that give every token the return from there on."""
+REWARD_FILTERS = ("zero_signal", "positives_only", "pf_ppo")
 GROUP_FILTERS = ("zero_signal", "difficulty_band", "truncation")
 
 
@@ -90,7 +93,7 @@ class Algorithm(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
-        for check in (_policy, _reference, _critic, _aggregation, _filters):
+        for check in (_policy, _reference, _critic, _aggregation, _filters, _shaping):
             check(self)
         return self
 
@@ -99,16 +102,16 @@ def _policy(a: Algorithm) -> None:
     """Whether loss, ratio, clip and advantage go together."""
     if reason := mismatch(a.ratio, a.clip, a.loss):
         raise ValueError(reason)
+    if "greedy" in a.advantage.needs and a.shaping:
+        raise ValueError(
+            f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
+        )
     if isinstance(a.loss, Plugin):
         return
     accepted = a.loss.advantages
     if accepted is not None and a.advantage.name not in accepted:
         raise ValueError(
             f"loss {a.loss.name} goes with advantage {' or '.join(accepted)}, not {a.advantage.name}: set algorithm.advantage={accepted[0]}"
-        )
-    if "greedy" in a.advantage.needs and a.shaping:
-        raise ValueError(
-            f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
         )
     if accepted is None and a.advantage.name == "none":
         raise ValueError(f"loss {a.loss.name} multiplies the advantage, and advantage none is 0 everywhere")
@@ -159,9 +162,27 @@ def _aggregation(a: Algorithm) -> None:
         raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {a.aggregation.name}")
     choices = [c for c in (a.clip, a.loss) if not isinstance(c, Plugin) and c.level == "sequence"]
     one = choices[0].name if choices else None
+    if one is not None and a.entropy.top_share is not None:
+        raise ValueError(f"entropy.top_share picks tokens, but {one} is one number a sequence: remove one of the two")
     if one is not None and a.aggregation.name != "seq-mean-token-mean":
         raise ValueError(
             f"{one} is one number a sequence and its plain mean is taken: set algorithm.aggregation=seq-mean-token-mean"
+        )
+
+
+def _shaping(a: Algorithm) -> None:
+    """Whether something reads what the shapers make."""
+    readers = [f.name for f in a.filters if f.name in REWARD_FILTERS]
+    if a.shaping and a.advantage.name in BLIND and not readers:
+        raise ValueError(
+            f"algorithm.shaping changes the reward, which advantage {a.advantage.name} does not read: remove it"
+        )
+    dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense]
+    discounted = getattr(a.advantage, "gamma", 1.0) != 1.0
+    if dense and not isinstance(a.advantage, Plugin) and (a.advantage.name not in BY_TOKEN or discounted):
+        raise ValueError(
+            f"{dense[0]} rewards single tokens by returns of its own: it needs an advantage with a return for every token "
+            f"and gamma 1 ({', '.join(BY_TOKEN)}), not {a.advantage.name}"
         )
 
 
@@ -170,6 +191,8 @@ def _filters(a: Algorithm) -> None:
     names = [f.name for f in a.filters]
     if twice := [n for n in names if names.count(n) > 1]:
         raise ValueError(f"filter {twice[0]} is given twice")
+    if "cppo" in names and a.advantage.name == "none":
+        raise ValueError("filter cppo keeps the largest advantages, and advantage none is 0 everywhere")
     active = a.refill != Refill()
     if active and not any(name in GROUP_FILTERS for name in names):
         raise ValueError(

@@ -198,7 +198,7 @@ def problems_table() -> str:
     """Problem, method, setting."""
     lines = ["## From the problem to the setting", ""]
     lines += ["Settings are overrides on a recipe of `grpo`; those with `algorithm=` take a whole preset.", ""]
-    lines += ["| problem | method | setting | in the presets |", "|---|---|---|---|"]
+    lines += ["| problem | method | setting | used by |", "|---|---|---|---|"]
     last = ""
     for remedy in PROBLEMS:
         settings = " ".join(f"`{_cell(shlex.quote(text))}`" for text in remedy.overrides)

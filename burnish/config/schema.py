@@ -429,6 +429,17 @@ class TrainConfig(Record):
             raise ValueError(
                 "data.budget asks for a length that nothing rewards: add lcpo_exact or lcpo_max to algorithm.shaping"
             )
+        judged = [
+            *algorithm.needs("accuracy"),
+            *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
+        ]
+        if judged and all(part.name in TEXT_ONLY for part in self.reward.parts):
+            raise ValueError(
+                f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in self.reward.parts)} says neither: "
+                "add a reward part that judges the answer"
+            )
+        if not self.data.demonstrations and self.data.demonstrations_per_update != 32:
+            raise ValueError("data.demonstrations_per_update has no effect without data.demonstrations")
         if algorithm.auxiliary.sft > 0 and not self.data.demonstrations:
             raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, and there are none")
         if self.data.demonstrations and algorithm.auxiliary.sft == 0:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from burnish.config.schema import TEXT_ONLY
+
 Tree = Any
 Edit = tuple[str, Any]
 """A dotted key and its new value."""
@@ -36,12 +38,9 @@ COLUMN = "length"
 """The one column of a sort_digits row that holds a number."""
 BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
 TEMPLATE: dict[str, Any] = {"kind": "auto", "text": "{prompt}", "system": None, "kwargs": {}}
-TEXT_ONLY = ("format", "think_format", "language")
-"""Reward parts that read nothing but the completion, so they can judge any task."""
 
 AT_MOST = {
     "run.save_every": STEPS,
-    "data.demonstrations_per_update": 4,
     "reward.workers": 1,
     "rollout.n": SAMPLES,
     "rollout.max_rows": 64,

@@ -64,8 +64,9 @@ def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str,
 
 def build_learner(config: TrainConfig, policy: PolicyModel) -> Learner:
     """The learner of the actor; its schedule ends with the last step."""
-    training = config.training
-    total = training.steps * training.mini_batches * training.epochs
+    training, critic = config.training, config.algorithm.critic
+    steps = training.steps - (critic.warmup_steps if critic is not None else 0)  # those the policy is trained in
+    total = steps * training.mini_batches * training.epochs
     return Learner(policy.module, training.optimizer, total, training.token_budget, config.rollout.temperature)
 
 

@@ -128,6 +128,11 @@ class Rewards:
             self._pools[users] = Pool(setup, config.workers, self._outcomes)
 
     @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part in the sum, by its name in `Score.parts`."""
+        return {part.label: part.config.weight for part in self._parts}
+
+    @property
     def pending(self) -> int:
         """How many submitted requests have not been returned yet."""
         return len(self._open) + len(self._done)

@@ -50,7 +50,9 @@ class SyncSource:
         self.stream, self.driver, self.rewards, self.journal = stream, driver, rewards, journal
         # What an earlier life of this run finished; only steps after the checkpoint it resumes from are asked for.
         self.earlier: dict[tuple[str, int, int], dict[str, Any]] = {
-            (e["event"], e["step"], e["round"]): e for e in journal.events if e["event"] in ("completed", "scored")
+            (e["event"], e["step"], e.get("round", 0)): e
+            for e in journal.events
+            if e["event"] in ("completed", "scored")
         }
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> Scored:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from burnish.algorithms.aggregation import aggregation_weights
 from burnish.config.errors import UserError, nearest
+from burnish.config.remarks import remarks
 from burnish.config.schema import Sft, Template, TrainConfig
 from burnish.controller import roles
 from burnish.core.batch import Batch
@@ -60,7 +61,8 @@ class Parts:
 
 def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards) -> Parts:
     """All parts of an RL run; the error for whatever does not fit."""
-    recipe = Recipe(config.algorithm, config.training.mini_batches * config.training.epochs, base)
+    updates = config.training.mini_batches * config.training.epochs
+    recipe = Recipe(config.algorithm, updates, base, rewards.weights)
     engine = roles.build_engine(policy, config.rollout)
     driver = roles.build_driver(config, policy, engine, base)
     stream = PromptStream(
@@ -73,6 +75,7 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
         rewards.check(prompt.row for prompt in held_out)
     notes = [note for note in (stream.report(),) if note is not None]
     notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
+    notes += remarks(config)
     parts = Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes)
     if config.data.demonstrations:
         longest = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens

@@ -19,7 +19,7 @@ from burnish.trainers.job import Learned
 from burnish.training.learner import Update
 
 MAX_SAMPLES = 64
-PREPARED = {"explained_variance": "critic/explained_variance"}
+PREPARED = {"vf_explained_var": "critic/vf_explained_var"}
 
 
 def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, Any]:

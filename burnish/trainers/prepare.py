@@ -4,7 +4,8 @@ advantages, sample filters. One method for each line of the loop, in its order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from burnish.config.slots.curriculum import HardOnlyCurriculum
 from burnish.config.slots.policy import scope_of
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
+from burnish.trainers.state import TrainerState, first_state
 from burnish.training.critic import Critic
 from burnish.training.learner import Learner
 from burnish.training.reference import Reference
@@ -47,16 +49,28 @@ def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | N
     return function
 
 
+def _filter_function(slot: Slot, base: Path | None) -> Callable[..., Any]:
+    return function_of(slot, {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS}, base)
+
+
 class Recipe:
     """An algorithm with its functions looked up: the pure part of every step."""
 
-    def __init__(self, algorithm: Algorithm, num_updates: int, base: Path | None = None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        num_updates: int,
+        base: Path | None = None,
+        part_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`part_weights` are those of the reward's parts, for an advantage that adds them up itself."""
         self.algorithm = algorithm
         self.advantage = function_of(algorithm.advantage, ADVANTAGES, base)
+        self.advantage_options = options_of(algorithm.advantage)
+        if algorithm.advantage.name == "gdpo" and not self.advantage_options["weights"]:
+            self.advantage_options["weights"] = dict(part_weights or {})
         self.shapers = [(s.name, function_of(s, SHAPERS, base), options_of(s)) for s in algorithm.shaping]
-        self.user_filters = [
-            (f.name, function_of(f, {}, base), f.options) for f in algorithm.filters if isinstance(f, Plugin)
-        ]
+        self.filters = [(f.name, _filter_function(f, base), options_of(f)) for f in algorithm.filters]
         self.loss = policy_loss(algorithm, base)
         # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
         self.needs_old = num_updates > 1 or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
@@ -70,6 +84,10 @@ class Recipe:
             if options.get("max_tokens", 0) is None:
                 options = {**options, "max_tokens": max_tokens}
             result = shaper(batch, step, **options)
+            if not isinstance(result, Tensor) or not result.is_floating_point() or not bool(result.isfinite().all()):
+                kind = result.dtype if isinstance(result, Tensor) else type(result).__name__
+                raise UserError(f"shaper {name} returned {kind}; expected a tensor of finite numbers")
+            result = result.double()
             if result.shape == (batch.num_sequences,):
                 batch = batch.with_sequence(reward=result)
             elif result.shape == (batch.num_tokens,):
@@ -85,9 +103,9 @@ class Recipe:
     def wanted(self, batch: Batch) -> Tensor:
         """[S] which sequences the group filters keep."""
         keep = torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
-        for slot in self.algorithm.filters:
-            if slot.name in GROUP_FILTERS:
-                keep &= GROUP_FILTERS[slot.name](batch, **options_of(slot))
+        for name, function, options in self.filters:
+            if name in GROUP_FILTERS:
+                keep &= function(batch, **options)
         return keep
 
     def select(self, batch: Batch, limit: int | None = None) -> Batch:
@@ -111,26 +129,36 @@ class Recipe:
         learner: Learner,
         reference: Reference | None = None,
         critic: Critic | None = None,
-        kl_coef: float | None = None,
+        state: TrainerState | None = None,
+        warming: bool = False,
     ) -> tuple[Batch, dict[str, float]]:
         """Old and reference log-probs and values where they are needed, token rewards, advantages; and what to log of it.
 
-        `kl_coef` is the steered coefficient of the KL in the reward; None means the configured one.
+        `state` has what is steered: the coefficient of the KL in the reward, the mean reward of earlier steps. While the
+        critic is `warming` it learns Monte-Carlo returns, whatever its lambda later.
         """
+        state = state or first_state(self.algorithm)
         stats: dict[str, float] = {}
         if self.needs_old:
             wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
             outputs = learner.outputs(batch, wanted)
             batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
         if reference is not None:
-            batch = batch.with_token(ref_logp=reference.logprobs(batch))
+            same = reference.is_policy and self.needs_old  # one pass serves both
+            batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
         if critic is not None:
             batch = batch.with_token(values=critic.values(batch))
-        batch = self._token_rewards(batch, kl_coef, stats)
-        estimate = self.advantage(batch, **options_of(self.algorithm.advantage))
+        batch = self._token_rewards(batch, state.kl_coef, stats)
+        options = dict(self.advantage_options)
+        if options.get("baseline") == "ema":
+            options["baseline"] = state.reward_mean or 0.0
+        if warming:
+            options["lam_critic"] = 1.0
+        estimate = self.advantage(batch, **options)
         if isinstance(estimate, Estimate):
             batch = batch.with_token(returns=estimate.returns)
-            stats["explained_variance"] = explained_variance(estimate.returns, batch.token["values"], batch.action_mask)
+            explained = explained_variance(estimate.returns, batch.token["values"], batch.action_mask)
+            stats |= {} if math.isnan(explained) else {"vf_explained_var": explained}  # returns that are all alike
             estimate = estimate.advantages
         return _with_advantages(batch, estimate, self.algorithm.advantage.name), stats
 
@@ -162,13 +190,13 @@ class Recipe:
 
     def trim(self, batch: Batch) -> Batch:
         """Sample filters and resampling; sequences with nothing left in the loss go."""
-        for slot in self.algorithm.filters:
-            if slot.name in SAMPLE_FILTERS:
-                batch = batch.with_token(loss_mask=SAMPLE_FILTERS[slot.name](batch, **options_of(slot)))
-            elif slot.name in RESAMPLERS:
-                batch = batch.select(RESAMPLERS[slot.name](batch, **options_of(slot)))
-        for name, function, options in self.user_filters:
-            batch = batch.with_token(loss_mask=loss_mask_from(function(batch, **options), batch, name))
+        for name, function, options in self.filters:
+            if name in RESAMPLERS:
+                batch = batch.select(function(batch, **options))
+            elif name in SAMPLE_FILTERS:
+                batch = batch.with_token(loss_mask=function(batch, **options))
+            elif name not in GROUP_FILTERS:
+                batch = batch.with_token(loss_mask=loss_mask_from(function(batch, **options), batch, name))
         left = torch.zeros_like(batch.sequence["truncated"])
         left[batch.sequence_ids[batch.loss_mask]] = True
         return batch.select(left.nonzero().squeeze(1))

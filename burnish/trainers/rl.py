@@ -73,7 +73,7 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
         usable = rollouts.usable
         if not usable:
             continue
-        shaped = job.recipe.shape(pack(usable, job.config.seed).to(job.learner.device), step, settings.max_tokens)
+        shaped = job.recipe.shape(pack(usable, job.config.seed), step, settings.max_tokens)
         num_groups = num_kept_groups(shaped, job.recipe)
         if num_groups >= enough:
             break
@@ -90,7 +90,7 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
     if batch.num_sequences == 0:
         note(job, step, f"no update, {observe.why_no_signal(shaped)}")
         return rollouts, None
-    return rollouts, batch
+    return rollouts, batch.to(job.learner.device)
 
 
 def num_kept_groups(batch: Batch, recipe: Recipe) -> int:
@@ -102,20 +102,21 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     """One batch through the algorithm and the learners; whenever no update is made a note says why."""
     config, recipe, state = job.config, job.recipe, job.state
     job.run.display.phase("learning")
-    whole, prepared = recipe.prepare(batch, job.learner, job.reference, job.critic, state.kl_coef)
+    critic = config.algorithm.critic
+    warming = critic is not None and step <= critic.warmup_steps
+    whole, prepared = recipe.prepare(batch, job.learner, job.reference, job.critic, state, warming)
     batch = recipe.trim(whole)
-    learned = Learned(batch, prepared=prepared)
+    learned = Learned(batch, prepared=prepared, num_prepared=whole.num_sequences)
     if batch.num_sequences == 0:
         note(job, step, f"no update, {observe.why_nothing_left(whole)}")
     loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
-    critic = config.algorithm.critic
     horizon, training = config.rollout.at(step).max_tokens, config.training
     parts = mini_batches(batch, config.algorithm, training.mini_batches, training.epochs, horizon)
     for number, mini in enumerate(parts, (step - 1) * training.mini_batches * training.epochs):
         if job.critic is not None and critic is not None:
             learned.critic_updates += [job.critic.update(mini) for _ in range(critic.updates)]
-            if step <= critic.warmup_steps:
-                continue
+        if warming:
+            continue
         imitated = (job.demonstrations(number), NllLoss()) if job.demonstrations is not None else None
         update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated)
         learned.updates.append(update)
@@ -128,13 +129,17 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
 
 def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
     """What follows the updates of a step: the engine's version, the reference, prompt statistics, controllers."""
+    job.learner.release()
+    if job.critic is not None:
+        job.critic.learner.release()
     job.engine.load(step, ())
     if job.reference is not None and job.reference.after_step(job.learner.model, step) and job.reference.restarts:
         job.learner.reset_optimizer()
     job.stream.observe(rollouts.trajectories)
-    stats = {name: value for update in learned.updates for name, value in update.stats.items()} | learned.prepared
-    num_sequences = 0 if learned.batch is None else learned.batch.num_sequences
-    job.state = advance(job.state, job.config.algorithm, job.stream.state(), stats, num_sequences)
+    stats = observe.mean_stats(learned.updates) | learned.prepared
+    rewards = [t.reward for t in rollouts.usable if t.reward is not None]
+    stats |= {"reward": sum(rewards) / len(rewards)} if rewards else {}
+    job.state = advance(job.state, job.config.algorithm, job.stream.state(), stats, learned.num_prepared)
 
 
 def finish_step(

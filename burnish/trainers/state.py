@@ -10,6 +10,8 @@ from burnish.algorithms.entropy import adaptive_coefficient
 from burnish.algorithms.kl import adapt_coefficient
 from burnish.config.algorithm import Algorithm
 
+DECAY = 0.9  # of the moving mean reward, the baseline `ema` of advantage reinforce
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -24,6 +26,8 @@ class TrainerState:
     """Coefficient of the entropy bonus where it is steered; None where it is fixed."""
     entropy_bonus: bool = True
     """Whether the steered bonus is on: only while the entropy is at or below its target."""
+    reward_mean: float | None = None
+    """Moving average of the mean reward of the steps so far; None before the first."""
 
 
 def first_state(algorithm: Algorithm) -> TrainerState:
@@ -38,8 +42,11 @@ def first_state(algorithm: Algorithm) -> TrainerState:
 def advance(
     state: TrainerState, algorithm: Algorithm, stream: dict[str, Any], stats: Mapping[str, float], num_sequences: int
 ) -> TrainerState:
-    """The state after a step whose mean KL and entropy are in `stats`; controllers rest when a step measured nothing."""
+    """The state after a step whose mean KL, entropy and reward are in `stats`; what a step did not measure stays."""
     state = replace(state, step=state.step + 1, stream=stream)
+    if "reward" in stats:
+        earlier = stats["reward"] if state.reward_mean is None else state.reward_mean
+        state = replace(state, reward_mean=DECAY * earlier + (1 - DECAY) * stats["reward"])
     target = algorithm.kl.adaptive
     if target is not None and state.kl_coef is not None and "kl_reward" in stats:
         kl = stats["kl_reward"]

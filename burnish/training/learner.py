@@ -140,6 +140,10 @@ class Learner:
             torch.stack(terms).sum().backward()
             self.optimizer.absorb()
 
+    def release(self) -> None:
+        """Let go of the gradients, which nobody needs until the next update: a rollout wants their memory."""
+        self.optimizer.zero_grad()
+
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments, as at the start of an iteration of Kimi k1.5; the schedule goes on."""
         self.optimizer.reset()

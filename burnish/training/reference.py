@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.algorithms.kl import ema_update
 from burnish.core.batch import Batch
 from burnish.training.forward import batch_outputs
 from burnish.training.tensors import read_into, write_tensors
@@ -31,6 +32,8 @@ class Reference:
 
     restarts = False
     """Whether a change begins a new optimisation, without the moments of the old one."""
+    is_policy = False
+    """Whether it is the policy itself, as it is before a step's first update."""
 
     def __init__(self, model: nn.Module, token_budget: int, temperature: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -64,12 +67,10 @@ class EmaReference(Reference):
             name: p.data.to(torch.promote_types(p.dtype, torch.float32)) for name, p in self.model.named_parameters()
         }
 
-    @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
         """ref <- (1-eta) ref + eta theta."""
         theta = dict(model.named_parameters())
-        for name, shadow in self.shadow.items():
-            shadow.lerp_(theta[name].to(shadow.dtype), self.eta)
+        ema_update(self.shadow.values(), [theta[name] for name in self.shadow], self.eta)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -123,6 +124,20 @@ class IterateReference(HardSyncReference):
         super().__init__(model, token_budget, temperature, every)
 
 
+class CurrentReference(Reference):
+    """The policy itself, for iterations of one step: log-probs are asked for before the step's first update."""
+
+    restarts = True
+    is_policy = True
+
+    def __init__(self, model: nn.Module, token_budget: int, temperature: float) -> None:
+        self.model, self.token_budget, self.temperature = model, token_budget, temperature
+
+    def after_step(self, model: nn.Module, step: int) -> bool:
+        """Every step begins an iteration."""
+        return True
+
+
 REFERENCES: dict[str, type[Reference]] = {
     "frozen": Reference,
     "ema": EmaReference,
@@ -133,4 +148,6 @@ REFERENCES: dict[str, type[Reference]] = {
 
 def make_reference(name: str, model: nn.Module, token_budget: int, temperature: float, **options: Any) -> Reference:
     """The reference of a kind, made of the weights the model has now; options are those of its class."""
+    if name == "iterate" and options.get("every", 1) == 1:
+        return CurrentReference(model, token_budget, temperature)
     return REFERENCES[name](model, token_budget, temperature, **options)

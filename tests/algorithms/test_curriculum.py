@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.algorithms.curriculum import (
-    context_stage,
     difficulty_buckets,
     easy_to_hard,
     emitted,
@@ -17,7 +16,6 @@ from burnish.algorithms.curriculum import (
     linear_anneal,
     partial_mask,
     prioritised,
-    success_ema,
     weight_after_warmup,
 )
 
@@ -38,13 +36,6 @@ def test_chances_sum_to_one_and_fall_with_success(success: list[float]) -> None:
     assert float(chances.sum()) == pytest.approx(1)
     order = torch.tensor(success).argsort()
     assert bool((chances[order].diff() <= 1e-6).all())
-
-
-def test_success_follows_the_group_accuracy_by_halves() -> None:
-    first = success_ema(torch.zeros(2), torch.tensor([1.0, 0.5]))
-    assert first.tolist() == [0.5, 0.25]
-    assert success_ema(first, torch.tensor([1.0, 0.0])).tolist() == [0.75, 0.125]
-    assert success_ema(first, torch.ones(2), decay=0.0).tolist() == [1.0, 1.0]
 
 
 def test_easy_buckets_come_first_and_keep_their_own_order() -> None:
@@ -68,13 +59,6 @@ def test_buckets_are_of_nearly_equal_size_and_ordered(difficulty: list[float], n
 def test_hard_prompts_have_fewer_than_four_of_64_right() -> None:
     correct, tried = torch.tensor([3, 4, 0, 0, 1]), torch.tensor([64, 64, 64, 0, 16])
     assert hard_prompts(correct, tried).tolist() == [True, False, True, False, False]
-
-
-def test_the_context_grows_at_the_stated_steps() -> None:
-    stages = {0: 8192, 1520: 24576, 1040: 16384}
-    assert [context_stage(stages, s) for s in (0, 1039, 1040, 1519, 1600)] == [8192, 8192, 16384, 16384, 24576]
-    with pytest.raises(ValueError, match="first begins at 5"):
-        context_stage({5: 1}, 4)
 
 
 def test_a_plateau_is_two_windows_without_the_gain() -> None:

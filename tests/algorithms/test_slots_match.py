@@ -1,7 +1,7 @@
 """The slot records of the config against the functions: the same names, the same options, and none without effect.
 
-`MOVES` says, for each option, which values to move it to and in which algorithm it can act; `ELSEWHERE` names the test
-that shows the effect of an option that acts over several steps. An option in neither fails the test, and so does a
+`MOVES` says, for each option, which values to move it to and in which algorithm it can act; `OVER_STEPS` does so for
+options that act over several steps. An option in neither fails the test, and so does a
 value that changes nothing the learner would see.
 """
 
@@ -180,6 +180,8 @@ BATCHES = {"pairs": make_pairs, "steps": make_steps, "segments": make_segments}
 class Scorer:
     """Stands where the learner, the reference and the critic stand: what they say is a column of the batch."""
 
+    is_policy = False
+
     def __init__(self, column: str) -> None:
         self.column = column
 
@@ -264,6 +266,7 @@ MOVES: dict[str, list[Move]] = {
     "GrpoAdvantage.std": advantage("grpo", "std", "none", "batch"),
     "GrpoAdvantage.eps": advantage("grpo", "eps", 0.1),
     "GrpoAdvantage.singleton": advantage("grpo", "singleton", "zero"),
+    "GrpoAdvantage.ddof": advantage("grpo", "ddof", 0),
     "ReinforceAdvantage.gamma": advantage("reinforce", "gamma", 0.5),
     "ReinforceAdvantage.baseline": advantage("reinforce", "baseline", 0.25),
     "RlooAdvantage.singleton": advantage("rloo", "singleton", "zero"),
@@ -344,7 +347,7 @@ MOVES: dict[str, list[Move]] = {
     "ZeroSignalFilter.metric": listed("filters", "zero_signal", "metric", "accuracy", shaping=["lcpo_exact"]),
     "DifficultyBandFilter.low": listed("filters", "difficulty_band", "low", 0.4),
     "DifficultyBandFilter.high": listed("filters", "difficulty_band", "high", 0.4),
-    "CppoFilter.prune": listed("filters", "cppo", "prune", 0.0),
+    "CppoFilter.prune": listed("filters", "cppo", "prune", 0.25),
     "ProbMaskFilter.below": listed("filters", "prob_mask", "below", 0.2),
     "PfPpoFilter.mode": listed("filters", "pf_ppo", "mode", "best_worst", "best_random", "best"),
     "PfPpoFilter.power": listed("filters", "pf_ppo", "power", 0.0),

@@ -159,6 +159,19 @@ def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
 
 
+def test_a_shrunk_recipe_says_what_was_changed_and_runs_in_a_folder_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    big = "model: {path: no/such/model}\nsft: {data: {path: no.jsonl}, updates: 900, batch_size: 64}\n"
+    Path("big.yaml").write_text(big)
+    assert main(["sft", "big.yaml", "--shrink", "sft.updates=3"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "shrunk: sft.updates: 900 -> 2" in said
+    assert "shrunk: sft.data: no.jsonl -> sort_digits" in said
+    assert said[-1] == "model: runs/big-shrunk-0/checkpoints/step-000003"  # overrides come after shrinking
+    assert [r["step"] for r in read(Path("runs/big-shrunk-0/metrics.jsonl"))] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

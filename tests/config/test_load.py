@@ -66,8 +66,8 @@ def test_another_choice_drops_the_options_of_the_old_one() -> None:
 
 
 def test_one_option_keeps_the_rest_of_its_slot() -> None:
-    assert algorithm("algorithm.advantage={std: batch, eps: 0.5}", "algorithm.advantage.std=none").advantage == (
-        GrpoAdvantage(std="none", eps=0.5)
+    assert algorithm("algorithm.advantage={std: group, eps: 0.5}", "algorithm.advantage.std=batch").advantage == (
+        GrpoAdvantage(std="batch", eps=0.5)
     )
     kl = algorithm("algorithm.kl.loss={coef: 0, estimator: k2}", "algorithm.kl.reference=none").kl
     assert (kl.reference.name, kl.loss.estimator, kl.reward.estimator) == ("none", "k2", "k1")
@@ -264,3 +264,11 @@ def test_round_trip_of_any_values(
     config = TrainConfig.model_validate(tree)
     path = write(tmp_path_factory.mktemp("c"), "config.yaml", dump(config))
     assert load(TrainConfig, path).config == config
+
+
+def test_the_context_grows_at_the_stated_steps() -> None:
+    """DeepScaleR: 8K, then 16K and 24K."""
+    stages = "rollout.stages=[{start: 1040, max_tokens: 16384, n: 16}, {start: 1520, max_tokens: 24576}]"
+    rollout = train("rollout.max_tokens=8192", stages, "training.steps=2000").rollout
+    found = [(rollout.at(step).max_tokens, rollout.at(step).n) for step in (1, 1039, 1040, 1519, 1600)]
+    assert found == [(8192, 8), (8192, 8), (16384, 16), (16384, 16), (24576, 16)]

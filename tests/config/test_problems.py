@@ -35,7 +35,7 @@ def error_of(*overrides: str) -> str:
         ("algorithm.advantage.sdt=1", "algorithm.advantage.sdt: grpo has no option 'sdt'; did you mean 'std'?"),
         (
             "algorithm.advantage.gamma=1",
-            "grpo has no option 'gamma'; it belongs to advantage reinforce (takes std, eps, singleton)",
+            "grpo has no option 'gamma'; it belongs to advantage reinforce (takes std, eps, singleton, ddof)",
         ),
         ("algorithm.ratio.x=1", "algorithm.ratio.x: token has no option 'x' (takes none)"),
         ("algorithm.advantage={name: a.py:f, x: 1}", "a plug-in has no option 'x' (takes options)"),

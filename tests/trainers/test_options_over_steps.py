@@ -6,34 +6,15 @@ and the weights it ends with.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from burnish.config.load import load
-from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers.session import checked_run, execute
+from tests.trainers.tiny import TINY, run_of
 
-TINY = """
-model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 32, max_positions: 64}}
-data: {train: {task: sort_digits, limit: 12, options: {min_digits: 2, max_digits: 3}}}
-rollout: {prompts: 4, n: 4, max_tokens: 4}
-training: {steps: 4, optimizer: {lr: 1.0e-2}}
-algorithm: {kl: {loss: {coef: 0}, reference: none}}
-run: {samples_every: 100, save_every: 100}
-"""
-ROWS = [{"prompt": f"{k}>", "answer": f"{k}", "length": k, "backwards": -k} for k in range(11, 23)]
-WARM = """
-warm_start:
-  data: {task: sort_digits, options: {num: 200, clean: true, min_digits: 2, max_digits: 3}}
-  updates: 60
-  batch_size: 32
-  optimizer: {lr: 1.0e-2}
-"""
 PPO = ["algorithm=ppo", "algorithm.kl={reward: {coef: 0}, reference: none}"]
 KL = ["algorithm.kl={loss: {coef: 0.5}, reference: frozen}"]
 STEERED = ["algorithm=ppo", "algorithm.kl.reward.coef=0.5", "algorithm.kl.adaptive={target: 0.001, horizon: 10}"]
@@ -84,23 +65,6 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "HardOnlyCurriculum.lr_final": (HARD, "algorithm.curriculum.lr_final=1"),
     "HardOnlyCurriculum.steps": (HARD, "algorithm.curriculum.steps=10"),
 }
-
-
-def run_of(folder: Path, text: str, overrides: list[str]) -> Path:
-    """A finished run's folder."""
-    folder.mkdir()
-    (folder / "tiny.yaml").write_text(text)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    loaded = load(TrainConfig, folder / "tiny.yaml", [*overrides, f"run.directory={folder}", "run.name=it"])
-    with checked_run(loaded.config, loaded.resolved, loaded.base, "it") as (parts, run):
-        assert execute(parts, run)
-    return folder / "it"
-
-
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is right now and then."""
-    return run_of(tmp_path_factory.mktemp("warm") / "run", TINY + WARM, ["training.steps=1"]) / "warm_start"
 
 
 def finished(folder: Path, warm: Path, overrides: list[str]) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:

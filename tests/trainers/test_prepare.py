@@ -48,6 +48,8 @@ def example() -> Batch:
 class Scorer:
     """Stands where the learner or the reference stands, and counts its calls."""
 
+    is_policy = False
+
     def __init__(self, slope: float) -> None:
         self.slope, self.calls = slope, 0
 

@@ -29,6 +29,7 @@ class Model:
     """Stands where the learner and the reference stand: every written token has the same log-prob."""
 
     device = torch.device("cpu")
+    is_policy = False
     model = torch.nn.Linear(1, 1)
 
     def __init__(self, logp: float) -> None:

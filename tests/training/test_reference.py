@@ -147,9 +147,11 @@ def test_a_copy_is_made_after_every_so_many_steps_and_not_between(
 
 
 def test_an_iteration_is_one_step_unless_said_otherwise() -> None:
-    ref = make_reference("iterate", Vector([1.0]), 9, 1.0)
-    assert [ref.after_step(Vector([float(k)]), k) for k in (1, 2)] == [True, True]
-    assert torch.equal(dict(ref.model.named_parameters())["w"], torch.tensor([2.0]))
+    policy = Vector([1.0])
+    ref = make_reference("iterate", policy, 9, 1.0)
+    assert [ref.after_step(policy, k) for k in (1, 2)] == [True, True]
+    assert ref.model is policy  # no copy: it is asked before the step's first update
+    assert make_reference("iterate", policy, 9, 1.0, every=2).model is not policy
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------------

@@ -28,24 +28,24 @@ class Groups:
     num: int
 
     def sum(self, values: Tensor) -> Tensor:
-        return segment_sum(values, self.ids, self.num)[self.ids]
+        return segment_sum(values, self.ids, self.num).index_select(0, self.ids)
 
     def mean(self, values: Tensor) -> Tensor:
-        return segment_mean(values, self.ids, self.num)[self.ids]
+        return segment_mean(values, self.ids, self.num).index_select(0, self.ids)
 
     def max(self, values: Tensor) -> Tensor:
-        return segment_max(values, self.ids, self.num)[self.ids]
+        return segment_max(values, self.ids, self.num).index_select(0, self.ids)
 
     def min(self, values: Tensor) -> Tensor:
-        return segment_min(values, self.ids, self.num)[self.ids]
+        return segment_min(values, self.ids, self.num).index_select(0, self.ids)
 
     @property
     def size(self) -> Tensor:
-        return segment_count(self.ids, self.num)[self.ids]
+        return segment_count(self.ids, self.num).index_select(0, self.ids)
 
-    def deviation(self, centred: Tensor) -> Tensor:
-        """The sample deviation of values whose mean was taken off; 0 in a group of one."""
-        return (self.sum(centred**2) / (self.size - 1).clamp(min=1)).sqrt()
+    def deviation(self, centred: Tensor, ddof: int = 1) -> Tensor:
+        """The deviation of values whose mean was taken off, the sample's unless ddof is 0; 0 in a group of one."""
+        return (self.sum(centred**2) / (self.size - ddof).clamp(min=1)).sqrt()
 
     def is_constant(self, values: Tensor) -> Tensor:
         """Whether a group of two or more has equal values only."""
@@ -80,14 +80,14 @@ def group_rewards(batch: Batch) -> tuple[Tensor, Tensor, Groups]:
     return owner, rewards, Groups(ids, int(ids.max()) + 1)
 
 
-def normalised(rewards: Tensor, groups: Groups, std: str, eps: float, singleton: str = "raw") -> Tensor:
+def normalised(rewards: Tensor, groups: Groups, std: str, eps: float, singleton: str = "raw", ddof: int = 1) -> Tensor:
     """[T] (r - group mean) / (deviation + eps), with the deviation of the group, of all rewards, or none."""
     centred = rewards - groups.mean(rewards)
     scale = torch.ones_like(rewards)
     if std == "group":
-        scale = groups.deviation(centred) + eps
+        scale = groups.deviation(centred, ddof) + eps
     elif std == "batch" and float(rewards.max()) > float(rewards.min()):
-        scale = scale * (rewards.std() + eps)
+        scale = scale * (rewards.std(correction=ddof) + eps)
     return groups.settled(centred / scale, rewards, _alone(rewards / (scale if std == "batch" else 1), singleton))
 
 
@@ -100,20 +100,21 @@ def grpo(
     std: Literal["group", "none", "batch"] = "group",
     eps: float = 1e-6,
     singleton: Literal["raw", "zero"] = "raw",
+    ddof: Literal[0, 1] = 1,
 ) -> Tensor:
-    """[S] (r - group mean) / (deviation + eps), sample deviation; exactly 0 where a group's rewards are all equal.
+    """[S] (r - group mean) / (deviation + eps); exactly 0 where a group's rewards are all equal.
 
     DeepSeekMath (2402.03300). `std="none"` is Dr.GRPO (2503.20783), `std="batch"` divides by the deviation of all rewards.
     """
     owner, rewards, groups = group_rewards(batch)
-    return normalised(rewards, groups, std, eps, singleton)[owner]
+    return normalised(rewards, groups, std, eps, singleton, ddof).index_select(0, owner)
 
 
 def rloo(batch: Batch, singleton: Literal["raw", "zero"] = "raw") -> Tensor:
     """[S] r_i minus the mean reward of the other samples: an unbiased baseline. RLOO (2402.14740)."""
     owner, rewards, groups = group_rewards(batch)
     advantages = rewards - groups.others_mean(rewards)
-    return groups.settled(advantages, rewards, _alone(rewards, singleton))[owner]
+    return groups.settled(advantages, rewards, _alone(rewards, singleton)).index_select(0, owner)
 
 
 def reinforce_plus_plus_baseline(
@@ -121,7 +122,9 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """[S] r - group mean, whitened over all written tokens of the batch. REINFORCE++-baseline (2501.03262)."""
     owner, rewards, groups = group_rewards(batch)
-    return whitened(normalised(rewards, groups, "none", 0.0, singleton)[owner], ddof, written_lengths(batch))
+    return whitened(
+        normalised(rewards, groups, "none", 0.0, singleton).index_select(0, owner), ddof, written_lengths(batch)
+    )
 
 
 def opo(batch: Batch, singleton: Literal["raw", "zero"] = "raw") -> Tensor:
@@ -129,7 +132,7 @@ def opo(batch: Batch, singleton: Literal["raw", "zero"] = "raw") -> Tensor:
     owner, rewards, groups = group_rewards(batch)
     lengths = segment_sum(written_lengths(batch), owner, rewards.numel())
     baseline = groups.sum(lengths * rewards) / groups.sum(lengths).clamp(min=1)
-    return groups.settled(rewards - baseline, rewards, _alone(rewards, singleton))[owner]
+    return groups.settled(rewards - baseline, rewards, _alone(rewards, singleton)).index_select(0, owner)
 
 
 def gpg(batch: Batch, normalise: Literal["none", "std"] = "none", eps: float = 1e-6) -> Tensor:
@@ -140,7 +143,7 @@ def gpg(batch: Batch, normalise: Literal["none", "std"] = "none", eps: float = 1
     owner, rewards, groups = group_rewards(batch)
     flat = int(groups.is_constant(rewards).sum())
     alpha = rewards.numel() / (rewards.numel() - flat) if flat < rewards.numel() else 1.0
-    return alpha * normalised(rewards, groups, "group" if normalise == "std" else "none", eps)[owner]
+    return alpha * normalised(rewards, groups, "group" if normalise == "std" else "none", eps).index_select(0, owner)
 
 
 def grpo_passk(batch: Batch, std: Literal["group", "none"] = "group", eps: float = 1e-6) -> Tensor:
@@ -155,10 +158,10 @@ def grpo_passk(batch: Batch, std: Literal["group", "none"] = "group", eps: float
     second = groups.max(torch.where(best, -torch.inf, rewards))
     unique = best & (groups.sum(best.long()) == 1)
     scale = groups.deviation(rewards - groups.mean(rewards)) + eps if std == "group" else torch.ones_like(rewards)
-    return torch.where(unique, (rewards - second) / scale, torch.zeros_like(rewards))[owner]
+    return torch.where(unique, (rewards - second) / scale, torch.zeros_like(rewards)).index_select(0, owner)
 
 
 def reinforce_rej(batch: Batch) -> Tensor:
     """[S] the reward itself, but 0 in groups of equal rewards. Reinforce-Rej of Minimal-RL (2504.11343)."""
     owner, rewards, groups = group_rewards(batch)
-    return groups.settled(rewards, rewards, rewards)[owner]
+    return groups.settled(rewards, rewards, rewards).index_select(0, owner)

@@ -29,13 +29,15 @@ def gdpo(
     """[S] the weighted sum of every reward part's own group-relative advantage, whitened over all written tokens.
 
     Normalising the sum would let a part with a wide range drown the others. The parts are the sequence columns
-    `part/<name>`; a part without a weight has weight 1. Where a part is nan (that sample has no such part) it adds 0
+    `part/<name>`; a part without a weight has weight 1, and one that a reward reports beside its value (`part/<name>/<key>`)
+    counts only where it is given a weight. Where a part is nan (that sample has no such part) it adds 0
     and stays out of the statistics. GDPO (2601.05242).
     """
     parts = sorted(name.removeprefix(PREFIX) for name in batch.sequence if name.startswith(PREFIX))
     for name in weights:
-        if name not in parts:
+        if name not in parts and weights[name] != 0:
             raise UserError(f"advantage gdpo has a weight for {name!r}, which is no reward part{nearest(name, parts)}")
+    parts = [name for name in parts if "/" not in name or name in weights]
     if not parts:
         raise UserError("advantage gdpo adds up reward parts, but no reward of this batch has parts")
     owner, ids = trajectory_groups(batch)

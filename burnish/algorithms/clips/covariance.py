@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burnish.algorithms.clips.ppo import both_sides
+from burnish.algorithms.clips.ppo import ppo
 from burnish.algorithms.ratios import clamped, log_ratio
 from burnish.algorithms.view import View
 from burnish.core.noise import uniforms
+
+TIE = 1e-6  # numbers this close, in parts of one, count as equal
 
 
 def clip_cov(
@@ -32,11 +34,10 @@ def clip_cov(
     of its sequence and its position alone, not on the order of the batch.
     """
     cov = covariances(view, advantages)
-    plain, clipped = both_sides(ratio, advantages, low, high)
-    eligible = (cov > low_cov).logical_and_(cov < high_cov).logical_and_(clipped <= plain)
+    loss, marks = ppo(view, ratio, advantages, anchor, low, high)
+    eligible = (cov > low_cov).logical_and_(cov < high_cov).logical_and_(~marks["pg_clipfrac"])
     drawn = _drawn(view, eligible, _count(share, view))
-    loss = torch.maximum(plain, clipped)
-    return loss.masked_fill(drawn, 0), {"pg_clipfrac": drawn, "cov_mean": cov}
+    return loss.masked_fill(drawn, 0), {"pg_clipfrac": drawn, **_marks(cov)}
 
 
 def kl_cov(
@@ -44,15 +45,17 @@ def kl_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[M] -A r, plus coef |l| with gradient at the max(1, int(share*M)) tokens of largest cov.
 
-    Equal covariances are common (every token the policy is certain of has logp 0), so identity decides between them.
+    Equal covariances are common (every token the policy is certain of has logp 0, samples of a prompt start alike), and
+    how they round depends on what they were computed beside; so identity decides between those that are nearly equal.
     """
     cov = covariances(view, advantages)
     num = _count(share, view)
-    least = cov.topk(num).values.min() if num else 0
-    above, level = cov > least, cov == least
+    least = float(cov.topk(num).values.min()) if num else 0.0
+    near = TIE * (1 + abs(least))
+    above, level = cov > least + near, (cov - least).abs() <= near
     penalised = above.logical_or_(_drawn(view, level, num - int(above.count_nonzero()))).nonzero().squeeze(1)
     drift = log_ratio(view, anchor).index_select(0, penalised)
-    return (-advantages * ratio).index_add(0, penalised, coef * clamped(drift).abs()), {"cov_mean": cov}
+    return (-advantages * ratio).index_add(0, penalised, coef * clamped(drift).abs()), _marks(cov)
 
 
 def covariances(view: View, advantages: Tensor) -> Tensor:
@@ -60,6 +63,12 @@ def covariances(view: View, advantages: Tensor) -> Tensor:
     assert view.logp is not None, "a policy's view has log-probs"
     logp = view.logp.detach()
     return (advantages - advantages.mean()).mul_(logp - logp.mean())
+
+
+def _marks(cov: Tensor) -> dict[str, Tensor]:
+    """The mean covariance, and that of the largest 2e-4 of the tokens, the same at every token."""
+    largest = cov.topk(max(1, int(2e-4 * cov.numel()))).values.mean() if cov.numel() else cov.sum()
+    return {"cov_mean": cov, "cov_top": largest.expand_as(cov)}
 
 
 def _count(share: float, view: View) -> int:
@@ -70,6 +79,7 @@ def _count(share: float, view: View) -> int:
 def _drawn(view: View, among: Tensor, num: int) -> Tensor:
     """[M] bool, `num` of the tokens `among` [M], or all where there are fewer; what is drawn follows from identity alone."""
     index = among.nonzero().squeeze(1)
-    noise = uniforms(view.column("key")[index], view.column("position")[index])
+    keys = view.sequence["key"][view.ids[index]]
+    noise = uniforms(keys, view.column("position")[index])
     taken = index[noise.topk(min(num, index.numel()), largest=False, sorted=False).indices]
     return torch.zeros_like(among).index_fill_(0, taken, True)

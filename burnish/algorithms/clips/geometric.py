@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burnish.algorithms.clips.ppo import one_sided
 from burnish.algorithms.ratios import log_ratio
 from burnish.algorithms.view import View
 
@@ -19,7 +20,7 @@ def log_geo(
     GMPO (2507.20673).
     """
     raw = log_ratio(view, anchor)
-    x = torch.where(advantages > 0, raw.clamp(max=high), raw.clamp(min=-low))
+    x = torch.clamp(raw, *one_sided(advantages, -low, high))
     loss = -view.mean(advantages) * view.mean(x).exp()  # [S]
     cut = x.detach() != raw.detach()
     marks = {"pg_clipfrac": cut & (advantages > 0), "pg_clipfrac_lower": cut & (advantages < 0)}

@@ -30,14 +30,13 @@ def ppo(
     denominators. PPO (1707.06347), dual clip (1912.09729; INTELLECT-2's two-sided clip is the same function), high > low
     is clip-higher (DAPO, 2503.14476), drift is the off-policy sequence mask of DeepSeek-V3.2 (2512.02556).
     """
-    plain, clipped = both_sides(ratio, advantages, low, high)
-    loss = torch.maximum(plain, clipped)
-    marks = {"pg_clipfrac": clipped > plain}
+    # The larger of the two costs is that of the ratio bounded on one side, and one clamp is half the work of two maxima.
+    floor, ceiling = one_sided(advantages, 1 - low, 1 + high, dual)
+    loss = -advantages * torch.clamp(ratio, floor, ceiling)
+    below, above = ratio.detach() < floor, ratio.detach() > ceiling
+    marks = {"pg_clipfrac": (above & (advantages > 0)).logical_or_(below & (advantages < 0))}
     if dual is not None:
-        # A gain has no bound; where there is one it takes the gradient with it.
-        bound = (advantages * -dual).masked_fill_(advantages >= 0, torch.inf)
-        marks["pg_clipfrac_lower"] = loss > bound
-        loss = torch.minimum(loss, bound)
+        marks["pg_clipfrac_lower"] = above & (advantages < 0)
     if drift is not None:
         drifted = view.mean(-log_ratio(view, anchor).detach()) > drift  # [S]
         marks["drift_dropped"] = (advantages < 0) & view.spread(drifted)
@@ -45,7 +44,11 @@ def ppo(
     return loss, marks
 
 
-def both_sides(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """[M] -A r and -A clip(r, 1-low, 1+high), of which PPO takes the larger."""
-    cost = -advantages
-    return cost * ratio, cost * ratio.clamp(1 - low, 1 + high)
+def one_sided(advantages: Tensor, low: float, high: float, highest: float | None = None) -> tuple[Tensor, Tensor]:
+    """[M] the range of a ratio or its logarithm that keeps a gradient: up to `high` where A > 0, else from `low` on.
+
+    `highest` bounds the second from above.
+    """
+    gain = advantages > 0
+    floor = torch.full_like(advantages, low).masked_fill_(gain, -torch.inf)
+    return floor, torch.full_like(advantages, torch.inf if highest is None else highest).masked_fill_(gain, high)

@@ -26,7 +26,7 @@ from burnish.core.segments import (
 )
 
 Mode = Literal["power", "best_worst", "best_random", "best"]
-STREAM = 0x5046_5050_4F  # "PFPPO": a key's plain stream is the noise its sample was written with
+STREAM = 0x5046_5050_4F  # "PFPPO": other picks by the same key, such as Clip-Cov's, have noise of their own
 
 
 def pf_ppo(batch: Batch, mode: Mode = "power", power: float = 2.0) -> Tensor:

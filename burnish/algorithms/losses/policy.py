@@ -18,9 +18,10 @@ from burnish.algorithms.clips import CLIPS
 from burnish.algorithms.entropy import top_entropy_mask
 from burnish.algorithms.kl import kl_estimate
 from burnish.algorithms.losses.table import LOSSES
-from burnish.algorithms.ratios import RATIOS, clamped, log_ratio
+from burnish.algorithms.ratios import MAX_TOKEN, RATIOS, log_ratio
 from burnish.algorithms.ratios import token as token_ratio
 from burnish.algorithms.view import View
+from burnish.config.errors import UserError
 
 
 class Loss(Protocol):
@@ -102,7 +103,8 @@ class PolicyLoss:
         if self.kl_coef > 0:
             kl = kl_estimate(logp, view.column("ref_logp"), self.kl_estimator)
             if self.kl_is_corrected:
-                kl = token_ratio(view, anchor) * kl
+                sampled = view.column("old_logp") if view.has("old_logp") else logp.detach()
+                kl = token_ratio(view, sampled) * kl
             per_token = per_token + self.kl_coef * kl
             sums["kl_ref"] = kl.detach().sum()
         if self.entropy_coef > 0:
@@ -116,7 +118,7 @@ class PolicyLoss:
         """[M] the policy's loss at each token, and the marks of clip and loss."""
         advantages = view.column("advantages")
         if self.custom is not None:
-            return self.custom(logp, anchor, advantages, **self.custom_options), {}
+            return _checked(self.custom(logp, anchor, advantages, **self.custom_options), logp), {}
         loss_of = LOSSES[self.loss]
         if loss_of is not None:
             return loss_of(view, anchor, advantages, **self.loss_options)
@@ -131,9 +133,18 @@ class PolicyLoss:
         """[M] the log-ratio for the metrics: as the loss sees it, clamped where it has a token ratio."""
         with torch.no_grad():
             drift = log_ratio(view, anchor)
-            return clamped(drift) if self.ratio == "token" or self.loss == "mixed_offpolicy" else drift
+            bounded = self.ratio == "token" or self.loss == "mixed_offpolicy"
+            return drift.clamp_(-MAX_TOKEN, MAX_TOKEN) if bounded else drift
 
 
 def _total(mark: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of a column of numbers, or how often one of truths is True."""
     return (mark.count_nonzero() if mark.dtype == torch.bool else mark.sum()).to(dtype)
+
+
+def _checked(per_token: object, logp: Tensor) -> Tensor:
+    """A user's loss, if it has one number a token; another shape would broadcast into something else without a word."""
+    if isinstance(per_token, Tensor) and per_token.shape == logp.shape:
+        return per_token
+    given = f"shape {tuple(per_token.shape)}" if isinstance(per_token, Tensor) else type(per_token).__name__
+    raise UserError(f"the loss of your own returned {given}; expected one number a token, {tuple(logp.shape)}")

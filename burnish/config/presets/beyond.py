@@ -28,7 +28,7 @@ BEYOND: dict[str, Preset] = {
         "policy optimisation without a value that stays valid on samples of the iteration's start",
         {**OMD, "shaping": [{"name": "kimi_length", "warmup_steps": 200}]},
         note="several updates an iteration (training.mini_batches), algorithm.curriculum=prioritised on data with an end; "
-        "partial rollouts come with asynchronous sources",
+        "its partial rollouts are not there yet",
     ),
     "long2short": Preset(
         "long2short RL",
@@ -45,11 +45,11 @@ BEYOND: dict[str, Preset] = {
             "advantage": "win_rate",
             "ratio": "none",
             "clip": "none",
-            "loss": "sppo_sq",
+            "loss": {"name": "sppo_sq", "eta": 1000.0},
             "aggregation": SEQUENCE_MEAN,
             "kl": ITERATE,
         },
-        note="wins are read off the rewards of a group; a preference model's come with the reward models",
+        note="wins are read off the rewards of a group; there is no preference model yet",
     ),
     "pacs": Preset(
         "PACS",

@@ -105,7 +105,7 @@ CRITIC_FREE: dict[str, Preset] = {
             "aggregation": TOKEN_MEAN,
             "filters": ["zero_signal"],
         },
-        note="its output head in float32 is always so here",
+        note="its output head in float32 needs model.dtype=float32; in bfloat16 the head's product is rounded first",
     ),
     "sapo": Preset(
         "SAPO",
@@ -189,7 +189,7 @@ CRITIC_FREE: dict[str, Preset] = {
                 "reference": {"name": "hard_sync", "every": 400},
             },
         },
-        waits="stages: this is its RL stage alone; the four stages in a row come with burnish/trainers/stages.py",
+        waits="stages in a row (cold start, RL, rejection sampling, RL): this is its RL stage alone",
         note="rewards: task or math, think_format and language",
     ),
     "cppo": Preset(
@@ -234,7 +234,7 @@ CRITIC_FREE: dict[str, Preset] = {
         "DeepScaleR, Luo et al. 2025",
         "long windows waste tokens early: the context grows in stages (rollout.stages)",
         {"advantage": "grpo", "clip": PPO, "aggregation": TOKEN_MEAN, "kl": KL_IN_LOSS},
-        note="rollout.stages: 8K, 16K from step 1040, 24K from step 1520",
+        note="rollout.stages: 8K, 16K from step 1041, 24K from step 1521",
     ),
     "lcpo": Preset(
         "LCPO-exact (L1)",

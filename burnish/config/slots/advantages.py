@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from burnish.config.slots.base import Slot
 
 Singleton = Literal["raw", "zero"]
 Ddof = Literal[0, 1]
+EPS = 1e-6
+
+
+def _no_division(by: str, eps: float, ddof: int = 1) -> None:
+    """Refuse the details of a division that is not made."""
+    if by == "none" and (eps != EPS or ddof != 1):
+        raise ValueError("eps and ddof belong to the deviation, and nothing is divided by one here: leave them out")
 
 
 class GrpoAdvantage(Slot):
@@ -27,6 +34,13 @@ class GrpoAdvantage(Slot):
     """Added to the deviation before dividing."""
     singleton: Singleton = "raw"
     """The advantage of a group of one: its raw reward, or zero."""
+    ddof: Ddof = 1
+    """The variance is divided by the number of samples less this."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GrpoAdvantage:
+        _no_division(self.std, self.eps, self.ddof)
+        return self
 
 
 class ReinforceAdvantage(Slot):
@@ -37,8 +51,8 @@ class ReinforceAdvantage(Slot):
     name: Literal["reinforce"] = "reinforce"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per written token."""
-    baseline: float = 0.0
-    """A constant taken off every return."""
+    baseline: float | Literal["ema"] = 0.0
+    """What is taken off every return: a constant, or `ema`, a moving average (0.9) of the mean reward of earlier steps."""
 
 
 class RlooAdvantage(Slot):
@@ -109,6 +123,11 @@ class GpgAdvantage(Slot):
     eps: float = Field(1e-6, ge=0)
     """Added to the deviation before dividing."""
 
+    @model_validator(mode="after")
+    def _divides(self) -> GpgAdvantage:
+        _no_division(self.normalise, self.eps)
+        return self
+
 
 class GrpoPasskAdvantage(Slot):
     """Only the single best sample of a prompt gets a signal: by how much it beats the second best."""
@@ -120,6 +139,11 @@ class GrpoPasskAdvantage(Slot):
     """Divide by the group's sample deviation, or by nothing."""
     eps: float = Field(1e-6, ge=0)
     """Added to the deviation before dividing."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GrpoPasskAdvantage:
+        _no_division(self.std, self.eps)
+        return self
 
 
 class RaftAdvantage(Slot):
@@ -159,6 +183,14 @@ class GaeAdvantage(Slot):
     ddof: Ddof = 1
     """The variance of whitening is divided by the number of tokens less this."""
 
+    @model_validator(mode="after")
+    def _all_act(self) -> GaeAdvantage:
+        if self.length_adaptive is not None and self.lam != 1.0:
+            raise ValueError("gae: length_adaptive takes the place of lam, so give one of the two")
+        if not self.whiten and self.ddof != 1:
+            raise ValueError("gae: ddof belongs to the whitening, which is off: leave it out")
+        return self
+
 
 class GdpoAdvantage(Slot):
     """Every part of the reward normalised in its group on its own, then added up and whitened."""
@@ -175,6 +207,11 @@ class GdpoAdvantage(Slot):
     """The weight of reward parts by name; a part that is not named has weight 1."""
     ddof: Ddof = 1
     """The variance of whitening is divided by the number of tokens less this."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GdpoAdvantage:
+        _no_division(self.std, self.eps)
+        return self
 
 
 class OtbAdvantage(Slot):

@@ -41,6 +41,8 @@ class DifficultyBandFilter(Slot):
     def _ordered(self) -> DifficultyBandFilter:
         if self.low > self.high:
             raise ValueError(f"difficulty_band keeps nothing: low {self.low} is above high {self.high}")
+        if self.low == 0 and self.high == 1:
+            raise ValueError("difficulty_band from 0 to 1 keeps everything: leave the filter out")
         return self
 
 
@@ -78,7 +80,7 @@ class CppoFilter(Slot):
     paper: ClassVar[str] = "CPPO (2503.22342)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     name: Literal["cppo"] = "cppo"
-    prune: float = Field(0.5, ge=0, lt=1)
+    prune: float = Field(0.5, gt=0, lt=1)
     """The share of each group that is left out."""
 
 
@@ -138,3 +140,11 @@ class Refill(Record):
     """The share of rollout.prompts groups that ends the rounds."""
     short: Literal["error", "partial", "fill"] = "partial"
     """When the rounds are over and groups are missing: stop, train on what there is, or take refused groups too (PRIME)."""
+
+    @model_validator(mode="after")
+    def _all_act(self) -> Refill:
+        if self.rounds == 1 and self.enough != 1.0 and self.short != "error":
+            raise ValueError("refill.enough ends the rounds early, and there is only one: raise refill.rounds")
+        if self.rounds == 1 and self.oversample == 1 and self.short == "fill":
+            raise ValueError("refill.short=fill would put every refused group back: raise refill.rounds or oversample")
+        return self

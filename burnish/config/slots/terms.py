@@ -48,7 +48,7 @@ class EmaReference(Slot):
 class HardSyncReference(Slot):
     """A copy of the policy, renewed now and then."""
 
-    formula: ClassVar[str] = "ref <- policy after every `every` steps"
+    formula: ClassVar[str] = "ref <- policy, once in every steps"
     paper: ClassVar[str] = "DeepSeek-R1 (2501.12948)"
     name: Literal["hard_sync"] = "hard_sync"
     every: int = Field(400, ge=1)
@@ -58,7 +58,7 @@ class HardSyncReference(Slot):
 class IterateReference(Slot):
     """The policy at the start of the current iteration; the optimizer's state starts anew with each."""
 
-    formula: ClassVar[str] = "ref <- policy and optimizer reset before each iteration of `every` steps"
+    formula: ClassVar[str] = "ref <- policy, and the optimizer starts anew, before each iteration of so many steps"
     paper: ClassVar[str] = "Kimi k1.5 (2501.12599)"
     name: Literal["iterate"] = "iterate"
     every: int = Field(1, ge=1)
@@ -161,7 +161,7 @@ class Entropy(Record):
     """Weight of the mean entropy taken off the loss; where it starts, if adaptive."""
     adaptive: EntropyTarget | None = None
     """Move the coefficient with the entropy; null keeps it fixed."""
-    top_share: float | None = Field(None, gt=0, le=1)
+    top_share: float | None = Field(None, gt=0, lt=1)
     """Learn only from this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
 
 

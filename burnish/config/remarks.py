@@ -1,0 +1,54 @@
+"""What is allowed but probably not meant: said once when a run starts, and by --dry-run.
+
+A combination that cannot do what it says is refused by the schema. Here is what does less than it seems to, or what a
+paper would do otherwise.
+"""
+
+from __future__ import annotations
+
+from burnish.config.schema import TrainConfig
+from burnish.config.slots import Plugin
+
+BY_TOKEN = ("gae", "otb")
+
+
+def remarks(config: TrainConfig) -> list[str]:
+    """One line each."""
+    return [*_never_reached(config), *_algorithm(config)]
+
+
+def _never_reached(config: TrainConfig) -> list[str]:
+    """Schedules that begin after the last step."""
+    algorithm, steps = config.algorithm, config.training.steps
+    starts = {
+        f"algorithm.shaping: {shaper.name} begins after warmup_steps": getattr(shaper, "warmup_steps", 0)
+        for shaper in algorithm.shaping
+    }
+    starts["algorithm.curriculum begins after warmup_steps"] = getattr(algorithm.curriculum, "warmup_steps", 0)
+    starts["algorithm.curriculum hard_only begins at start"] = getattr(algorithm.curriculum, "start", 1) - 1
+    if algorithm.kl.reference.name in ("hard_sync", "iterate"):
+        starts["algorithm.kl.reference is renewed after every"] = algorithm.kl.reference.every
+    late = {text: start for text, start in starts.items() if start >= steps}
+    return [f"{text}={start}, but training.steps={steps}: it never comes to that" for text, start in late.items()]
+
+
+def _algorithm(config: TrainConfig) -> list[str]:
+    """Choices that cancel or double each other."""
+    algorithm, training = config.algorithm, config.training
+    found = []
+    if algorithm.kl.loss.coef > 0 and algorithm.kl.reward.coef > 0:
+        found.append(
+            "algorithm.kl is both in the loss and in the reward: the policy pays twice for leaving the reference"
+        )
+    one_update = training.mini_batches * training.epochs == 1
+    clipped = not isinstance(algorithm.clip, Plugin) and algorithm.clip.name in ("ppo", "log_geo", "is_weight")
+    if one_update and algorithm.ratio.name != "none" and clipped:
+        found.append(
+            "one update a batch: the ratio is 1 and the clip never acts; training.mini_batches or training.epochs above 1 would use it"
+        )
+    if algorithm.ratio.name == "sequence" and algorithm.advantage.name in BY_TOKEN:
+        found.append(
+            f"advantage {algorithm.advantage.name} differs between the tokens of a sequence, and ratio sequence spreads every "
+            "token's gradient over all of them; seq_token keeps it with its token"
+        )
+    return found

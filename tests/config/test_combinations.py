@@ -1,0 +1,80 @@
+"""Combinations that cannot do what they say are refused with the reason; what goes together is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from burnish.config.algorithm import Algorithm
+from burnish.config.errors import UserError
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+
+MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits"]
+BARE = {"ratio": "none", "clip": "none"}
+KL_REWARD = {"reward": {"coef": 0.1}, "reference": "frozen"}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"clip": "soft", "ratio": "sequence"}, "clip soft bounds ratio token"),
+    ({"clip": "is_weight"}, "clip is_weight makes loss sg_logprob"),
+    ({"loss": "sg_logprob"}, "clip ppo makes loss surrogate"),
+    ({"loss": "omd_sq"}, "loss omd_sq uses no ratio"),
+    ({"clip": "log_geo", "ratio": "sequence", "aggregation": "token-mean"}, "log_geo is one number a sequence"),
+    ({**BARE, "loss": "bce"}, "loss bce goes with advantage none"),
+    ({"advantage": "none"}, "advantage none is 0 everywhere"),
+    ({"advantage": "gae"}, "advantage gae needs a critic"),
+    ({"critic": {}}, "would be trained for nothing"),
+    ({"advantage": {"name": "gae", "lam": 0.9, "length_adaptive": 0.05}, "critic": {}}, "takes the place of lam"),
+    ({"advantage": {"name": "gae", "whiten": False, "ddof": 0}, "critic": {}}, "whitening, which is off"),
+    ({"advantage": {"name": "grpo", "std": "none", "eps": 0.1}}, "nothing is divided"),
+    ({"advantage": {"name": "gpg", "eps": 0.1}}, "nothing is divided"),
+    ({"advantage": "gdpo", "shaping": ["signed"]}, "which advantage gdpo does not read"),
+    ({"advantage": "gdpo", "kl": KL_REWARD}, "which advantage gdpo does not read"),
+    ({"advantage": "remax", "shaping": ["signed"]}, "not shaped"),
+    ({**BARE, "loss": "mine.py:f", "advantage": "remax", "shaping": ["signed"]}, "not shaped"),
+    ({"shaping": ["repetition_dense"]}, "a return for every token and gamma 1"),
+    ({"shaping": ["repetition_dense"], "advantage": {"name": "reinforce", "gamma": 0.9}}, "and gamma 1"),
+    ({**BARE, "loss": "bce", "advantage": "none", "filters": ["cppo"]}, "keeps the largest advantages"),
+    ({**BARE, "loss": "omd_sq", "entropy": {"top_share": 0.2}}, "picks tokens, but omd_sq"),
+    ({"kl": {**KL_REWARD, "reward": {"coef": 0.1, "center": "sequence"}}}, "takes off anyway"),
+    ({"kl": {"adaptive": {}}}, "would stay 0"),
+    ({"filters": ["overlong", "overlong"]}, "given twice"),
+    ({"filters": [{"name": "difficulty_band", "low": 0, "high": 1}]}, "keeps everything"),
+    ({"filters": ["zero_signal"], "refill": {"short": "fill"}}, "put every refused group back"),
+    ({"filters": ["zero_signal"], "refill": {"enough": 0.5}}, "there is only one"),
+]
+
+
+@pytest.mark.parametrize(("tree", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        Algorithm.model_validate(tree)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm=dpo"], "it waits for preference pairs"),
+        (["algorithm=lcpo"], "set data.budget={}"),
+        (["data.budget={}"], "asks for a length that nothing rewards"),
+        (["algorithm=sft"], "use `burnish sft`"),
+        (["algorithm.auxiliary.sft=0.1"], "imitates data.demonstrations, and there are none"),
+        (["data.demonstrations.path=a.jsonl"], "set algorithm.auxiliary.sft"),
+        (["data.demonstrations_per_update=8"], "no effect without data.demonstrations"),
+        (["algorithm=vc_ppo"], "leaves the policy none of training.steps=100"),
+        (["rollout.n=1"], "needs rollout.n of 2 or more"),
+        (["rollout.stages=[{start: 5, n: 1}]"], "needs rollout.n of 2 or more"),
+        (["rollout.stages=[{start: 500, n: 4}]"], "starts at step 500, but training.steps=100"),
+        (["rollout.stages=[{start: 9, n: 4}, {start: 9, n: 2}]"], "must start after the one before"),
+        (["rollout.stages=[{start: 9}]"], "changes nothing"),
+        (["algorithm=dapo", "reward.parts=[think_format]"], "must know right from wrong"),
+        (["algorithm.auxiliary.positive_nll=0.1", "reward.parts=[format]"], "must know right from wrong"),
+    ],
+)
+def test_a_run_that_does_not_provide_what_its_algorithm_needs_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(TrainConfig, None, [*MINIMAL, *overrides])
+    assert words in str(error.value)

@@ -1,0 +1,15 @@
+"""A model that several tests start their runs from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.tiny import TINY, WARM, run_of
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is right now and then."""
+    return run_of(tmp_path_factory.mktemp("warm") / "run", TINY + WARM, ["training.steps=1"]) / "warm_start"

@@ -1,0 +1,243 @@
+"""Any algorithm, over three steps on the same rollouts: what each update saw and found, and which functions were called.
+
+A tiny real model makes steps 399 to 401, two updates each: warm-ups are over, and a reference that is copied every 400
+steps is copied in the middle. Same tokens, rewards and keys for all, so that what differs comes from the slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.algorithms.advantages import ADVANTAGES
+from burnish.algorithms.clips import CLIPS
+from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
+from burnish.algorithms.losses import LOSSES, Loss
+from burnish.algorithms.ratios import RATIOS
+from burnish.algorithms.shaping import SHAPERS
+from burnish.config.algorithm import Algorithm
+from burnish.config.load import from_preset
+from burnish.config.optimizer import Optimizer
+from burnish.config.schema import Rollout, Training
+from burnish.core.batch import Batch, Ragged
+from burnish.core.segments import offsets_from_lengths
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.value import ValueModel
+from burnish.rollout.scored import Scored
+from burnish.trainers import rl
+from burnish.trainers.prepare import Recipe
+from burnish.trainers.state import first_state
+from burnish.training.critic import Critic
+from burnish.training.learner import Learner, Update
+from burnish.training.reference import REFERENCES, make_reference
+
+STEPS, EPOCHS, PROMPTS, MAX_TOKENS = (399, 400, 401), 2, 5, 8
+BARE: dict[str, Any] = {"ratio": "none", "clip": "none"}
+KL = {"loss": {"estimator": "k3", "coef": 0.001}, "reference": "frozen"}
+OTHERS: dict[str, dict[str, Any]] = {
+    "softmean": {"advantage": "softmean", "kl": KL},
+    "seq_prod": {"ratio": "seq_prod", "kl": KL},
+    "token-sum": {"aggregation": "token-sum", "kl": KL},
+    "overlong": {"filters": ["overlong"], "kl": KL},
+    "repetition": {"shaping": [{"name": "repetition", "ngram": 1}], "kl": KL},
+    "stop_properly": {"shaping": ["stop_properly"], "kl": KL},
+    "iterate": {"kl": {**KL, "reference": {"name": "iterate", "every": 400}}},
+}
+"""What no preset chooses, beside GRPO's other slots."""
+BATCHES = {
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
+    **dict.fromkeys(("gigpo", "spo_tree"), "steps"),
+    "spo_chain": "segments",
+}
+"""Algorithms whose rollouts are not independent samples of a prompt."""
+
+# --- the rollouts --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def rollouts(kind: str) -> Batch:
+    """Six groups of three, one of them constant, with every column that any algorithm reads; or such a batch as pairs,
+    as steps of episodes and edges of trees, or cut into segments.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def rand(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float64)
+
+    num, written = 18, torch.randint(2, MAX_TOKENS, (18,), generator=generator)
+    offsets = offsets_from_lengths(written + 1)
+    size = int(offsets[-1])
+    mask = torch.ones(size, dtype=torch.bool).index_fill(0, offsets[:-1], False)
+    number, right = torch.arange(num), torch.tensor([1, 1, 1, *[1, 0, 0] * 2, *[0, 1, 1] * 3]).double()
+    batch = Batch(
+        tokens=torch.randint(4, (size,), generator=generator),
+        offsets=offsets,
+        token={
+            "action_mask": mask,
+            "loss_mask": mask.clone(),
+            "process_rewards": rand(size) - 0.5,
+            "teacher_logp": -2 * rand(size),
+            "segment_ids": torch.where(mask, torch.arange(size) - offsets[:-1].repeat_interleave(written + 1) > 2, -1),
+        },
+        sequence={
+            "group_ids": number // 3,
+            "key": number * 977 + 7,
+            "reward": right * (0.5 + 0.5 * (number > 2) * rand(num)),
+            "accuracy": right,
+            "truncated": number % 7 == 4,
+            "part/a": right,
+            "part/b": rand(num),
+            "greedy_reward": (number // 3 % 2).double(),
+            "budget": 2 + 6 * rand(num),
+            "demonstration": number % 3 == 1,
+        },
+        ragged={"border_values": Ragged(rand(2 * num), torch.arange(0, 2 * num + 1, 2))},
+    )
+    if kind == "pairs":
+        pairs = {"chosen": number % 2 == 0, "desirable": number % 2 == 0, "mismatched": number % 6 > 3}
+        return batch.with_sequence(group_ids=number // 2, **pairs)
+    if kind == "steps":
+        steps = {"trajectory_ids": number // 2, "step": number % 2, "state_ids": number % 3, "step_reward": rand(num)}
+        tree = {"node_ids": number * 2 + 1, "parent_ids": number // 3 * 100}
+        return batch.with_sequence(group_ids=number // 6, reward=right[number // 2], **steps, **tree)
+    return batch
+
+
+# --- three steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trace:
+    """What an algorithm did: every mini-batch with its loss and gradients, the last weights, the functions it called."""
+
+    updates: list[tuple[Batch, float, Tensor]] = field(default_factory=list)
+    weights: Tensor = field(default_factory=lambda: torch.zeros(0))
+    called: set[tuple[str, str]] = field(default_factory=set)
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors.values()])
+
+
+class Watched(Learner):
+    """A learner that keeps what it was given and what it found."""
+
+    def __init__(self, model: Decoder, trace: Trace) -> None:
+        super().__init__(model, Optimizer(lr=0.01, clip_norm=1e9, eps=1e-4), 10, 1000)
+        self.trace, self.gradient = trace, torch.zeros(0)
+        step = self.optimizer.step
+
+        def keeping(lr: float) -> None:
+            self.gradient = flat(self.optimizer.gradients())
+            step(lr)
+
+        self.optimizer.step = keeping  # type: ignore[method-assign]
+
+    def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: Any = None) -> Update:
+        update = super().update(batch, loss, lr_scale, also)
+        assert update.skipped is None
+        self.trace.updates.append((batch, update.stats["loss"], self.gradient))
+        return update
+
+
+@functools.cache
+def model_of(seed: int) -> Decoder:
+    model = Decoder(Architecture("qwen3", 4, 8, 1, 2, 1, 4, 12, 64, qkv_bias=True, qk_norm=True, tied=False))
+    initialise(model.double(), seed, std=0.8)
+    return model
+
+
+def job_of(algorithm: Algorithm, trace: Trace) -> Any:
+    """A job that trains a real model; nothing around it is real."""
+    learner = Watched(copy.deepcopy(model_of(0)), trace)
+    slot, reference, critic = algorithm.kl.reference, None, None
+    if slot.name != "none":
+        # The policy has left the weights it started from.
+        start = learner.model if slot.name == "iterate" and slot.every == 1 else model_of(1)
+        reference = make_reference(slot.name, start, 1000, 1.0, **slot.model_dump(exclude={"name"}))
+    if algorithm.critic is not None:
+        optimizer = Optimizer(lr=0.01, clip_norm=1e9)
+        critic = Critic(ValueModel(model_of(0)), optimizer, 100, 1000, algorithm.critic.clip)
+        torch.nn.init.normal_(critic.model.head, generator=torch.Generator().manual_seed(0))
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            training=Training(epochs=EPOCHS),
+            algorithm=algorithm,
+            rollout=Rollout(prompts=PROMPTS, max_tokens=MAX_TOKENS),
+        ),
+        run=SimpleNamespace(display=SimpleNamespace(phase=lambda text: None, note=pytest.fail)),
+        state=first_state(algorithm),
+        recipe=Recipe(algorithm, num_updates=EPOCHS),
+        learner=learner,
+        reference=reference,
+        critic=critic,
+        demonstrations=None,
+        engine=SimpleNamespace(load=lambda *version: None),
+        stream=SimpleNamespace(observe=lambda trajectories: None, state=dict),
+    )
+
+
+def run(algorithm: Algorithm, kind: str, steps: tuple[int, ...] = STEPS) -> Trace:
+    """The loop of `trainers/rl.py` on rollouts that are always the same."""
+    trace = Trace()
+    with counted(trace.called):
+        job = job_of(algorithm, trace)
+        trace.called |= {("ratio", job.recipe.loss.ratio), ("loss", job.recipe.loss.loss)}
+        for step in steps:
+            shaped = job.recipe.shape(rollouts(kind), step, MAX_TOKENS)
+            learned = rl.learn(job, step, job.recipe.select(shaped, PROMPTS))
+            rl.settle(job, step, Scored([], [], 0.0, 0.0), learned)
+    assert len(trace.updates) == len(steps) * EPOCHS
+    trace.weights = flat(dict(job.learner.model.named_parameters()))
+    return trace
+
+
+TABLES: dict[str, list[dict[str, Any]]] = {
+    "advantage": [ADVANTAGES],
+    "ratio": [RATIOS],
+    "clip": [CLIPS],
+    "loss": [LOSSES],
+    "filters": [GROUP_FILTERS, SAMPLE_FILTERS, RESAMPLERS],
+    "shaping": [SHAPERS],
+    "reference": [REFERENCES],
+}
+
+
+@contextmanager
+def counted(called: set[tuple[str, str]]) -> Iterator[None]:
+    """Every function of the tables notes its slot and name when it is called."""
+
+    def noting(slot: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            called.add((slot, name))
+            return function(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for slot, tables in TABLES.items():
+            for table in tables:
+                for name, function in list(table.items()):
+                    if function is not None:
+                        patch.setitem(table, name, noting(slot, name, function))
+        yield
+
+
+@functools.cache
+def algorithm_of(name: str) -> Algorithm:
+    return Algorithm.model_validate(OTHERS[name]) if name in OTHERS else from_preset(name)
+
+
+@functools.cache
+def trace_of(name: str, kind: str = "") -> Trace:
+    return run(algorithm_of(name), kind)
