@@ -1,0 +1,100 @@
+"""Seven algorithms on the built-in task from the same warm start: held-out accuracy as they learn.
+
+python bench/learning.py [--algorithms grpo ppo ...] [--steps 150] [--seed 0] [--chart docs/learning.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import save, table
+
+from burnish.report.curves import Chart
+from burnish.report.svg import COLOURS, draw
+from burnish.run.metrics import read
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
+KEY = "validation/greedy/accuracy"
+CRITIC = ["algorithm.critic.optimizer.lr=1.0e-3"]
+# What the toy needs beside the preset: a critic that learns in 150 steps, and no hunt for the last unsolved prompts.
+SETTINGS: dict[str, list[str]] = {
+    "grpo": ["algorithm.kl={loss: {coef: 0.001}, reference: frozen}", "algorithm.filters=[]"],
+    "ppo": CRITIC,
+    "rloo": [],
+    "dapo": ["algorithm.refill={rounds: 2}"],
+    "gspo": [],
+    "reinforce_plus_plus": [],
+    "vapo": [*CRITIC, "algorithm.critic.warmup_steps=10"],
+}
+PALETTE = ("#1f6feb", "#d1495b", "#2a9d4a", "#8957e5", "#e08b00", "#0a8f8f", "#6b7280")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mini-batches", type=int, default=2, help="updates a step, so that ratios and clips act")
+    parser.add_argument("--chart", type=Path, help="also draw the curves there")
+    parser.add_argument("--name", default="learning", help="of the file in bench/results")
+    args = parser.parse_args()
+    rows = [learn(name, args) for name in args.algorithms]
+    print(table(rows, ["system", "seed", "wall_s", "greedy_before", "greedy_after", "greedy_best"]))
+    print(f"saved {save(args.name, rows)}")
+    if args.chart is not None:
+        args.chart.write_text(chart({row["system"]: row["curve"] for row in rows}))
+        print(f"drawn {args.chart}")
+
+
+def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One run of the command line, and its curve as [step, accuracy] pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["train", str(RECIPE), f"algorithm={name}", *SETTINGS[name], f"seed={args.seed}"]
+        command += [f"training.steps={args.steps}", f"training.mini_batches={args.mini_batches}"]
+        command += ["validation.every=10", "validation.limit=500", f"run.directory={folder}", "run.name=run"]
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
+        wall_s = time.perf_counter() - started
+        curve = [[row["step"], row[KEY]] for row in read(Path(folder) / "run" / "metrics.jsonl") if KEY in row]
+    accuracies = [accuracy for _, accuracy in curve]
+    return {
+        "work": "sort_digits",
+        "system": name,
+        "seed": args.seed,
+        "wall_s": wall_s,
+        "greedy_before": accuracies[0],
+        "greedy_after": accuracies[-1],
+        "greedy_best": max(accuracies),
+        "curve": curve,
+    }
+
+
+def chart(curves: dict[str, list[list[float]]]) -> str:
+    """The curves as one SVG that stands alone: style and legend inside."""
+    lines = {name: [(int(step), value) for step, value in curve] for name, curve in curves.items()}
+    svg, _ = draw(Chart("Held-out accuracy (greedy) by step", lines), 1000)
+    assert len(PALETTE) >= len(lines)
+    style = (
+        "text{font:11px sans-serif;fill:#555}.grid{stroke:#ddd}.line{fill:none;stroke-width:1.6}.cursor{display:none}"
+    )
+    parts = svg.split("<polyline")
+    for index in range(1, len(parts)):  # the page has fewer colours than this chart has lines
+        colour, old = PALETTE[index - 1], f"c{(index - 1) % COLOURS}"
+        parts[index] = parts[index].replace(f'class="line {old}"', f'class="line" stroke="{colour}"')
+        parts[index] = parts[index].replace(f'class="dot {old}"', f'fill="{colour}"')
+    body = "<polyline".join(parts).removesuffix("</svg>").replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+    legend = "".join(
+        f'<rect x="330" y="{128 + 13 * k}" width="9" height="9" fill="{PALETTE[k]}"/><text x="344" y="{136 + 13 * k}">{name}</text>'
+        for k, name in enumerate(lines)
+    )
+    return body.replace(">", f"><style>{style}</style>", 1) + legend + "</svg>\n"
+
+
+if __name__ == "__main__":
+    main()
