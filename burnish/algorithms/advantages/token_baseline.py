@@ -7,11 +7,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import returns_at
+from burnish.algorithms.advantages.returns import is_constant, returns_at
 from burnish.algorithms.advantages.written import Written, written
 from burnish.algorithms.recurrence import running_sum
 from burnish.core.batch import Batch
-from burnish.core.segments import compact_ids, offsets_from_lengths, segment_count, segment_max, segment_sum
+from burnish.core.segments import (
+    compact_ids,
+    ids_from_offsets,
+    offsets_from_lengths,
+    segment_count,
+    segment_max,
+    segment_sum,
+)
 
 
 def otb(batch: Batch, tail: Literal["raw", "zero"] = "raw") -> Tensor:
@@ -26,18 +33,37 @@ def otb(batch: Batch, tail: Literal["raw", "zero"] = "raw") -> Tensor:
     return or gets 0.
     """
     tokens = written(batch)
-    returns = returns_at(batch, tokens, 1.0)
-    energy = running_sum(_logit_energy(batch, tokens).to(returns.dtype), tokens.offsets)
+    energy = running_sum(_logit_energy(batch, tokens), tokens.offsets)
+    returns = _returns(batch, tokens).to(energy.dtype)
     groups, num = compact_ids(batch.sequence["group_ids"])
-    cells, num_cells = _cells(tokens, groups, num)
-    weighted = segment_sum(returns * energy, cells, num_cells)
-    baseline = (weighted / (segment_sum(energy, cells, num_cells) + 1e-8))[cells]
-    alone = (segment_count(cells, num_cells) == 1)[cells]
-    advantages = torch.where(alone, returns, returns - baseline)
+    longest = segment_max(tokens.lengths.double(), groups, num).long()  # [G]
+    starts = offsets_from_lengths(longest)
+    shift = tokens.spread(starts[groups] - tokens.offsets[:-1])
+    cells, num_cells = torch.arange(shift.numel(), device=shift.device) + shift, int(starts[-1])
+    baseline = segment_sum(returns * energy, cells, num_cells) / (segment_sum(energy, cells, num_cells) + 1e-8)
+    lonely = _lonely(tokens.lengths, groups, longest)  # [cells]
+    advantages = returns - baseline.masked_fill_(lonely, 0).index_select(0, cells)
     if tail == "zero":
-        single = (segment_count(groups, num) == 1)[groups]
-        advantages = torch.where(alone & ~tokens.spread(single), 0.0, advantages)
+        alone = lonely.index_select(0, cells) & ~tokens.spread((segment_count(groups, num) == 1)[groups])
+        advantages = advantages.masked_fill_(alone, 0)
     return tokens.put(advantages)
+
+
+def _returns(batch: Batch, tokens: Written) -> Tensor:
+    """[M] return-to-go; with an outcome alone it is the same at every token of a sequence."""
+    return tokens.spread(batch.sequence["reward"]) if is_constant(batch, 1.0) else returns_at(batch, tokens, 1.0)
+
+
+def _lonely(lengths: Tensor, groups: Tensor, longest: Tensor) -> Tensor:
+    """[cells] bool: the (group, position) pairs that a single answer reaches, from the second longest of the group on."""
+    num = longest.numel()
+    is_longest = lengths == longest[groups]
+    others = segment_max(torch.where(is_longest, 0, lengths).double(), groups, num).long()
+    second = torch.where(segment_count(groups, num, is_longest) > 1, longest, others)
+    group_of_cell = ids_from_offsets(offsets_from_lengths(longest))
+    first = offsets_from_lengths(longest)[:-1]
+    position = torch.arange(group_of_cell.numel(), device=lengths.device) - first.index_select(0, group_of_cell)
+    return position >= second.index_select(0, group_of_cell)
 
 
 def _logit_energy(batch: Batch, tokens: Written) -> Tensor:
@@ -46,11 +72,3 @@ def _logit_energy(batch: Batch, tokens: Written) -> Tensor:
     if "rollout_weight" in batch.token:
         energy = energy * tokens.take(batch.token["rollout_weight"]) ** 2
     return energy
-
-
-def _cells(tokens: Written, groups: Tensor, num: int) -> tuple[Tensor, int]:
-    """[M] the (group, position) of each written token, numbered, and how many there are."""
-    longest = segment_max(tokens.lengths.double(), groups, num).long()  # [G]
-    starts = offsets_from_lengths(longest)
-    shift = tokens.spread(starts[groups] - tokens.offsets[:-1])
-    return torch.arange(shift.numel(), device=shift.device) + shift, int(starts[-1])
