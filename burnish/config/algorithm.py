@@ -14,6 +14,7 @@ from burnish.config.slots import (
     AggregationSlot,
     Auxiliary,
     ClipSlot,
+    CorrectionSlot,
     CurriculumSlot,
     Entropy,
     FilterSlot,
@@ -27,6 +28,7 @@ from burnish.config.slots import (
     Slot,
 )
 from burnish.config.slots.advantages import GrpoAdvantage
+from burnish.config.slots.correction import BypassCorrection, SeedCorrection
 from burnish.config.slots.curriculum import NoCurriculum
 from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio, mismatch
 
@@ -69,12 +71,14 @@ class Algorithm(Record):
     """What is done to rewards before anything looks at them, in order."""
     curriculum: CurriculumSlot = NoCurriculum()
     """Which prompts are drawn when."""
+    correction: CorrectionSlot = SeedCorrection(apply=False)
+    """What is done about the gap between the policy that samples and the one that is trained; metrics alone by default."""
     critic: Critic | None = None
     """A learned value of every token; gae needs one, nothing else uses it."""
 
     def choices(self) -> Iterator[tuple[str, Slot]]:
         """Every slot record with the slot it fills."""
-        for name in ("advantage", "ratio", "clip", "loss", "curriculum"):
+        for name in ("advantage", "ratio", "clip", "loss", "correction", "curriculum"):
             yield name, getattr(self, name)
         yield "kl.reference", self.kl.reference
         for name in ("filters", "shaping"):
@@ -82,8 +86,9 @@ class Algorithm(Record):
                 yield name, one
 
     def needs(self, what: str) -> list[str]:
-        """The choices that need something of the rest of the system."""
-        return [choice.name for _, choice in self.choices() if what in choice.needs]  # type: ignore[attr-defined]
+        """The choices that need something of the rest of the system; a correction that only measures needs nothing."""
+        idle = None if self.correction.acts else self.correction
+        return [c.name for _, c in self.choices() if what in c.needs and c is not idle]  # type: ignore[attr-defined]
 
     @property
     def waits(self) -> list[str]:
@@ -93,7 +98,7 @@ class Algorithm(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
-        for check in (_policy, _reference, _critic, _aggregation, _filters, _shaping):
+        for check in (_policy, _reference, _critic, _aggregation, _filters, _shaping, _correction):
             check(self)
         return self
 
@@ -141,6 +146,26 @@ def _reference(a: Algorithm) -> None:
     if a.kl.reward.center == "sequence" and a.advantage.name in SHIFTED:
         raise ValueError(
             f"kl.reward.center=sequence takes the same off every sample, which advantage {a.advantage.name} takes off anyway: use token"
+        )
+
+
+def _correction(a: Algorithm) -> None:
+    """Whether the correction counts the gap once, in the place it is made for."""
+    if not isinstance(a.correction, BypassCorrection):
+        return
+    if a.correction.loss == "reinforce" and (a.ratio.name, a.clip.name, a.loss.name) != ("none", "none", "logprob"):
+        raise ValueError(
+            "correction.loss=reinforce weights log-probs and takes the place of ratio, clip and loss: "
+            "set algorithm.ratio=none, algorithm.clip=none and algorithm.loss=logprob, or correction.loss=ppo_clip"
+        )
+    if a.correction.loss == "ppo_clip" and a.ratio.name == "none":
+        raise ValueError(
+            f"correction bypass with ppo_clip bounds the ratio to the engine's policy, and loss {a.loss.name} has none: "
+            "set algorithm.correction.loss=reinforce"
+        )
+    if not isinstance(a.loss, Plugin) and a.loss.anchored and a.kl.reference.name != "none":
+        raise ValueError(
+            f"loss {a.loss.name} is anchored on the reference, so correction bypass has no anchor to give it"
         )
 
 

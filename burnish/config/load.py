@@ -8,6 +8,7 @@ overrides.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,6 +23,9 @@ from burnish.config.shrink import shrink
 from burnish.config.slots import Record
 from burnish.config.text import parse, render
 from burnish.config.tree import complete, merge, set_key
+from burnish.config.verl import translate
+
+log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=Record)
 
@@ -49,6 +53,9 @@ def _overridden(kind: type[Kind], tree: dict[str, Any], path: Path | None, overr
     shape = root_shape(kind)
     for key, value in sorted((_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
         tree = set_key(shape, tree, key, value)
+    tree, notes = translate(tree)
+    for note in notes:
+        log.warning("note: %s", note)
     try:
         config = kind.model_validate(_follow_rollout(complete(kind, tree)))
     except ValidationError as error:

@@ -52,6 +52,8 @@ class Learned:
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
     prepared: dict[str, float] = field(default_factory=dict)
+    mismatch: dict[str, float] = field(default_factory=dict)
+    """How far the sampler was from the trainer."""
     num_prepared: int = 0
     """Sequences before the sample filters: those the preparation's numbers are of."""
 

@@ -31,11 +31,11 @@ def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, 
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
         values["reward/shaped"] = float(batch.sequence["reward"].mean()) if batch.num_sequences else 0.0
     values["actor/updates"] = sum(u.skipped is None for u in updates)
-    values |= {f"actor/{name}": value for name, value in mean_stats(updates).items()}
+    values |= {name if "/" in name else f"actor/{name}": value for name, value in mean_stats(updates).items()}
     values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
-    values |= {PREPARED.get(name, f"actor/{name}"): value for name, value in learned.prepared.items()}
-    if batch is not None and updates:
-        values |= mismatch_values(batch, updates)
+    for name, value in learned.prepared.items():
+        values[name if "/" in name else PREPARED.get(name, f"actor/{name}")] = value
+    values |= learned.mismatch
     values["time/step_s"] = step_s
     values["time/rollout_s"] = rollouts.rollout_s
     values["time/reward_s"] = rollouts.reward_s
@@ -83,17 +83,6 @@ def rollout_values(rollouts: Scored) -> dict[str, float]:
         "rollout/truncated": sum(t.truncated for t in rollouts.trajectories) / len(lengths),
         "rollout/zero_signal": sum(len(g) == 1 for g in groups.values()) / max(1, len(groups)),
     }
-
-
-def mismatch_values(batch: Batch, updates: Sequence[Update]) -> dict[str, float]:
-    """How far the sampler's log-probs are from the learner's on the same tokens and weights.
-
-    The learner's are the old log-probs where they were computed, else those of the only update's own forward pass.
-    """
-    mask = batch.loss_mask
-    learner = batch.token["old_logp"] if "old_logp" in batch.token else updates[0].logp
-    gap = (learner[mask].double() - batch.token["behaviour_logp"][mask].double()).abs()
-    return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())} if gap.numel() else {}
 
 
 def why_no_signal(batch: Batch) -> str:

@@ -5,7 +5,7 @@ advantages, sample filters. One method for each line of the loop, in its order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
+from burnish.algorithms.correction import CORRECTIONS, Corrected, seed_correction
 from burnish.algorithms.curriculum import linear_anneal
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
 from burnish.algorithms.kl import kl_reward
@@ -23,13 +24,14 @@ from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.config.slots import Plugin, Slot
+from burnish.config.slots.correction import BypassCorrection
 from burnish.config.slots.curriculum import HardOnlyCurriculum
-from burnish.config.slots.policy import scope_of
+from burnish.config.slots.policy import SCOPES, scope_of
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.trainers.state import TrainerState, first_state
 from burnish.training.critic import Critic
-from burnish.training.learner import Learner
+from burnish.training.learner import Learner, Update
 from burnish.training.reference import Reference
 
 NOT_OPTIONS = {"name", "options"}
@@ -72,6 +74,7 @@ class Recipe:
         self.shapers = [(s.name, function_of(s, SHAPERS, base), options_of(s)) for s in algorithm.shaping]
         self.filters = [(f.name, _filter_function(f, base), options_of(f)) for f in algorithm.filters]
         self.loss = policy_loss(algorithm, base)
+        self.bypass = algorithm.correction.name == "bypass"
         # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
         self.needs_old = num_updates > 1 or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
         self.needs_sum_p2 = bool(algorithm.needs("sum_p2"))
@@ -139,10 +142,13 @@ class Recipe:
         """
         state = state or first_state(self.algorithm)
         stats: dict[str, float] = {}
-        if self.needs_old:
+        if self.bypass and not self.needs_sum_p2:
+            batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
+        elif self.needs_old:
             wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
             outputs = learner.outputs(batch, wanted)
             batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
+        batch = self._corrected(batch, stats)
         if reference is not None:
             same = reference.is_policy and self.needs_old  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
@@ -161,6 +167,40 @@ class Recipe:
             stats |= {} if math.isnan(explained) else {"vf_explained_var": explained}  # returns that are all alike
             estimate = estimate.advantages
         return _with_advantages(batch, estimate, self.algorithm.advantage.name), stats
+
+    def _corrected(self, batch: Batch, stats: dict[str, float]) -> Batch:
+        """Weights (`rollout_weight`) and rejection for the gap between the engine and the trainer, before advantages."""
+        correction = self.algorithm.correction
+        if self.bypass or not correction.acts:
+            return batch
+        found: Corrected = CORRECTIONS[correction.name](batch, **options_of(correction))
+        stats |= found.metrics
+        batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
+        return batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
+
+    def mismatch(self, batch: Batch, updates: Sequence[Update]) -> dict[str, float]:
+        """How far the sampler is from the trainer on the tokens in the loss, and the report of a correction that only
+        measures. {} where the learner's log-probs before the first update are not known: bypass with several updates.
+        """
+        if self.needs_old and not self.bypass:
+            learner = batch.token["old_logp"]
+        elif len(updates) == 1:
+            learner = updates[0].logp
+        else:
+            return {}
+        mask, sampler = batch.loss_mask, batch.token["behaviour_logp"]
+        if not bool(mask.any()):
+            return {}
+        gap = (learner[mask].double() - sampler[mask].double()).abs()
+        values = {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
+        correction = self.algorithm.correction
+        if correction.acts and not self.bypass:
+            return values  # its report was made with the weights
+        measured = batch.with_token(old_logp=learner, action_mask=mask)
+        if self.bypass:
+            return values | seed_correction(measured, apply=False).metrics
+        found: Corrected = CORRECTIONS[correction.name](measured, **options_of(correction))
+        return values | found.metrics
 
     def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:
         """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping) or
@@ -206,6 +246,10 @@ def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
     """The loss record of an algorithm."""
     custom = isinstance(algorithm.loss, Plugin)
     scope = "token" if custom else scope_of(algorithm.ratio, algorithm.clip, algorithm.loss)
+    correction = algorithm.correction
+    bypass = isinstance(correction, BypassCorrection)
+    if bypass:
+        scope = max(scope, correction.span, key=SCOPES.index)
     anchored = not custom and algorithm.loss.anchored and algorithm.kl.reference.name != "none"
     return PolicyLoss(
         ratio=algorithm.ratio.name,
@@ -217,6 +261,7 @@ def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
         custom_options=options_of(algorithm.loss) if custom else {},
         scope="batch" if algorithm.entropy.top_share is not None else scope,
         anchor="ref_logp" if anchored else "old_logp",
+        bypass=options_of(correction) if bypass else None,
         kl_estimator=algorithm.kl.loss.estimator,
         kl_coef=algorithm.kl.loss.coef,
         kl_is_corrected=algorithm.kl.loss.is_corrected,

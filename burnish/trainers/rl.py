@@ -124,6 +124,7 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
             note(job, step, f"no update, {update.skipped}")
         elif job.reference is not None:
             job.reference.after_update(job.learner.model)
+    learned.mismatch = recipe.mismatch(batch, learned.updates)
     return learned
 
 

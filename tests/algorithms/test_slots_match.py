@@ -20,6 +20,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES
 from burnish.algorithms.clips import CLIPS
+from burnish.algorithms.correction import CORRECTIONS
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
 from burnish.algorithms.losses import LOSSES
 from burnish.algorithms.ratios import RATIOS
@@ -46,6 +47,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "loss": dict(LOSSES),
     "filters": {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS},
     "shaping": dict(SHAPERS),
+    "correction": dict(CORRECTIONS),
     "reference": {"none": None, **REFERENCES},
 }
 WITH_OPTIONS = [
@@ -120,6 +122,7 @@ def make_batch() -> Batch:
             "critic": numbers(),
             "process_rewards": numbers(),
             "teacher_logp": old + numbers(0.5),
+            "behaviour_logp": old + numbers(0.5),
             "identity": torch.arange(size),
         },
         sequence={
@@ -236,6 +239,8 @@ PAIRS = {**BARE, "advantage": "none", "batch": "pairs"}
 COV = {"clip": {"name": "clip_cov", "share": 0.2, "low_cov": 0.05, "high_cov": 5.0, "low": 0.5, "high": 0.5}}
 REPEATS = {"shaping": [{"name": "repetition", "ngram": 2}]}
 DENSE = {"shaping": [{"name": "repetition_dense", "ngram": 2}], "advantage": "reinforce"}
+PG = {**BARE, "loss": "logprob", "correction": {"name": "bypass", "loss": "reinforce"}}
+PG_WEIGHTS = {"correction": {"name": "bypass", "loss": "reinforce", "weights": "token"}}
 T1_REPEATS = {"shaping": [{"name": "t1_penalty", "ngram": 2}]}
 T1 = {"shaping": [{"name": "t1_penalty", "ngram": 2, "script_part": "b", "script_low": 0.35}]}
 
@@ -245,6 +250,7 @@ def named(slot: str, name: str, **options: Any) -> dict[str, Any]:
 
 
 REFUSED = {
+    "BypassCorrection.loss": {"ppo_clip", "reinforce"},  # by other slots: `test_bypass_takes_one_of_two_losses`
     "KlReward.estimator": {"k1+", "abs+", "k3+"},  # by the record
     "Refill.short": {"error"},  # stops the run: tests/trainers/test_rl.py
 }
@@ -254,6 +260,10 @@ Move = tuple[dict[str, Any], str, list[Any]]
 def advantage(name: str, option: str, *values: Any, **base: Any) -> list[Move]:
     options = base.pop("options", {})
     return [({**named("advantage", name, **options), **base}, f"advantage.{option}", list(values))]
+
+
+def correction(name: str, option: str, *values: Any, **options: Any) -> list[Move]:
+    return [(named("correction", name, **options), f"correction.{option}", list(values))]
 
 
 def listed(slot: str, name: str, option: str, *values: Any, **base: Any) -> list[Move]:
@@ -376,6 +386,22 @@ MOVES: dict[str, list[Move]] = {
     "T1PenaltyShaper.script_low": [(T1, "shaping.0.script_low", [0.65])],
     "SignedShaper.right": listed("shaping", "signed", "right", 2.0),
     "SignedShaper.wrong": listed("shaping", "signed", "wrong", 0.0),
+    "SeedCorrection.apply": [({}, "correction.apply", [True])],
+    "SeedCorrection.threshold": correction("seed", "threshold", 1.2),
+    "SeedCorrection.lower": correction("seed", "lower", 0.9, mode="mask"),
+    "SeedCorrection.level": correction("seed", "level", "sequence", "geometric"),
+    "SeedCorrection.mode": correction("seed", "mode", "mask"),
+    "SeedCorrection.veto": correction("seed", "veto", 0.7, None, veto=0.5),
+    "SeedCorrection.target": correction("seed", "target", "mask", mode="mask"),
+    "DecoupledCorrection.weights": correction("decoupled", "weights", "token", "sequence"),
+    "DecoupledCorrection.threshold": correction("decoupled", "threshold", 1.2, (0.8, 1.2), weights="token"),
+    "DecoupledCorrection.batch_normalise": correction("decoupled", "batch_normalise", True, weights="token"),
+    "DecoupledCorrection.reject": correction("decoupled", "reject", {"token_k2": 0.05}, {"seq_mean_k3": 0.1}),
+    "BypassCorrection.weights": [(PG, "correction.weights", ["token", "sequence"])],
+    "BypassCorrection.threshold": [({**PG, **PG_WEIGHTS}, "correction.threshold", [1.2, (0.8, 1.2)])],
+    "BypassCorrection.batch_normalise": [({**PG, **PG_WEIGHTS}, "correction.batch_normalise", [True])],
+    "BypassCorrection.reject": correction("bypass", "reject", {"token_k2": 0.05}, {"seq_mean_k3": 0.1}),
+    "BypassCorrection.loss": [],  # takes the place of other slots: `test_bypass_takes_one_of_two_losses`
     "Aggregation.name": [({}, "aggregation.name", MODES)],
     "Aggregation.horizon": [(NORM, "aggregation.horizon", [3])],
     "KlLoss.estimator": [(KL_LOSS, "kl.loss.estimator", ["k1", "abs", "k2", "k1+", "abs+", "k3+"])],
@@ -423,6 +449,12 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "nll": {**BARE, "advantage": "none", "loss": "nll"},
         **{name: {**PAIRS, "loss": name} for name in ("simpo", "orpo")},
         **{name: {**PAIRS, **FROZEN, "loss": name} for name in ("dpo", "ipo", "kto")},
+    },
+    "correction": {
+        "seed": named("correction", "seed"),
+        "decoupled": named("correction", "decoupled", weights="sequence"),
+        "bypass": named("correction", "bypass"),
+        "-": {},
     },
     "filters": {name: {"filters": [name]} for name in FUNCTIONS["filters"]}
     | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}},
@@ -504,6 +536,15 @@ def test_a_reference_is_loaded_exactly_when_something_uses_it() -> None:
     assert seen({}) != seen(KL_LOSS)
     anchored = {**BARE, "loss": "omd_sq", "kl": {"reference": "iterate"}}
     assert seen(anchored) != seen({**BARE, "loss": "omd_sq"})
+
+
+def test_bypass_takes_one_of_two_losses() -> None:
+    clipped = named("correction", "bypass")
+    assert seen(clipped) != seen(PG)
+    with pytest.raises(ValidationError, match="takes the place of ratio, clip and loss"):
+        algorithm_of({"correction": PG["correction"]})
+    with pytest.raises(ValidationError, match=r"has none: set algorithm\.correction\.loss=reinforce"):
+        algorithm_of({**BARE, "loss": "logprob", **clipped})
 
 
 def test_the_options_of_a_plug_in_reach_its_function(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -36,6 +36,7 @@ FIRST = {
     "ratio": "later",  # the policy is still its own anchor: all ratios are 1
     "clip": "later",
     "kl.reference": "later",
+    "correction": "loss",
 }
 STAGES = ("batch", "rewards", "advantages", "weights", "loss", "gradient", "later")
 

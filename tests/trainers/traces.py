@@ -87,6 +87,7 @@ def rollouts(kind: str) -> Batch:
             "loss_mask": mask.clone(),
             "process_rewards": rand(size) - 0.5,
             "teacher_logp": -2 * rand(size),
+            "behaviour_logp": torch.where(mask, -1.5, 0.0).double(),
             "segment_ids": torch.where(mask, torch.arange(size) - offsets[:-1].repeat_interleave(written + 1) > 2, -1),
         },
         sequence={

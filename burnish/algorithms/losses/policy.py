@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.clips import CLIPS
+from burnish.algorithms.correction import bypass_correction, sequence_weights
 from burnish.algorithms.entropy import top_entropy_mask
 from burnish.algorithms.kl import kl_estimate
 from burnish.algorithms.losses.table import LOSSES
@@ -74,6 +75,8 @@ class PolicyLoss:
     """The widest scope of the slots above."""
     anchor: str = "old_logp"
     """The column the log-ratio is taken to; `ref_logp` where an iteration's start is the anchor (Kimi k1.5, SPPO)."""
+    bypass: Mapping[str, Any] | None = None
+    """Options of a correction made inside the loss, where the engine's log-probs are the anchor."""
     kl_estimator: str = "k3"
     kl_coef: float = 0.0
     kl_is_corrected: bool = False
@@ -93,7 +96,7 @@ class PolicyLoss:
         assert logp is not None, "a policy's view has log-probs"
         assert entropy is not None, "a policy loss needs entropies"
         anchor = view.column(self.anchor) if view.has(self.anchor) else logp.detach()
-        per_token, marks = self._policy(view, logp, anchor)
+        per_token, marks = self._corrected(view, anchor, *self._policy(view, logp, anchor))
         sums = {name: _total(mark, logp.dtype) for name, mark in marks.items()}
         sums["ppo_kl"] = -self._drift(view, anchor).sum()
         sums["entropy"] = entropy.detach().sum()
@@ -128,6 +131,20 @@ class PolicyLoss:
         if self.loss == "surrogate":
             return clipped, marks
         return -clipped * advantages * logp, marks
+
+    def _corrected(
+        self, view: View, anchor: Tensor, per_token: Tensor, marks: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy's loss, corrected for the gap between engine and trainer: weights made before, or here (bypass)."""
+        if self.bypass is not None:
+            corrected, more = bypass_correction(view, anchor, view.column("advantages"), per_token, **self.bypass)
+            return corrected, marks | more
+        if not view.has("rollout_weight"):
+            return per_token, marks
+        weight = view.column("rollout_weight")
+        if self.clip == "log_geo":  # a mean of log-ratios takes the mean of log-weights
+            weight = view.spread(sequence_weights(weight, view.offsets))
+        return per_token * weight, marks
 
     def _drift(self, view: View, anchor: Tensor) -> Tensor:
         """[M] the log-ratio for the metrics: as the loss sees it, clamped where it has a token ratio."""

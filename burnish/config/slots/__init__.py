@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from burnish.config.slots.advantages import ADVANTAGES
 from burnish.config.slots.base import Plugin, Record, Slot, choice, tagged
+from burnish.config.slots.correction import CORRECTIONS, CorrectionSlot
 from burnish.config.slots.curriculum import CURRICULA, CurriculumSlot
 from burnish.config.slots.filters import FILTERS, Refill
 from burnish.config.slots.losses import OTHER_LOSSES
@@ -22,6 +23,7 @@ __all__ = [
     "AggregationSlot",
     "Auxiliary",
     "ClipSlot",
+    "CorrectionSlot",
     "CurriculumSlot",
     "Entropy",
     "FilterSlot",
@@ -45,6 +47,7 @@ TABLE: dict[str, tuple[type[Slot], ...]] = {
     "filters": FILTERS,
     "shaping": SHAPERS,
     "curriculum": CURRICULA,
+    "correction": CORRECTIONS,
 }
 
 AdvantageSlot = choice(*TABLE["advantage"])

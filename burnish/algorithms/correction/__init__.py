@@ -1,0 +1,42 @@
+"""Slot `correction`: the policy that samples is never quite the policy that is trained; measured, corrected, rejected.
+
+`seed_correction` and `decoupled_correction` are computed once on a batch, before advantages; `bypass_correction` inside
+the loss, on a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from burnish.algorithms.correction.bypass import bypass_correction
+from burnish.algorithms.correction.decoupled import decoupled_correction
+from burnish.algorithms.correction.profiles import (
+    Profile,
+    WorstTokens,
+    profile_by_position,
+    profile_by_probability,
+    worst_tokens,
+)
+from burnish.algorithms.correction.seed import seed_correction
+from burnish.algorithms.correction.weights import Corrected, sequence_weights
+
+__all__ = [
+    "CORRECTIONS",
+    "Corrected",
+    "Profile",
+    "WorstTokens",
+    "bypass_correction",
+    "decoupled_correction",
+    "profile_by_position",
+    "profile_by_probability",
+    "seed_correction",
+    "sequence_weights",
+    "worst_tokens",
+]
+
+CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "seed": seed_correction,
+    "decoupled": decoupled_correction,
+    "bypass": bypass_correction,
+}

@@ -1,0 +1,117 @@
+"""Corrections through the policy loss: the worked numbers of a whole objective, and one path for every loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.correction import CORRECTIONS, Corrected
+from burnish.algorithms.losses import PolicyLoss
+from burnish.algorithms.view import view_of
+from burnish.core.batch import Batch
+
+DUAL = {"clip_options": {"low": 0.2, "high": 0.2, "dual": 3.0}}
+
+
+def corrected(batch: Batch, name: str, **options: Any) -> Batch:
+    """What the trainer does before advantages."""
+    found: Corrected = CORRECTIONS[name](batch, **options)
+    batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
+    return batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
+
+
+def loss_of(batch: Batch, loss: PolicyLoss, mode: str = "token-mean") -> tuple[float, torch.Tensor]:
+    batch = batch.with_token(weight=aggregation_weights(batch, mode))
+    logp = batch.token["new"][batch.loss_mask].clone().requires_grad_()
+    total, _ = loss(view_of(batch, logp, torch.zeros_like(logp)))
+    return total.item(), torch.autograd.grad(total, logp)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "value"),
+    [
+        ("seed", {"threshold": 2.0}, 0.098355),
+        ("seed", {"threshold": 2.0, "mode": "mask"}, -0.067782),
+        ("seed", {"threshold": 2.0, "mode": "mask", "target": "mask"}, -0.07343),
+        ("decoupled", {"weights": "token"}, 0.098355),
+        ("decoupled", {"reject": {"token_k1": (0.5, 2.0)}}, -0.068089),
+    ],
+)
+def test_dual_clip_with_a_correction(sampled: Batch, name: str, options: dict[str, Any], value: float) -> None:
+    assert loss_of(corrected(sampled, name, **options), PolicyLoss(**DUAL))[0] == pytest.approx(value, abs=1e-5)
+
+
+def test_the_geometric_mean_takes_the_geometric_mean_of_the_weights(sampled: Batch) -> None:
+    loss = PolicyLoss(ratio="sequence", clip="log_geo", clip_options={"low": 0.4, "high": 0.4}, scope="sequence")
+    found = loss_of(corrected(sampled, "seed", threshold=10.0), loss, "seq-mean-token-mean")[0]
+    rho, weights = [1.051271, 1.221403, 1.491825, 1.051271], [1.025315, 1.051271, 1.419068, 1]
+    advantages = [1.0, -1.0, -0.8, 0.6]
+    expected = -sum(a * r * w for a, r, w in zip(advantages, rho, weights, strict=True)) / 4
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_bypass_clips_around_the_engine(sampled: Batch) -> None:
+    anchored = sampled.with_token(old_logp=sampled.token["behaviour_logp"])
+    loss = PolicyLoss(**DUAL, bypass={"loss": "ppo_clip"}, scope="sequence")
+    assert loss_of(anchored, loss)[0] == pytest.approx(0.140278, abs=1e-5)
+
+
+def test_bypass_reinforce_weights_log_probs(sampled: Batch) -> None:
+    anchored = sampled.with_token(old_logp=sampled.token["behaviour_logp"])
+    options = {"loss": "reinforce", "weights": "sequence", "threshold": 2.0}
+    loss = PolicyLoss(ratio="none", clip="none", loss="logprob", bypass=options, scope="sequence")
+    value, gradient = loss_of(anchored, loss, "seq-mean-token-sum")
+    assert value == pytest.approx(-0.037515, abs=1e-5)
+    weights = [1.491825, 1.648721, 2, 2]
+    expected = [
+        -w * a / 4 for w, a, n in zip(weights, [1.0, -1.0, -0.8, 0.6], [4, 2, 3, 4], strict=True) for _ in range(n)
+    ]
+    assert gradient.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+EVERY: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(**DUAL),
+    "gspo": PolicyLoss(ratio="sequence", scope="sequence"),
+    "gpg": PolicyLoss(ratio="none", clip="none", loss="logprob"),
+    "clip_cov": PolicyLoss(clip="clip_cov", scope="batch"),
+    "kl_cov": PolicyLoss(clip="kl_cov", scope="batch"),
+    "cispo": PolicyLoss(clip="is_weight", loss="sg_logprob"),
+    "sapo": PolicyLoss(clip="soft"),
+    "dppo_tv": PolicyLoss(clip="dppo_tv", loss="sg_logprob"),
+    "dro": PolicyLoss(ratio="none", clip="none", loss="dro"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_weight_scales_the_policy_term_of_every_loss_and_nothing_else(sampled: Batch, name: str) -> None:
+    batch = sampled.with_sequence(key=torch.arange(4))
+    plain, gradient = loss_of(batch, EVERY[name])
+    twice = batch.with_token(rollout_weight=torch.full((batch.num_tokens,), 2.0, dtype=torch.float64))
+    value, scaled = loss_of(twice, EVERY[name])
+    assert value == pytest.approx(2 * plain)
+    torch.testing.assert_close(scaled, 2 * gradient)
+    kl = {"kl_coef": 0.5, "kl_estimator": "k2"}
+    with_kl = [loss_of(b, PolicyLoss(**{**vars(EVERY[name]), **kl}))[0] for b in (batch, twice)]
+    assert with_kl[1] - with_kl[0] == pytest.approx(plain)
+
+
+def test_identical_policies_leave_the_loss_bit_for_bit(sampled: Batch) -> None:
+    same = sampled.with_token(behaviour_logp=sampled.token["old_logp"])
+    plain = loss_of(same, PolicyLoss(**DUAL))
+    for name, options in (("seed", {}), ("seed", {"level": "sequence"}), ("decoupled", {"weights": "token"})):
+        value, gradient = loss_of(corrected(same, name, **options), PolicyLoss(**DUAL))
+        assert value == plain[0]
+        assert torch.equal(gradient, plain[1])
+
+
+def test_measuring_alone_leaves_the_loss_bit_for_bit(sampled: Batch) -> None:
+    plain = loss_of(sampled, PolicyLoss(**DUAL))
+    for name, options in (("seed", {"apply": False}), ("decoupled", {})):
+        value, gradient = loss_of(corrected(sampled, name, **options), PolicyLoss(**DUAL))
+        assert math.isfinite(value)
+        assert value == plain[0]
+        assert torch.equal(gradient, plain[1])
