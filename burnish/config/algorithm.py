@@ -28,7 +28,7 @@ from burnish.config.slots import (
     Slot,
 )
 from burnish.config.slots.advantages import GrpoAdvantage
-from burnish.config.slots.correction import BypassCorrection, SeedCorrection
+from burnish.config.slots.correction import BypassCorrection, NoCorrection
 from burnish.config.slots.curriculum import NoCurriculum
 from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio, mismatch
 
@@ -71,7 +71,7 @@ class Algorithm(Record):
     """What is done to rewards before anything looks at them, in order."""
     curriculum: CurriculumSlot = NoCurriculum()
     """Which prompts are drawn when."""
-    correction: CorrectionSlot = SeedCorrection(apply=False)
+    correction: CorrectionSlot = NoCorrection()
     """What is done about the gap between the policy that samples and the one that is trained; metrics alone by default."""
     critic: Critic | None = None
     """A learned value of every token; gae needs one, nothing else uses it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.config.slots.correction import SeedCorrection, rejections
+from burnish.config.slots.correction import NoCorrection, rejections
 
 SEED_KEYS = {
     "rollout_is_threshold_lower": "lower",
@@ -22,7 +22,7 @@ SEED_KEYS = {
 }
 LATER_KEYS = ("rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type")
 KEYS = ("rollout_is", "rollout_is_threshold", *SEED_KEYS, *LATER_KEYS)
-DEFAULT = SeedCorrection(apply=False).model_dump()
+DEFAULT = NoCorrection().model_dump()
 
 
 def translate(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -81,7 +81,7 @@ def _first(given: dict[str, Any]) -> dict[str, Any]:
     threshold = given.get("rollout_is_threshold")
     options = {ours: given[theirs] for theirs, ours in SEED_KEYS.items() if theirs in given}
     if threshold is None:  # the master switch: nothing is corrected, and metrics have the bound they always have
-        return {"name": "seed", "apply": False, **options}
+        return {"name": "none"}
     return {"name": "seed", "apply": bool(given.get("rollout_is", False)), "threshold": threshold, **options}
 
 

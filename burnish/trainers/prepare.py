@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
-from burnish.algorithms.correction import CORRECTIONS, Corrected, seed_correction
+from burnish.algorithms.correction import CORRECTIONS, Corrected, measured
 from burnish.algorithms.curriculum import linear_anneal
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
 from burnish.algorithms.kl import kl_reward
@@ -196,10 +196,10 @@ class Recipe:
         correction = self.algorithm.correction
         if correction.acts and not self.bypass:
             return values  # its report was made with the weights
-        measured = batch.with_token(old_logp=learner, action_mask=mask)
+        seen = batch.with_token(old_logp=learner, action_mask=mask)
         if self.bypass:
-            return values | seed_correction(measured, apply=False).metrics
-        found: Corrected = CORRECTIONS[correction.name](measured, **options_of(correction))
+            return values | measured(seen).metrics
+        found: Corrected = CORRECTIONS[correction.name](seen, **options_of(correction))
         return values | found.metrics
 
     def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:

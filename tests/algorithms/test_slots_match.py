@@ -386,7 +386,7 @@ MOVES: dict[str, list[Move]] = {
     "T1PenaltyShaper.script_low": [(T1, "shaping.0.script_low", [0.65])],
     "SignedShaper.right": listed("shaping", "signed", "right", 2.0),
     "SignedShaper.wrong": listed("shaping", "signed", "wrong", 0.0),
-    "SeedCorrection.apply": [({}, "correction.apply", [True])],
+    "SeedCorrection.apply": correction("seed", "apply", False),
     "SeedCorrection.threshold": correction("seed", "threshold", 1.2),
     "SeedCorrection.lower": correction("seed", "lower", 0.9, mode="mask"),
     "SeedCorrection.level": correction("seed", "level", "sequence", "geometric"),
@@ -451,10 +451,10 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         **{name: {**PAIRS, **FROZEN, "loss": name} for name in ("dpo", "ipo", "kto")},
     },
     "correction": {
+        "none": named("correction", "none"),
         "seed": named("correction", "seed"),
         "decoupled": named("correction", "decoupled", weights="sequence"),
         "bypass": named("correction", "bypass"),
-        "-": {},
     },
     "filters": {name: {"filters": [name]} for name in FUNCTIONS["filters"]}
     | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}},

@@ -22,7 +22,7 @@ def correction(*overrides: str) -> dict[str, Any]:
 SEED = {
     "name": "seed",
     "apply": False,
-    "threshold": 2.0,
+    "threshold": 3.0,
     "lower": None,
     "level": "token",
     "mode": "truncate",
@@ -38,8 +38,8 @@ NONE = {"weights": None, "threshold": 2.0, "batch_normalise": False, "reject": {
         (["rollout_is=true", "rollout_is_threshold=3.0"], {**SEED, "apply": True, "threshold": 3.0}),
         (["rollout_is=false", "rollout_is_threshold=3.0"], {**SEED, "threshold": 3.0}),
         (["rollout_is_threshold=3.0"], {**SEED, "threshold": 3.0}),
-        (["rollout_is=true"], SEED),
-        (["rollout_is=true", "rollout_is_threshold=null"], SEED),
+        (["rollout_is=true"], {"name": "none"}),
+        (["rollout_is=true", "rollout_is_threshold=null"], {"name": "none"}),
         (
             [
                 "rollout_is=true",

@@ -18,7 +18,7 @@ from burnish.algorithms.correction.profiles import (
     profile_by_probability,
     worst_tokens,
 )
-from burnish.algorithms.correction.seed import seed_correction
+from burnish.algorithms.correction.seed import measured, seed_correction
 from burnish.algorithms.correction.weights import Corrected, sequence_weights
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "WorstTokens",
     "bypass_correction",
     "decoupled_correction",
+    "measured",
     "profile_by_position",
     "profile_by_probability",
     "seed_correction",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "none": measured,
     "seed": seed_correction,
     "decoupled": decoupled_correction,
     "bypass": bypass_correction,

@@ -67,6 +67,11 @@ def seed_correction(
     return Corrected(written.back(weights.to(weight_dtype(batch))), keep, numbers)
 
 
+def measured(batch: Batch) -> Corrected:
+    """Nothing is corrected: the report alone, with a bound of 2 where a metric needs one."""
+    return seed_correction(batch, apply=False)
+
+
 def _catastrophic(gap: Gap, veto: float | None) -> Tensor:
     """[M] bool: tokens the trainer finds all but impossible."""
     return gap.log_ratio < (math.log(veto) if veto is not None else -math.inf)

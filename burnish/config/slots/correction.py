@@ -41,6 +41,17 @@ def band_of(value: Any) -> Any:
 Bounds = Annotated[Positive | Band, BeforeValidator(band_of)]
 
 
+class NoCorrection(Slot):
+    """The loss as it is; the gap is measured all the same, with a bound of 2 where a metric needs one."""
+
+    name: Literal["none"] = "none"
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes the loss."""
+        return False
+
+
 class SeedCorrection(Slot):
     """One importance weight for each token, bounded or masked, and a veto on rows with an absurd token."""
 
@@ -172,7 +183,7 @@ class BypassCorrection(_Bounded):
         return self
 
 
-CORRECTIONS: tuple[type[Slot], ...] = (SeedCorrection, DecoupledCorrection, BypassCorrection)
+CORRECTIONS: tuple[type[Slot], ...] = (NoCorrection, SeedCorrection, DecoupledCorrection, BypassCorrection)
 
 
 # --- presets -----------------------------------------------------------------------------------------------------------
