@@ -25,10 +25,10 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpu, "cpu": cpu, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-def save(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Write `bench/results/<name>.json`."""
+def save(name: str, rows: list[dict[str, Any]], path: Path | None = None) -> Path:
+    """Write `bench/results/<name>.json`, or another file."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = path or RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return path
 

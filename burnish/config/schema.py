@@ -13,6 +13,7 @@ from burnish.config.algorithm import Algorithm
 from burnish.config.optimizer import Optimizer
 from burnish.config.slots import Record
 from burnish.config.slots.curriculum import LengthBudget
+from burnish.config.slots.mismatch import MismatchSlot
 
 
 def _named(value: Any) -> Any:
@@ -255,6 +256,8 @@ class Rollout(Sampling):
     """Samples of each prompt."""
     max_rows: int = Field(256, ge=1)
     """Most sequences decoded at once."""
+    mismatch: MismatchSlot | None = None
+    """A fault injected between the policy that samples and the one that is trained, to study corrections; validation has it too."""
     stages: list[RolloutStage] = Field(default_factory=list)
     """Changes of max_tokens, n and prompts at later steps, in order."""
 

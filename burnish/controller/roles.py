@@ -5,7 +5,10 @@ engine, the driver that runs environments against it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+from torch import nn
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Model, Rollout, Source, TrainConfig
@@ -13,9 +16,11 @@ from burnish.core.engine import Engine
 from burnish.data.tasks.registry import make_task
 from burnish.environments.base import environment_factory
 from burnish.models.decoder import Decoder
+from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.models.value import ValueModel
 from burnish.rollout.driver import Driver
+from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.transformers_engine import TransformersEngine
 from burnish.training.critic import Critic
@@ -48,7 +53,18 @@ def build_policy(config: Model, sources: list[Source], seed: int, base: Path | N
 
 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
-    """The engine that samples from the policy's own tensors."""
+    """The engine that samples from the policy's own tensors, or with a fault from others."""
+    if rollout.mismatch is None:
+        return _engine(policy, rollout, listener)
+
+    def make(module: nn.Module) -> Engine:
+        assert isinstance(module, Decoder | TransformersPolicy), "a copy of the policy's own module"
+        return _engine(replace(policy, module=module), rollout, listener)
+
+    return MismatchEngine(make, policy.module, rollout.mismatch, policy.tokenizer)
+
+
+def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
     native = isinstance(policy.module, Decoder)
     kind = rollout.engine if rollout.engine != "auto" else ("native" if native else "transformers")
     if kind == "native":

@@ -92,6 +92,8 @@ def assemble(parts: Parts, run: Run) -> Job:
     config, policy = parts.config, parts.policy
     for note in parts.notes:
         run.display.note(note)
+    if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
+        parts.engine = parts.driver.engine = roles.build_engine(policy, config.rollout)
     return Job(
         config=config,
         run=run,

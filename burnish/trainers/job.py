@@ -12,6 +12,7 @@ from burnish.core.batch import Batch
 from burnish.core.engine import Engine
 from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
+from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.sources import SyncSource
 from burnish.run.run import Run
 from burnish.trainers.prepare import Recipe
@@ -64,6 +65,8 @@ def save(job: Job, folder: Path) -> None:
     for part in (job.learner, job.reference, job.critic):
         if part is not None:
             part.save(folder)
+    if isinstance(job.engine, MismatchEngine):
+        job.engine.save(folder)
     (folder / "trainer.json").write_text(json.dumps(asdict(job.state)))
 
 
@@ -75,4 +78,6 @@ def restore(job: Job, folder: Path) -> None:
             part.load(folder)
     job.state = TrainerState(**json.loads((folder / "trainer.json").read_text()))
     job.stream.restore(job.state.stream)
+    if isinstance(job.engine, MismatchEngine):
+        job.engine.restore(folder)
     job.engine.load(job.state.step, ())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from burnish.run.metrics import read
 from burnish.trainers.session import checked_run, execute
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+BENCH = Path(__file__).parents[2] / "bench" / "learning.py"
 
 
 def train(recipe: str, folder: Path, *overrides: str) -> list[dict]:
@@ -49,3 +53,15 @@ def test_rl_learns_what_was_never_shown(tmp_path: Path) -> None:
     key = "validation/greedy/accuracy/length=7"
     assert rows[0][key] <= 0.2
     assert rows[-1][key] >= 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "ppo", "rloo", "dapo", "gspo", "reinforce_plus_plus", "vapo"])
+def test_every_kind_of_algorithm_learns_from_the_same_warm_start(name: str, tmp_path: Path) -> None:
+    """As `bench/learning.py` runs them, whose curves are in the docs."""
+    out = tmp_path / "learning.json"
+    command = [sys.executable, str(BENCH), "--algorithms", name, "--steps", "120", "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert 0.3 <= row["greedy_before"] <= 0.5
+    assert row["greedy_after"] >= 0.85

@@ -29,6 +29,16 @@ IMITATED = [
     "data.demonstrations={task: sort_digits, options: {num: 64, clean: true, min_digits: 2, max_digits: 3}}",
 ]
 
+FAULTS = [
+    "{name: noise, scale: 0.3}",
+    "{name: stale, steps: 2}",
+    "quantised",
+    "{name: temperature, factor: 1.5}",
+    "{name: truncated, top_p: 0.5, reported: truncated}",
+    "never_loaded",
+    "{name: extra_bos, token: 1}",
+]
+
 OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "Kl.reference": (KL, "algorithm.kl.reference=ema"),
     "EmaReference.eta": ([*KL, "algorithm.kl.reference=ema"], "algorithm.kl.reference.eta=0.5"),
@@ -83,3 +93,10 @@ def test_the_option_changes_the_run(key: str, tmp_path: Path, warm: Path) -> Non
 
 def test_two_runs_alike_are_the_same(tmp_path: Path, warm: Path) -> None:
     assert finished(tmp_path / "one", warm, PPO) == finished(tmp_path / "two", warm, PPO)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_sampler_shows_in_the_mismatch_of_the_run(fault: str, tmp_path: Path, warm: Path) -> None:
+    rows, _ = finished(tmp_path / "faulty", warm, [f"rollout.mismatch={fault}"])
+    assert max(row["mismatch/mean"] for row in rows) > 1e-4
+    assert max(row["mismatch/mismatch_k3_kl"] for row in rows) > 0

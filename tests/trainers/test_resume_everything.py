@@ -57,10 +57,12 @@ RUNS: dict[str, list[str]] = {
         "algorithm=long2short",
         "algorithm.kl.reference.every=5",
         "algorithm.curriculum={name: easy_to_hard, column: length, buckets: 2, steps: 6}",
+        "rollout.mismatch={name: stale, steps: 2}",
+        "algorithm.correction=decoupled_seq_is_rs",
     ],
 }
 """Between them: a critic with its warm-up, each reference that moves (with and without a reset of the optimizer), both
-controllers, refills, every curriculum, stages of the rollout, greedy baselines, demonstrations.
+controllers, refills, every curriculum, stages of the rollout, greedy baselines, demonstrations, a stale sampler corrected.
 """
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from burnish.config.errors import nearest
-from burnish.config.slots.base import Slot, choice
+from burnish.config.slots.base import Record, Slot, choice
 
 Positive = Annotated[float, Field(gt=0)]
 Band = tuple[Positive, Positive]
@@ -179,6 +179,23 @@ class BypassCorrection(_Bounded):
             raise ValueError(
                 f"correction.weights={self.weights} counts the gap twice: with bypass the ratio in the clip is already the current policy "
                 "over the engine's; set correction.weights=null, or correction.loss=reinforce, which has no ratio"
+            )
+        return self
+
+
+class Budget(Record):
+    """How much of the gap is tolerable; the mildest correction that keeps to it is chosen, and changed as the gap changes."""
+
+    k3_kl: float | None = Field(None, gt=0)
+    """The largest KL from engine to trainer (k3) that a correction may leave in the tokens trained on; null is no limit."""
+    ess: float | None = Field(None, gt=0, lt=1)
+    """The least effective sample size of the weights, as a share of the tokens; null is no limit."""
+
+    @model_validator(mode="after")
+    def _any(self) -> Budget:
+        if self.k3_kl is None and self.ess is None:
+            raise ValueError(
+                "correction.budget tolerates anything: set k3_kl (such as 1e-3), ess (such as 0.9) or both"
             )
         return self
 
