@@ -26,6 +26,7 @@ from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, sampling_options, summary
 from burnish.rollout.sources import SyncSource
 from burnish.run.files import atomic_directory, atomic_write
+from burnish.run.health import Facts
 from burnish.run.run import Run
 from burnish.trainers import observe, sft
 from burnish.trainers.job import Demonstrations, Job, Validate
@@ -107,8 +108,16 @@ def assemble(parts: Parts, run: Run) -> Job:
         recipe=parts.recipe,
         validate=build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out),
         state=first_state(config.algorithm),
+        facts=facts_of(config),
         demonstrations=imitation(parts),
     )
+
+
+def facts_of(config: TrainConfig) -> Facts:
+    """What a diagnosis may point at."""
+    rollout, dtype = config.rollout, config.model.dtype
+    engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
+    return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, dtype, dtype)
 
 
 def imitation(parts: Parts) -> Demonstrations | None:

@@ -14,6 +14,7 @@ from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
 from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.sources import SyncSource
+from burnish.run.health import Facts, Health
 from burnish.run.run import Run
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.state import TrainerState
@@ -42,7 +43,10 @@ class Job:
     recipe: Recipe
     validate: Validate
     state: TrainerState
+    facts: Facts
     demonstrations: Demonstrations | None = None
+    health: Health = field(default_factory=Health)
+    """What speaks when a step's numbers leave their healthy ranges."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
 from burnish.algorithms.correction import CORRECTIONS, Corrected, measured
+from burnish.algorithms.correction.symptoms import symptoms
 from burnish.algorithms.curriculum import linear_anneal
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
 from burnish.algorithms.kl import kl_reward
@@ -178,9 +179,9 @@ class Recipe:
         batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
         return batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
 
-    def mismatch(self, batch: Batch, updates: Sequence[Update]) -> dict[str, float]:
-        """How far the sampler is from the trainer on the tokens in the loss, and the report of a correction that only
-        measures. {} where the learner's log-probs before the first update are not known: bypass with several updates.
+    def mismatch(self, batch: Batch, updates: Sequence[Update], version: int) -> dict[str, float]:
+        """How far the sampler is from the trainer on the tokens in the loss, what is odd about it, and the report of a
+        correction that only measures. `version` is the trainer's. {} where the learner's log-probs before the first update are not known: bypass with several updates.
         """
         if self.needs_old and not self.bypass:
             learner = batch.token["old_logp"]
@@ -194,9 +195,10 @@ class Recipe:
         gap = (learner[mask].double() - sampler[mask].double()).abs()
         values = {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
         correction = self.algorithm.correction
+        seen = batch.with_token(old_logp=learner, action_mask=mask)
+        values |= symptoms(seen, version)
         if correction.acts and not self.bypass:
             return values  # its report was made with the weights
-        seen = batch.with_token(old_logp=learner, action_mask=mask)
         if self.bypass:
             return values | measured(seen).metrics
         found: Corrected = CORRECTIONS[correction.name](seen, **options_of(correction))

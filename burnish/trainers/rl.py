@@ -46,6 +46,8 @@ def train(job: Job) -> bool:
             learned = learn(job, step, batch) if batch is not None else Learned()
             settle(job, step, rollouts, learned)
             values = observe.step_values(rollouts, learned, time.perf_counter() - started)
+            for line in job.health.check(step, values, job.facts):
+                run.display.note(line)
             stopping = finish_step(job, step, values, rollouts, learned.batch, stop)
             if stopping and step < total:
                 return False
@@ -124,7 +126,7 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
             note(job, step, f"no update, {update.skipped}")
         elif job.reference is not None:
             job.reference.after_update(job.learner.model)
-    learned.mismatch = recipe.mismatch(batch, learned.updates)
+    learned.mismatch = recipe.mismatch(batch, learned.updates, state.step)
     return learned
 
 

@@ -49,6 +49,10 @@ def close(got: Tensor, expected: list[float], atol: float = 1e-6) -> None:
 # --- worked numbers ----------------------------------------------------------------------------------------------------
 
 
+def test_grpo_on_f2_with_the_population_deviation(f2: Batch) -> None:
+    close(grpo(f2, ddof=0), [0.999998, -0.999998, -0.999998, 0.999998, -0.999997, 0.999997, 0.5])
+
+
 @pytest.mark.parametrize(
     ("std", "expected"),
     [

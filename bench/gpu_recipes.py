@@ -1,0 +1,67 @@
+"""Every recipe, shrunk, on the GPU: two steps each through all of its slots, in float32 and bfloat16, with a corrected stale sampler.
+
+python bench/gpu_recipes.py [--dtypes float32 bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import save, table
+
+from burnish.config.load import load_small
+from burnish.config.schema import TrainConfig
+from burnish.run.metrics import read
+from burnish.trainers.session import checked_run, execute
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+MORE = {
+    "grpo+stale+seq_is_rs": ("grpo", ["rollout.mismatch={name: stale, steps: 1}", "algorithm.correction=decoupled_seq_is_rs"]),
+    "grpo+bypass": ("grpo", ["algorithm.correction=bypass_ppo_clip_k3_rs"]),
+    "rloo+bypass_pg": ("rloo", ["algorithm.correction=bypass_pg_is"]),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    args = parser.parse_args()
+    jobs = {p.stem: (p.stem, list[str]()) for p in sorted(RECIPES.glob("*.yaml")) if p.stem != "sft"} | MORE
+    rows = [run(name, *job, dtype) for dtype in args.dtypes for name, job in jobs.items()]
+    print(
+        table([row for row in rows if row["error"]] or rows[:5], ["work", "dtype", "wall_s", "mismatch_max", "error"])
+    )
+    bad = sum(bool(row["error"]) for row in rows)
+    print(f"{len(rows) - bad} of {len(rows)} ran; saved {save('gpu_recipes', rows)}")
+
+
+def run(name: str, recipe: str, overrides: list[str], dtype: str) -> dict[str, Any]:
+    started = time.perf_counter()
+    row: dict[str, Any] = {"work": name, "system": "burnish", "dtype": dtype, "error": ""}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            small = [f"model.device={device}", f"model.dtype={dtype}", f"run.directory={folder}", "run.name=run"]
+            loaded, _ = load_small(TrainConfig, RECIPES / f"{recipe}.yaml", [*small, *overrides])
+            with checked_run(loaded.config, loaded.resolved, loaded.base, "run") as (parts, made):
+                assert execute(parts, made)
+            metrics = read(Path(folder) / "run" / "metrics.jsonl")
+            losses = [m["actor/loss"] for m in metrics if "actor/loss" in m]
+            assert losses, "no update was made"
+            assert all(math.isfinite(loss) for loss in losses), f"losses {losses}"
+            row["mismatch_max"] = max((m.get("mismatch/max", 0.0) for m in metrics), default=0.0)
+        except Exception as error:  # noqa: BLE001  one that fails must not hide the others
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            traceback.print_exc()
+    return {**row, "wall_s": time.perf_counter() - started}
+
+
+if __name__ == "__main__":
+    main()

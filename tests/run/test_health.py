@@ -1,0 +1,233 @@
+"""Each cause is injected into samples of known distributions and must be named; noise of a healthy engine must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.algorithms.correction import decoupled_correction, seed_correction
+from burnish.algorithms.correction.symptoms import symptoms
+from burnish.core.batch import Batch
+from burnish.run.health import BACK, Facts, Health, Rule
+
+ROWS, LENGTH, VOCABULARY = 48, 20, 32
+
+
+class World:
+    """Contexts [N, V] from certain to open, as a language model's are."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        sharpness = 0.5 + 4 * torch.rand(ROWS * LENGTH, 1, generator=self.generator, dtype=torch.float64)
+        self.logits = sharpness * self.noise()
+
+    def noise(self) -> Tensor:
+        return torch.randn(ROWS * LENGTH, VOCABULARY, generator=self.generator, dtype=torch.float64)
+
+    def batch(
+        self, engine: Tensor, trainer: Tensor | None = None, reported: Tensor | None = None, lag: Tensor | None = None
+    ) -> Batch:
+        """Tokens drawn from the logits `engine`, with the log-probs of `reported` (None: the same) and `trainer`."""
+        trainer = self.logits if trainer is None else trainer
+        tokens = torch.multinomial(engine.softmax(-1), 1, generator=self.generator)
+        behaviour = (engine if reported is None else reported).log_softmax(-1).gather(1, tokens).squeeze(1)
+        written = torch.ones(ROWS * LENGTH, dtype=torch.bool)
+        return Batch(
+            tokens=tokens.squeeze(1),
+            offsets=torch.arange(0, ROWS * LENGTH + 1, LENGTH),
+            token={
+                "action_mask": written,
+                "loss_mask": written,
+                "old_logp": trainer.log_softmax(-1).gather(1, tokens).squeeze(1),
+                "behaviour_logp": behaviour,
+                "version": 100 - (torch.zeros_like(tokens.squeeze(1)) if lag is None else lag),
+            },
+        )
+
+
+Inject = Callable[[World, int], Batch]
+
+
+def metrics_of(batch: Batch) -> dict[str, float]:
+    return seed_correction(batch, apply=False).metrics | symptoms(batch, version=100)
+
+
+def lines_of(inject: Inject, facts: Facts | None = None, steps: Iterable[int] = range(8), seed: int = 0) -> list[str]:
+    health, facts = Health(), facts or Facts()
+    return [
+        line for step in steps for line in health.check(step, metrics_of(inject(World(100 * seed + step), step)), facts)
+    ]
+
+
+def noisy(size: float) -> Inject:
+    return lambda world, step: world.batch(world.logits + size * world.noise())
+
+
+def truncate(logits: Tensor, top_p: float = 1.0, top_k: int = VOCABULARY) -> Tensor:
+    p, order = logits.softmax(-1).sort(-1, descending=True)
+    out = (p.cumsum(-1) - p >= top_p) | (torch.arange(VOCABULARY) >= top_k)
+    return logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
+
+
+def stale(world: World, step: int) -> Batch:
+    lag = torch.randint(0, 5, (ROWS,), generator=world.generator).repeat_interleave(LENGTH)
+    return world.batch(world.logits + 0.1 * lag[:, None] * world.noise(), lag=lag)
+
+
+def equally_stale(world: World, step: int) -> Batch:
+    return world.batch(world.logits + 0.2 * world.noise(), lag=torch.full((ROWS * LENGTH,), 3))
+
+
+def stale_and_growing(world: World, step: int) -> Batch:
+    return world.batch(world.logits + 0.03 * step * world.noise(), lag=torch.full((ROWS * LENGTH,), 3))
+
+
+def never_arrived(world: World, step: int) -> Batch:
+    return world.batch(world.logits + 0.03 * step * world.noise())
+
+
+def never_arrived_while_sharpening(world: World, step: int) -> Batch:
+    return world.batch(world.logits, trainer=(1 + 0.03 * step) * world.logits)
+
+
+def with_bos(world: World, step: int) -> Batch:
+    shifted = world.logits + 1e-4 * world.noise()
+    shifted[::LENGTH] += world.noise()[::LENGTH]
+    return world.batch(shifted)
+
+
+def re_encoded(world: World, step: int) -> Batch:
+    batch = world.batch(world.logits + 1e-4 * world.noise())
+    hit = torch.rand(ROWS * LENGTH, generator=world.generator) < 0.01
+    return batch.with_token(old_logp=torch.where(hit, batch.token["old_logp"] - 9, batch.token["old_logp"]))
+
+
+def tempered(temperature: float) -> Inject:
+    return lambda world, step: world.batch(world.logits / temperature)
+
+
+def reported_before_temperature(world: World, step: int) -> Batch:
+    return world.batch(world.logits / 0.7, trainer=world.logits / 0.7, reported=world.logits)
+
+
+CAUSES: dict[str, tuple[Inject, str]] = {
+    "precision": (noisy(0.1), "precision of the engine"),
+    "coarse precision": (noisy(0.3), "precision of the engine"),
+    "stale": (stale, "stale weights"),
+    "equally stale": (equally_stale, "stale weights"),
+    "stale and growing": (stale_and_growing, "stale weights"),
+    "top-p": (lambda w, s: w.batch(truncate(w.logits, top_p=0.9)), "top-p or top-k"),
+    "mild top-p": (lambda w, s: w.batch(truncate(w.logits + 1e-3 * w.noise(), top_p=0.98)), "top-p or top-k"),
+    "top-k": (lambda w, s: w.batch(truncate(w.logits + 0.01 * w.noise(), top_k=8)), "top-p or top-k"),
+    "colder": (tempered(0.7), "colder policy"),
+    "a little colder": (tempered(0.9), "colder policy"),
+    "a little hotter": (tempered(1.1), "hotter policy"),
+    "hotter": (tempered(1.5), "hotter policy"),
+    "raw log-probs": (reported_before_temperature, "wrong temperature"),
+    "bos": (with_bos, "added BOS"),
+    "re-encoding": (re_encoded, "re-encodes text"),
+    "never arrived": (never_arrived, "weights never arrived"),
+    "never arrived, sharper": (never_arrived_while_sharpening, "weights never arrived"),
+    "another model": (noisy(3.0), "another model"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_injected_cause_is_named_in_one_line(name: str, seed: int) -> None:
+    inject, words = CAUSES[name]
+    lines = lines_of(inject, seed=seed)
+    assert len(lines) == 1, lines
+    assert words in lines[0]
+    assert "; likely cause: " in lines[0]
+    assert "; try: " in lines[0]
+    assert "(healthy " in lines[0]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e-5, 1e-4, 1e-3])
+def test_a_healthy_engine_is_not_spoken_of(size: float) -> None:
+    assert lines_of(noisy(size)) == []
+
+
+def test_a_cause_is_named_from_the_second_form_of_the_report() -> None:
+    health, said = Health(), []
+    for step in range(4):
+        batch = stale(World(step), step)
+        said += health.check(step, decoupled_correction(batch).metrics | symptoms(batch, version=100), Facts())
+    assert len(said) == 1
+    assert "rollout_corr/k3_kl" in said[0]
+    assert "stale weights" in said[0]
+
+
+def test_the_line_has_value_range_and_what_the_configuration_says() -> None:
+    line = lines_of(CAUSES["top-p"][0], Facts(top_p=0.9, top_k=0))[0]
+    assert "top_p=0.9 is set" in line
+    assert "top_k=0 is" not in line
+    assert "rollout.top_p=1" in line
+    assert "by a default of its own" in lines_of(CAUSES["top-p"][0], Facts(top_p=1.0, top_k=0))[0]
+    line = lines_of(noisy(0.1), Facts(engine_dtype="bfloat16", learner_dtype="float32"))[0]
+    assert "mismatch/mismatch_k3_kl is 0.00" in line
+    assert "(healthy 0 to 0.001)" in line
+    assert "bfloat16 against the trainer's float32" in line
+    assert "temperature=0.7 is set" in lines_of(tempered(0.7), Facts(temperature=0.7))[0]
+
+
+# --- episodes ----------------------------------------------------------------------------------------------------------
+
+RULE = Rule(("a", "b"), 0.0, 1.0, patience=2, cause="it broke", remedy="mend it")
+
+
+def spoken(values: list[float], name: str = "a") -> list[int]:
+    health = Health([RULE])
+    return [step for step, value in enumerate(values) if health.check(step, {name: value}, Facts())]
+
+
+def test_a_number_must_be_out_of_range_for_as_long_as_its_rule_says() -> None:
+    assert spoken([2, 0, 2, 0, 2, 0]) == []
+    assert spoken([0, 2, 2]) == [2]
+    assert spoken([1.0, 0.0, 1.0]) == []
+    assert spoken([-0.1, -0.1]) == [1]
+
+
+def test_an_episode_is_spoken_of_once_and_ends_after_healthy_steps() -> None:
+    assert spoken([2] * 20) == [1]
+    assert spoken([2, 2, *[0] * (BACK - 1), 2, 2]) == [1]
+    assert spoken([2, 2, *[0] * BACK, 2, 2]) == [1, BACK + 3]
+
+
+def test_a_number_that_is_nan_is_out_of_range_and_one_that_is_missing_is_not() -> None:
+    assert spoken([float("nan")] * 3) == [1]
+    assert spoken([2.0] * 3, name="c") == []
+    assert spoken([2.0] * 3, name="b") == [1]
+
+
+def test_the_line_names_step_number_range_cause_and_remedy() -> None:
+    health = Health([RULE])
+    health.check(6, {"b": 2.5}, Facts())
+    assert health.check(7, {"b": 2.5}, Facts()) == [
+        "step 7: b is 2.5 (healthy 0 to 1); likely cause: it broke; try: mend it"
+    ]
+
+
+def test_another_cause_in_the_same_episode_is_spoken_of() -> None:
+    first, second = lines_of(lambda w, step: (noisy(0.1) if step < 4 else with_bos)(w, step))
+    assert "precision" in first
+    assert "BOS" in second
+
+
+def test_a_gap_without_symptoms_is_not_given_a_cause() -> None:
+    health = Health()
+    for step in range(2):
+        lines = health.check(step, {"mismatch/mismatch_kl": 0.5}, Facts())
+    assert len(lines) == 1
+    assert "not known" in lines[0]
+
+
+def test_truncated_answers_are_spoken_of_apart_from_the_gap() -> None:
+    health = Health()
+    said = [line for step in range(5) for line in health.check(step, {"rollout/truncated": 0.9}, Facts())]
+    assert len(said) == 1
+    assert "step 2: rollout/truncated is 0.9" in said[0]
