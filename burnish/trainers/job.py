@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from burnish.algorithms.correction import BudgetState
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
@@ -17,7 +18,7 @@ from burnish.rollout.sources import SyncSource
 from burnish.run.health import Facts, Health
 from burnish.run.run import Run
 from burnish.trainers.prepare import Recipe
-from burnish.trainers.state import TrainerState
+from burnish.trainers.state import TrainerState, restored
 from burnish.training.critic import Critic
 from burnish.training.learner import Learner, Update
 from burnish.training.reference import Reference
@@ -57,6 +58,8 @@ class Learned:
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
     prepared: dict[str, float] = field(default_factory=dict)
+    budget: BudgetState | None = None
+    """The next state of a mismatch budget, where there is one."""
     mismatch: dict[str, float] = field(default_factory=dict)
     """How far the sampler was from the trainer."""
     num_prepared: int = 0
@@ -80,7 +83,7 @@ def restore(job: Job, folder: Path) -> None:
     for part in (job.learner, job.reference, job.critic):
         if part is not None:
             part.load(folder)
-    job.state = TrainerState(**json.loads((folder / "trainer.json").read_text()))
+    job.state = restored(json.loads((folder / "trainer.json").read_text()))
     job.stream.restore(job.state.stream)
     if isinstance(job.engine, MismatchEngine):
         job.engine.restore(folder)

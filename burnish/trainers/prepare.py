@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
-from burnish.algorithms.correction import CORRECTIONS, Corrected, measured
+from burnish.algorithms.correction import CORRECTIONS, BudgetState, Corrected, budget_correction, measured
 from burnish.algorithms.correction.symptoms import symptoms
 from burnish.algorithms.curriculum import linear_anneal
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
@@ -54,6 +54,15 @@ def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | N
 
 def _filter_function(slot: Slot, base: Path | None) -> Callable[..., Any]:
     return function_of(slot, {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS}, base)
+
+
+class Prepared(NamedTuple):
+    """A batch with its columns, what to log of it, the next state of a mismatch budget, and what to tell the user."""
+
+    batch: Batch
+    stats: dict[str, float]
+    budget: BudgetState | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Recipe:
@@ -135,7 +144,7 @@ class Recipe:
         critic: Critic | None = None,
         state: TrainerState | None = None,
         warming: bool = False,
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> Prepared:
         """Old and reference log-probs and values where they are needed, token rewards, advantages; and what to log of it.
 
         `state` has what is steered: the coefficient of the KL in the reward, the mean reward of earlier steps. While the
@@ -149,7 +158,7 @@ class Recipe:
             wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
             outputs = learner.outputs(batch, wanted)
             batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
-        batch = self._corrected(batch, stats)
+        batch, budget, why = self._corrected(batch, stats, state.budget)
         if reference is not None:
             same = reference.is_policy and self.needs_old  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
@@ -167,17 +176,27 @@ class Recipe:
             explained = explained_variance(estimate.returns, batch.token["values"], batch.action_mask)
             stats |= {} if math.isnan(explained) else {"vf_explained_var": explained}  # returns that are all alike
             estimate = estimate.advantages
-        return _with_advantages(batch, estimate, self.algorithm.advantage.name), stats
+        batch = _with_advantages(batch, estimate, self.algorithm.advantage.name)
+        return Prepared(batch, stats, budget, (f"correction: {why}",) if why else ())
 
-    def _corrected(self, batch: Batch, stats: dict[str, float]) -> Batch:
-        """Weights (`rollout_weight`) and rejection for the gap between the engine and the trainer, before advantages."""
-        correction = self.algorithm.correction
+    def _corrected(
+        self, batch: Batch, stats: dict[str, float], budget: BudgetState | None
+    ) -> tuple[Batch, BudgetState | None, str]:
+        """Weights (`rollout_weight`) and rejection for the gap between the engine and the trainer, before advantages; and
+        where a budget chooses them, its next state and why it changed.
+        """
+        correction, why = self.algorithm.correction, ""
         if self.bypass or not correction.acts:
-            return batch
-        found: Corrected = CORRECTIONS[correction.name](batch, **options_of(correction))
+            return batch, None, why
+        found: Corrected
+        if correction.name == "budget":
+            found, budget, why = budget_correction(batch, budget, **options_of(correction))
+        else:
+            found = CORRECTIONS[correction.name](batch, **options_of(correction))
         stats |= found.metrics
         batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
-        return batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
+        batch = batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
+        return batch, budget, why
 
     def mismatch(self, batch: Batch, updates: Sequence[Update], version: int) -> dict[str, float]:
         """How far the sampler is from the trainer on the tokens in the loss, what is odd about it, and the report of a

@@ -106,9 +106,11 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     job.run.display.phase("learning")
     critic = config.algorithm.critic
     warming = critic is not None and step <= critic.warmup_steps
-    whole, prepared = recipe.prepare(batch, job.learner, job.reference, job.critic, state, warming)
+    whole, stats, budget, notes = recipe.prepare(batch, job.learner, job.reference, job.critic, state, warming)
+    for text in notes:
+        note(job, step, text)
     batch = recipe.trim(whole)
-    learned = Learned(batch, prepared=prepared, num_prepared=whole.num_sequences)
+    learned = Learned(batch, prepared=stats, num_prepared=whole.num_sequences, budget=budget)
     if batch.num_sequences == 0:
         note(job, step, f"no update, {observe.why_nothing_left(whole)}")
     loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
@@ -143,6 +145,8 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
     rewards = [t.reward for t in rollouts.usable if t.reward is not None]
     stats |= {"reward": sum(rewards) / len(rewards)} if rewards else {}
     job.state = advance(job.state, job.config.algorithm, job.stream.state(), stats, learned.num_prepared)
+    if learned.budget is not None:
+        job.state = replace(job.state, budget=learned.budget)
 
 
 def finish_step(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from burnish.algorithms.correction import BudgetState
 from burnish.algorithms.entropy import adaptive_coefficient
 from burnish.algorithms.kl import adapt_coefficient
 from burnish.config.algorithm import Algorithm
@@ -28,6 +29,14 @@ class TrainerState:
     """Whether the steered bonus is on: only while the entropy is at or below its target."""
     reward_mean: float | None = None
     """Moving average of the mean reward of the steps so far; None before the first."""
+    budget: BudgetState | None = None
+    """Where the controller of a mismatch budget is; None where there is none or before its first batch."""
+
+
+def restored(values: dict[str, Any]) -> TrainerState:
+    """A state from the plain values a checkpoint holds."""
+    budget = values.pop("budget", None)
+    return TrainerState(**values, budget=None if budget is None else BudgetState(**budget))
 
 
 def first_state(algorithm: Algorithm) -> TrainerState:

@@ -204,7 +204,7 @@ def seen_by_the_learner(algorithm: Algorithm, batch: Batch | None = None, max_to
     reference = cast(Any, Scorer("ref")) if algorithm.kl.reference.name != "none" else None
     critic = cast(Any, Scorer("critic")) if algorithm.critic is not None else None
     batch = recipe.select(recipe.shape(batch, 1, max_tokens), 4)
-    batch, _ = recipe.prepare(batch, cast(Any, Scorer("old")), reference, critic)
+    batch, *_ = recipe.prepare(batch, cast(Any, Scorer("old")), reference, critic)
     (mini,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, max_tokens)
     mask = mini.loss_mask
     logp, entropy = (mini.token[k][mask].clone().requires_grad_() for k in ("new", "entropy"))
@@ -402,6 +402,8 @@ MOVES: dict[str, list[Move]] = {
     "BypassCorrection.batch_normalise": [({**PG, **PG_WEIGHTS}, "correction.batch_normalise", [True])],
     "BypassCorrection.reject": correction("bypass", "reject", {"token_k2": 0.05}, {"seq_mean_k3": 0.1}),
     "BypassCorrection.loss": [],  # takes the place of other slots: `test_bypass_takes_one_of_two_losses`
+    "BudgetCorrection.k3_kl": correction("budget", "k3_kl", 0.001, k3_kl=1.0),
+    "BudgetCorrection.ess": correction("budget", "ess", 0.8, k3_kl=1.0),
     "Aggregation.name": [({}, "aggregation.name", MODES)],
     "Aggregation.horizon": [(NORM, "aggregation.horizon", [3])],
     "KlLoss.estimator": [(KL_LOSS, "kl.loss.estimator", ["k1", "abs", "k2", "k1+", "abs+", "k3+"])],
@@ -455,6 +457,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "seed": named("correction", "seed"),
         "decoupled": named("correction", "decoupled", weights="sequence"),
         "bypass": named("correction", "bypass"),
+        "budget": named("correction", "budget", k3_kl=0.001),
     },
     "filters": {name: {"filters": [name]} for name in FUNCTIONS["filters"]}
     | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}},

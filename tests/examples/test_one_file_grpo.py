@@ -83,7 +83,7 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
     algorithm = from_preset("grpo").model_copy(update={"kl": from_preset("dr_grpo").kl, "aggregation": _token_mean()})
     recipe = Recipe(algorithm, num_updates=1)
     learner = Learner(ours, Optimizer(clip_norm=1e9), total_updates=1, token_budget=20)
-    batch, _ = recipe.prepare(recipe.select(pack(trajectories)), learner, None)
+    batch, *_ = recipe.prepare(recipe.select(pack(trajectories)), learner, None)
     (mini_batch,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, horizon=10)
     value, _, _ = learner._accumulate(mini_batch, recipe.loss)
     assert value == pytest.approx(float(loss.detach()), abs=1e-12)

@@ -66,7 +66,7 @@ def recipe(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = 
 
 
 def prepared(it: Recipe, batch: Batch, reference: Scorer | None = None) -> tuple[Batch, dict[str, float]]:
-    return it.prepare(batch, cast(Any, Scorer(0.5)), cast(Any, reference))
+    return it.prepare(batch, cast(Any, Scorer(0.5)), cast(Any, reference))[:2]
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_old_log_probs_are_computed_only_where_something_reads_them(
     algorithm: dict[str, Any], num_updates: int, needed: bool
 ) -> None:
     actor = Scorer(0.5)
-    batch, _ = recipe(algorithm, num_updates).prepare(example(), cast(Any, actor), cast(Any, Scorer(0.25)))
+    batch, *_ = recipe(algorithm, num_updates).prepare(example(), cast(Any, actor), cast(Any, Scorer(0.25)))
     assert actor.calls == int(needed)
     assert ("old_logp" in batch.token) == needed
     if needed:

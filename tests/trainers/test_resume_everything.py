@@ -52,6 +52,8 @@ RUNS: dict[str, list[str]] = {
         "algorithm=remax",
         "algorithm.kl={reward: {coef: 0.1}, reference: {name: hard_sync, every: 5}}",
         "algorithm.curriculum={name: hard_only, start: 5, below: 0.5, steps: 3}",
+        "rollout.mismatch={name: noise, scale: 0.2}",
+        "algorithm.correction={budget: {k3_kl: 0.1, ess: 0.5}}",
     ],
     "iterate": [
         "algorithm=long2short",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from burnish.algorithms.correction.budget import BudgetState, budget_correction
 from burnish.algorithms.correction.bypass import bypass_correction
 from burnish.algorithms.correction.decoupled import decoupled_correction
 from burnish.algorithms.correction.profiles import (
@@ -23,9 +24,11 @@ from burnish.algorithms.correction.weights import Corrected, sequence_weights
 
 __all__ = [
     "CORRECTIONS",
+    "BudgetState",
     "Corrected",
     "Profile",
     "WorstTokens",
+    "budget_correction",
     "bypass_correction",
     "decoupled_correction",
     "measured",
@@ -41,4 +44,5 @@ CORRECTIONS: dict[str, Callable[..., Any]] = {
     "seed": seed_correction,
     "decoupled": decoupled_correction,
     "bypass": bypass_correction,
+    "budget": budget_correction,
 }

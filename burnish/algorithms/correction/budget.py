@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from burnish.algorithms.correction.decoupled import PREFIX, decoupled_correction
 from burnish.algorithms.correction.gap import BOUND, Gap, gap_of, written_of
 from burnish.algorithms.correction.rejection import kept
-from burnish.algorithms.correction.weights import bounded, raw_weights
+from burnish.algorithms.correction.weights import Corrected, bounded, raw_weights
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 
@@ -61,13 +62,20 @@ RUNGS: tuple[Rung, ...] = (
 
 
 class Budget(Protocol):
-    """What is tolerated; None tolerates anything. The record of this name in the configuration is one."""
+    """What is tolerated; None tolerates anything."""
 
     @property
     def k3_kl(self) -> float | None: ...
 
     @property
     def ess(self) -> float | None: ...
+
+
+class Tolerance(NamedTuple):
+    """A budget as a value."""
+
+    k3_kl: float | None = None
+    ess: float | None = None
 
 
 class Measured(NamedTuple):
@@ -134,6 +142,16 @@ def step(state: BudgetState, batch: Batch, budget: Budget) -> tuple[BudgetState,
     new = ready[0]
     why = f"{RUNGS[now].name} -> {RUNGS[new].name}: it would have held the budget for {streaks[new]} steps ({_said(found[new])})"
     return replace(state, rung=new, streaks=[0] * len(RUNGS), came_down=True), RUNGS[new], why
+
+
+def budget_correction(
+    batch: Batch, state: BudgetState | None, k3_kl: float | None = None, ess: float | None = None
+) -> tuple[Corrected, BudgetState, str]:
+    """The correction that the controller chooses for a batch, its next state, and why the rung changed or an empty string."""
+    state, rung, why = step(state or BudgetState(), batch, Tolerance(k3_kl, ess))
+    found = decoupled_correction(batch, **rung.options)
+    metrics = {**found.metrics, f"{PREFIX}budget_rung": float(state.rung)}
+    return replace(found, metrics=metrics), state, why
 
 
 def _climb(state: BudgetState, gap: Gap, found: list[Measured], budget: Budget) -> tuple[BudgetState, Rung, str]:

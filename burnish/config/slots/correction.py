@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from burnish.config.errors import nearest
-from burnish.config.slots.base import Record, Slot, choice
+from burnish.config.slots.base import Slot, choice
 
 Positive = Annotated[float, Field(gt=0)]
 Band = tuple[Positive, Positive]
@@ -183,16 +183,26 @@ class BypassCorrection(_Bounded):
         return self
 
 
-class Budget(Record):
+class BudgetCorrection(Slot):
     """How much of the gap is tolerable; the mildest correction that keeps to it is chosen, and changed as the gap changes."""
 
+    formula: ClassVar[str] = (
+        "the first of a ladder of corrections, none to the strictest, that leaves k3_kl and ess within bounds and half the tokens"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("old",)
+    name: Literal["budget"] = "budget"
     k3_kl: float | None = Field(None, gt=0)
     """The largest KL from engine to trainer (k3) that a correction may leave in the tokens trained on; null is no limit."""
     ess: float | None = Field(None, gt=0, lt=1)
     """The least effective sample size of the weights, as a share of the tokens; null is no limit."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether it changes the loss."""
+        return True
+
     @model_validator(mode="after")
-    def _any(self) -> Budget:
+    def _any(self) -> BudgetCorrection:
         if self.k3_kl is None and self.ess is None:
             raise ValueError(
                 "correction.budget tolerates anything: set k3_kl (such as 1e-3), ess (such as 0.9) or both"
@@ -200,7 +210,13 @@ class Budget(Record):
         return self
 
 
-CORRECTIONS: tuple[type[Slot], ...] = (NoCorrection, SeedCorrection, DecoupledCorrection, BypassCorrection)
+CORRECTIONS: tuple[type[Slot], ...] = (
+    NoCorrection,
+    SeedCorrection,
+    DecoupledCorrection,
+    BypassCorrection,
+    BudgetCorrection,
+)
 
 
 # --- presets -----------------------------------------------------------------------------------------------------------
@@ -246,6 +262,8 @@ def expanded(value: Any) -> Any:
     own = {"name": value} if isinstance(value, str) else value
     if not isinstance(own, dict):
         return own
+    if isinstance(own.get("budget"), dict):  # `{budget: {ess: 0.9}}` is `{name: budget, ess: 0.9}`
+        own = {"name": "budget", **own["budget"]}
     name = own.get("name")
     if name in CORRECTION_PRESETS:
         return {**CORRECTION_PRESETS[name], **{k: v for k, v in own.items() if k != "name"}}

@@ -25,7 +25,8 @@ from burnish.algorithms.correction.budget import (
     step,
 )
 from burnish.config.errors import UserError
-from burnish.config.slots.correction import Budget, DecoupledCorrection
+from burnish.config.slots.correction import BudgetCorrection as Budget
+from burnish.config.slots.correction import DecoupledCorrection
 from burnish.core.batch import Batch
 
 ROWS, LENGTH = 128, 32
