@@ -152,15 +152,15 @@ class Recipe:
         """
         state = state or first_state(self.algorithm)
         stats: dict[str, float] = {}
-        if self.bypass and not self.needs_sum_p2:
-            batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
-        elif self.needs_old:
+        if self.needs_sum_p2 or (self.needs_old and not self.bypass):
             wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
             outputs = learner.outputs(batch, wanted)
             batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
+        if self.bypass:  # the engine's policy is the anchor, whatever else was computed
+            batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
         batch, budget, why = self._corrected(batch, stats, state.budget)
         if reference is not None:
-            same = reference.is_policy and self.needs_old  # one pass serves both
+            same = reference.is_policy and self.needs_old and not self.bypass  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
         if critic is not None:
             batch = batch.with_token(values=critic.values(batch))
@@ -200,7 +200,9 @@ class Recipe:
 
     def mismatch(self, batch: Batch, updates: Sequence[Update], version: int) -> dict[str, float]:
         """How far the sampler is from the trainer on the tokens in the loss, what is odd about it, and the report of a
-        correction that only measures. `version` is the trainer's. {} where the learner's log-probs before the first update are not known: bypass with several updates.
+        correction that only measures. `version` is the trainer's.
+
+        {} where the learner's log-probs before the first update are not known: bypass with several updates.
         """
         if self.needs_old and not self.bypass:
             learner = batch.token["old_logp"]

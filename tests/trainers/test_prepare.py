@@ -58,7 +58,8 @@ class Scorer:
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         self.calls += 1
-        return {"logp": torch.where(batch.action_mask, -self.slope * batch.positions.double(), 0.0)}
+        logp = torch.where(batch.action_mask, -self.slope * batch.positions.double(), 0.0)
+        return {"logp": logp, **{name: logp.exp() for name in needs}}
 
 
 def recipe(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = None) -> Recipe:
@@ -145,6 +146,19 @@ def test_kl_in_the_reward_reaches_the_advantages() -> None:
     assert batch.token["token_rewards"].tolist() == pytest.approx([0, 0.025, 1.05, 0, 0.025])
     assert batch.sequence["advantages"].tolist() == pytest.approx([0.525, -0.525])
     assert stats == {"kl_reward": pytest.approx(-0.3125), "kl_coef": 0.1}
+
+
+def test_bypass_is_anchored_on_the_engine_whatever_else_is_computed() -> None:
+    """Log-probs for the optimal token baseline, or for a reference that is the policy, do not take the anchor's place."""
+    batch = example()
+    batch = batch.with_token(behaviour_logp=torch.where(batch.action_mask, -7.0, 0.0).double())
+    reference = Scorer(0.25)
+    reference.is_policy = True
+    kl = {"loss": {"coef": 0.1}, "reference": "iterate"}
+    for algorithm in ({"kl": kl}, {"kl": kl, "advantage": "otb"}):
+        found, _ = prepared(recipe({**algorithm, "correction": "bypass"}, num_updates=2), batch, reference)
+        assert torch.equal(found.token["old_logp"], batch.token["behaviour_logp"])
+        assert torch.equal(found.token["ref_logp"], reference.logprobs(batch))
 
 
 # --- trim --------------------------------------------------------------------------------------------------------------
