@@ -27,19 +27,11 @@ from burnish.config.slots import (
     ShaperSlot,
     Slot,
 )
-from burnish.config.slots.advantages import GrpoAdvantage
+from burnish.config.slots.advantages import ADVANTAGES, AdvantageRecord, GrpoAdvantage
 from burnish.config.slots.correction import BypassCorrection, NoCorrection
 from burnish.config.slots.curriculum import NoCurriculum
+from burnish.config.slots.filters import FILTERS
 from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio, mismatch
-
-BLIND = ("none", "gdpo")
-"""Advantages that do not read the reward of a sample."""
-SHIFTED = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "softmean", "win_rate")
-"""Advantages that the same number added to all rewards of a group leaves as they are."""
-BY_TOKEN = ("gae", "reinforce", "reinforce_plus_plus", "otb")
-"""Advantages that give every token the return from there on."""
-REWARD_FILTERS = ("zero_signal", "positives_only", "pf_ppo")
-GROUP_FILTERS = ("zero_signal", "difficulty_band", "truncation")
 
 
 class Algorithm(Record):
@@ -88,7 +80,7 @@ class Algorithm(Record):
     def needs(self, what: str) -> list[str]:
         """The choices that need something of the rest of the system; a correction that only measures needs nothing."""
         idle = None if self.correction.acts else self.correction
-        return [c.name for _, c in self.choices() if what in c.needs and c is not idle]  # type: ignore[attr-defined]
+        return [c.name for _, c in self.choices() if what in c.needs and c is not idle]
 
     @property
     def waits(self) -> list[str]:
@@ -140,10 +132,11 @@ def _reference(a: Algorithm) -> None:
         raise ValueError(
             "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
         )
-    if a.kl.reward.coef > 0 and (a.advantage.name in BLIND or a.loss.name in ("bce", "nll")):
+    advantage = a.advantage
+    if a.kl.reward.coef > 0 and isinstance(advantage, AdvantageRecord) and not advantage.reads_reward:
         reader = f"loss {a.loss.name}" if a.advantage.name == "none" else f"advantage {a.advantage.name}"
         raise ValueError(f"kl.reward changes the reward, which {reader} does not read: set algorithm.kl.reward.coef=0")
-    if a.kl.reward.center == "sequence" and a.advantage.name in SHIFTED:
+    if a.kl.reward.center == "sequence" and isinstance(advantage, AdvantageRecord) and advantage.is_shift_free:
         raise ValueError(
             f"kl.reward.center=sequence takes the same off every sample, which advantage {a.advantage.name} takes off anyway: use token"
         )
@@ -197,17 +190,21 @@ def _aggregation(a: Algorithm) -> None:
 
 def _shaping(a: Algorithm) -> None:
     """Whether something reads what the shapers make."""
-    readers = [f.name for f in a.filters if f.name in REWARD_FILTERS]
-    if a.shaping and a.advantage.name in BLIND and not readers:
+    advantage = a.advantage
+    if not isinstance(advantage, AdvantageRecord):
+        return
+    is_read = advantage.reads_reward or any(isinstance(f, Plugin) or f.reads_reward for f in a.filters)
+    if a.shaping and not is_read:
         raise ValueError(
             f"algorithm.shaping changes the reward, which advantage {a.advantage.name} does not read: remove it"
         )
     dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense]
-    discounted = getattr(a.advantage, "gamma", 1.0) != 1.0
-    if dense and not isinstance(a.advantage, Plugin) and (a.advantage.name not in BY_TOKEN or discounted):
+    discounted = getattr(advantage, "gamma", 1.0) != 1.0
+    if dense and (not advantage.by_token or discounted):
+        able = [r.model_fields["name"].default for r in ADVANTAGES if r.by_token]
         raise ValueError(
             f"{dense[0]} rewards single tokens by returns of its own: it needs an advantage with a return for every token "
-            f"and gamma 1 ({', '.join(BY_TOKEN)}), not {a.advantage.name}"
+            f"and gamma 1 ({', '.join(able)}), not {advantage.name}"
         )
 
 
@@ -219,7 +216,8 @@ def _filters(a: Algorithm) -> None:
     if "cppo" in names and a.advantage.name == "none":
         raise ValueError("filter cppo keeps the largest advantages, and advantage none is 0 everywhere")
     active = a.refill != Refill()
-    if active and not any(name in GROUP_FILTERS for name in names):
+    if active and not any(not isinstance(f, Plugin) and f.of_groups for f in a.filters):
+        able = [r.model_fields["name"].default for r in FILTERS if r.of_groups]
         raise ValueError(
-            f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add {', '.join(GROUP_FILTERS[:2])} or {GROUP_FILTERS[2]}"
+            f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add one of {', '.join(able)}"
         )

@@ -46,7 +46,7 @@ def options_of(slot: Slot) -> dict[str, Any]:
 def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
     """The function of a slot: ours by name, or the user's."""
     if not isinstance(slot, Plugin):
-        return table[slot.name]  # type: ignore[attr-defined]
+        return table[slot.name]
     function = load_plugin(slot.name, base)
     check_options(function, slot.options, slot.name)
     return function

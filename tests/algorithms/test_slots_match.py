@@ -31,6 +31,7 @@ from burnish.config.critic import Critic
 from burnish.config.load import from_preset
 from burnish.config.presets import PRESETS
 from burnish.config.slots import TABLE, Aggregation, Auxiliary, Entropy, Kl, Plugin, Record, Refill, Slot
+from burnish.config.slots.filters import FILTERS
 from burnish.config.slots.terms import EntropyTarget, KlLoss, KlReward, KlTarget
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
@@ -74,6 +75,7 @@ def test_every_record_has_its_function_and_every_function_its_record(slot: str) 
 def test_the_kinds_of_filters_do_not_share_a_name() -> None:
     names = [*GROUP_FILTERS, *SAMPLE_FILTERS, *RESAMPLERS]
     assert len(names) == len(set(names))
+    assert {name_of(r) for r in FILTERS if r.of_groups} == set(GROUP_FILTERS)
 
 
 @pytest.mark.parametrize(("slot", "record"), WITH_OPTIONS, ids=lambda x: x if isinstance(x, str) else x.__name__)

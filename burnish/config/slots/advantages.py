@@ -19,7 +19,18 @@ def _no_division(by: str, eps: float, ddof: int = 1) -> None:
         raise ValueError("eps and ddof belong to the deviation, and nothing is divided by one here: leave them out")
 
 
-class GrpoAdvantage(Slot):
+class AdvantageRecord(Slot):
+    """One choice for the slot `advantage`."""
+
+    reads_reward: ClassVar[bool] = True
+    """Whether the reward of a sample, as shaped and with KL in it, makes any difference."""
+    is_shift_free: ClassVar[bool] = False
+    """Whether the same number added to all rewards of a group leaves it as it is."""
+    by_token: ClassVar[bool] = False
+    """Whether every token gets the return from there on, so that rewards of single tokens count where they stand."""
+
+
+class GrpoAdvantage(AdvantageRecord):
     """Reward relative to its group, optionally divided by a standard deviation."""
 
     formula: ClassVar[str] = (
@@ -27,6 +38,7 @@ class GrpoAdvantage(Slot):
     )
     paper: ClassVar[str] = "DeepSeekMath (2402.03300); std: none is Dr.GRPO (2503.20783)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["grpo"] = "grpo"
     std: Literal["group", "none", "batch"] = "group"
     """Divide by the group's sample deviation, by nothing (Dr.GRPO), or by that of all rewards in the batch."""
@@ -43,11 +55,12 @@ class GrpoAdvantage(Slot):
         return self
 
 
-class ReinforceAdvantage(Slot):
+class ReinforceAdvantage(AdvantageRecord):
     """Discounted return-to-go minus a constant."""
 
     formula: ClassVar[str] = "A_it = sum_{s>=t} gamma^(s-t) r_is - baseline, over the tokens the model wrote"
     paper: ClassVar[str] = "Williams (1992)"
+    by_token: ClassVar[bool] = True
     name: Literal["reinforce"] = "reinforce"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per written token."""
@@ -55,18 +68,19 @@ class ReinforceAdvantage(Slot):
     """What is taken off every return: a constant, or `ema`, a moving average (0.9) of the mean reward of earlier steps."""
 
 
-class RlooAdvantage(Slot):
+class RlooAdvantage(AdvantageRecord):
     """Reward minus the mean reward of the other samples of the prompt."""
 
     formula: ClassVar[str] = "A_i = r_i - mean_{j != i} r_j; a constant group gives exactly 0"
     paper: ClassVar[str] = "RLOO (2402.14740)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["rloo"] = "rloo"
     singleton: Singleton = "raw"
     """The advantage of a group of one: its raw reward, or zero."""
 
 
-class RemaxAdvantage(Slot):
+class RemaxAdvantage(AdvantageRecord):
     """Return-to-go minus the reward of the prompt's greedy answer."""
 
     formula: ClassVar[str] = "A_it = sum_{s>=t} r_is - reward of the greedy answer"
@@ -75,11 +89,12 @@ class RemaxAdvantage(Slot):
     name: Literal["remax"] = "remax"
 
 
-class ReinforcePlusPlusAdvantage(Slot):
+class ReinforcePlusPlusAdvantage(AdvantageRecord):
     """Return-to-go, whitened over the whole batch."""
 
     formula: ClassVar[str] = "A = whiten(sum_{s>=t} gamma^(s-t) r_is) over all written tokens"
     paper: ClassVar[str] = "REINFORCE++ (2501.03262)"
+    by_token: ClassVar[bool] = True
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per written token."""
@@ -87,12 +102,13 @@ class ReinforcePlusPlusAdvantage(Slot):
     """The variance is divided by the number of tokens less this: 1 as in verl, 0 as in OpenRLHF."""
 
 
-class ReinforcePlusPlusBaselineAdvantage(Slot):
+class ReinforcePlusPlusBaselineAdvantage(AdvantageRecord):
     """Reward relative to its group, whitened over the whole batch."""
 
     formula: ClassVar[str] = "A = whiten(r_i - mean_g) over all written tokens"
     paper: ClassVar[str] = "REINFORCE++-baseline (2501.03262)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     ddof: Ddof = 1
     """The variance is divided by the number of tokens less this: 1 as in verl, 0 as in OpenRLHF."""
@@ -100,23 +116,25 @@ class ReinforcePlusPlusBaselineAdvantage(Slot):
     """What a group of one has before whitening: its raw reward, or zero."""
 
 
-class OpoAdvantage(Slot):
+class OpoAdvantage(AdvantageRecord):
     """Reward minus the group's mean reward weighted by length: the baseline of least variance on-policy."""
 
     formula: ClassVar[str] = "A_i = r_i - sum_g |o_j| r_j / sum_g |o_j|; a constant group gives exactly 0"
     paper: ClassVar[str] = "OPO (2505.23585)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["opo"] = "opo"
     singleton: Singleton = "raw"
     """The advantage of a group of one: its raw reward, or zero."""
 
 
-class GpgAdvantage(Slot):
+class GpgAdvantage(AdvantageRecord):
     """Reward relative to its group, scaled up for the samples whose group has no signal."""
 
     formula: ClassVar[str] = "A_i = N/(N-M) (r_i - mean_g), M of the N samples being in constant groups"
     paper: ClassVar[str] = "GPG (2504.02546)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["gpg"] = "gpg"
     normalise: Literal["none", "std"] = "none"
     """Divide by nothing, or by the group's sample deviation."""
@@ -129,11 +147,12 @@ class GpgAdvantage(Slot):
         return self
 
 
-class GrpoPasskAdvantage(Slot):
+class GrpoPasskAdvantage(AdvantageRecord):
     """Only the single best sample of a prompt gets a signal: by how much it beats the second best."""
 
     formula: ClassVar[str] = "A_best = (r_best - r_second) / (std_g + eps), 0 for all others and where the best tie"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["grpo_passk"] = "grpo_passk"
     std: Literal["group", "none"] = "group"
     """Divide by the group's sample deviation, or by nothing."""
@@ -146,7 +165,7 @@ class GrpoPasskAdvantage(Slot):
         return self
 
 
-class RaftAdvantage(Slot):
+class RaftAdvantage(AdvantageRecord):
     """Learns from samples with a positive reward only."""
 
     formula: ClassVar[str] = "A_i = max(r_i, 0)"
@@ -154,7 +173,7 @@ class RaftAdvantage(Slot):
     name: Literal["raft"] = "raft"
 
 
-class ReinforceRejAdvantage(Slot):
+class ReinforceRejAdvantage(AdvantageRecord):
     """The reward itself, without the prompts whose samples are all alike."""
 
     formula: ClassVar[str] = "A_i = r_i, but 0 in a constant group"
@@ -163,12 +182,13 @@ class ReinforceRejAdvantage(Slot):
     name: Literal["reinforce_rej"] = "reinforce_rej"
 
 
-class GaeAdvantage(Slot):
+class GaeAdvantage(AdvantageRecord):
     """Generalised advantage estimation from a critic's values."""
 
     formula: ClassVar[str] = "A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V"
     paper: ClassVar[str] = "GAE (1506.02438); lam_critic: VC-PPO (2503.01491); length_adaptive: VAPO (2504.05118)"
     needs: ClassVar[tuple[str, ...]] = ("critic",)
+    by_token: ClassVar[bool] = True
     name: Literal["gae"] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per written token."""
@@ -192,12 +212,13 @@ class GaeAdvantage(Slot):
         return self
 
 
-class GdpoAdvantage(Slot):
+class GdpoAdvantage(AdvantageRecord):
     """Every part of the reward normalised in its group on its own, then added up and whitened."""
 
     formula: ClassVar[str] = "A = whiten(sum_k weight_k (r_k - mean_g r_k) / (std_g r_k + eps)) over all written tokens"
     paper: ClassVar[str] = "GDPO (2601.05242)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    reads_reward: ClassVar[bool] = False
     name: Literal["gdpo"] = "gdpo"
     std: Literal["group", "none"] = "group"
     """Divide each part by its sample deviation in the group, or by nothing."""
@@ -214,39 +235,42 @@ class GdpoAdvantage(Slot):
         return self
 
 
-class OtbAdvantage(Slot):
+class OtbAdvantage(AdvantageRecord):
     """Return-to-go minus the optimal baseline of each position in the group."""
 
     formula: ClassVar[str] = (
         "A_t = G_t - sum_g G_t W_t / sum_g W_t, W_t = running sum of 1 - 2 pi_t + sum_v pi_v^2 over written tokens"
     )
     needs: ClassVar[tuple[str, ...]] = ("old", "sum_p2", "groups")
+    by_token: ClassVar[bool] = True
     name: Literal["otb"] = "otb"
     tail: Literal["raw", "zero"] = "raw"
     """Where one answer is longer than all others of its group: its raw return, or zero."""
 
 
-class SoftmeanAdvantage(Slot):
+class SoftmeanAdvantage(AdvantageRecord):
     """Reward above the soft mean of its group."""
 
     formula: ClassVar[str] = "A_i = r_i - (1/beta) log mean_g exp(beta r)"
     paper: ClassVar[str] = "Kimi k1.5 (2501.12599) with beta = 1/tau; reward form of SPPO (2405.00675)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["softmean"] = "softmean"
     beta: float = Field(1.0, gt=0)
     """How soft: near 0 the mean of the group, large its maximum."""
 
 
-class WinRateAdvantage(Slot):
+class WinRateAdvantage(AdvantageRecord):
     """The chance of beating another sample of the prompt, above one half."""
 
     formula: ClassVar[str] = "A_i = mean_{j != i} P(i beats j) - 1/2; P from the rewards is 1, 1/2 for a tie, or 0"
     paper: ClassVar[str] = "SPPO (2405.00675)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
     name: Literal["win_rate"] = "win_rate"
 
 
-class PrimeRlooAdvantage(Slot):
+class PrimeRlooAdvantage(AdvantageRecord):
     """Leave-one-out returns of implicit process rewards, plus the leave-one-out outcome."""
 
     formula: ClassVar[str] = (
@@ -268,7 +292,7 @@ class PrimeRlooAdvantage(Slot):
     """The variance of whitening is divided by the number of tokens less this."""
 
 
-class GigpoAdvantage(Slot):
+class GigpoAdvantage(AdvantageRecord):
     """An agent's episode relative to its group, plus each step relative to all steps from the same state."""
 
     formula: ClassVar[str] = "A = (R - mean_g)/F + omega (Rs_k - mean over the group's steps in the same state)/F"
@@ -284,7 +308,7 @@ class GigpoAdvantage(Slot):
     """F: 1, or the sample deviation + 1e-6."""
 
 
-class SpoChainAdvantage(Slot):
+class SpoChainAdvantage(AdvantageRecord):
     """The rise in Monte-Carlo value over the segment a token is in."""
 
     formula: ClassVar[str] = "A(tokens of segment k) = V(border k+1) - V(border k); V(end) = reward"
@@ -293,7 +317,7 @@ class SpoChainAdvantage(Slot):
     name: Literal["spo_chain"] = "spo_chain"
 
 
-class SpoTreeAdvantage(Slot):
+class SpoTreeAdvantage(AdvantageRecord):
     """The value of a node in a tree of rollouts above that of its parent."""
 
     formula: ClassVar[str] = "A = V(child) - V(parent); V(leaf) = reward, V(node) = mean of its children"
@@ -304,14 +328,15 @@ class SpoTreeAdvantage(Slot):
     """Divide by nothing, or by the siblings' population deviation + 1e-8."""
 
 
-class NoAdvantage(Slot):
+class NoAdvantage(AdvantageRecord):
     """Zeros, for losses that make their own signal."""
 
     formula: ClassVar[str] = "A = 0"
+    reads_reward: ClassVar[bool] = False
     name: Literal["none"] = "none"
 
 
-ADVANTAGES: tuple[type[Slot], ...] = (
+ADVANTAGES: tuple[type[AdvantageRecord], ...] = (
     GrpoAdvantage,
     ReinforceAdvantage,
     RlooAdvantage,

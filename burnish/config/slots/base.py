@@ -23,6 +23,8 @@ class Record(BaseModel):
 class Slot(Record):
     """One choice for one slot."""
 
+    name: str
+    """What the choice is called; every record narrows it to its own word."""
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()

@@ -11,26 +11,38 @@ from burnish.config.slots.base import Record, Slot
 REFILLED = "; with refill.rounds above 1 this is dynamic sampling: more prompts are drawn for those dropped"
 
 
+class FilterRecord(Slot):
+    """One choice for the slot `filters`."""
+
+    of_groups: ClassVar[bool] = False
+    """Whether it keeps or drops whole groups before advantages, so that a refill can replace them."""
+    reads_reward: ClassVar[bool] = False
+    """Whether the shaped reward makes any difference to it."""
+
+
 # --- groups, before advantages -----------------------------------------------------------------------------------------
 
 
-class ZeroSignalFilter(Slot):
+class ZeroSignalFilter(FilterRecord):
     """Drops groups whose rewards are all equal: they have no gradient, and would only dilute the mean."""
 
     formula: ClassVar[str] = "keep group g iff max_g x > min_g x or its size is 1, x the metric" + REFILLED
     paper: ClassVar[str] = "DAPO (2503.14476), dynamic sampling"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    of_groups: ClassVar[bool] = True
+    reads_reward: ClassVar[bool] = True
     name: Literal["zero_signal"] = "zero_signal"
     metric: Literal["reward", "accuracy"] = "reward"
     """What must differ within the group: the reward as shaped, or right and wrong."""
 
 
-class DifficultyBandFilter(Slot):
+class DifficultyBandFilter(FilterRecord):
     """Drops groups that are too easy or too hard to learn from."""
 
     formula: ClassVar[str] = "keep group g iff low <= mean_g accuracy <= high" + REFILLED
     paper: ClassVar[str] = "Online difficulty filtering, Bae et al. (2504.03380); PRIME (2502.01456)"
     needs: ClassVar[tuple[str, ...]] = ("groups", "accuracy")
+    of_groups: ClassVar[bool] = True
     name: Literal["difficulty_band"] = "difficulty_band"
     low: float = Field(0.2, ge=0, le=1)
     """The smallest mean accuracy kept."""
@@ -46,18 +58,19 @@ class DifficultyBandFilter(Slot):
         return self
 
 
-class TruncationFilter(Slot):
+class TruncationFilter(FilterRecord):
     """Drops groups that contain a truncated sample."""
 
     formula: ClassVar[str] = "keep group g iff none of its samples is truncated" + REFILLED
     paper: ClassVar[str] = "PRIME (2502.01456)"
+    of_groups: ClassVar[bool] = True
     name: Literal["truncation"] = "truncation"
 
 
 # --- samples, after advantages -----------------------------------------------------------------------------------------
 
 
-class OverlongFilter(Slot):
+class OverlongFilter(FilterRecord):
     """Takes truncated samples out of the loss; they still count in their group's statistics."""
 
     formula: ClassVar[str] = "loss_mask of a truncated sequence := 0, after advantages"
@@ -65,15 +78,16 @@ class OverlongFilter(Slot):
     name: Literal["overlong"] = "overlong"
 
 
-class PositivesOnlyFilter(Slot):
+class PositivesOnlyFilter(FilterRecord):
     """Trains on samples with a positive reward alone."""
 
     formula: ClassVar[str] = "loss_mask of a sequence with r <= 0 := 0, after advantages"
     paper: ClassVar[str] = "RAFT++, A minimalist approach to LLM reasoning (2504.11343)"
+    reads_reward: ClassVar[bool] = True
     name: Literal["positives_only"] = "positives_only"
 
 
-class CppoFilter(Slot):
+class CppoFilter(FilterRecord):
     """Prunes the samples of each group that have the least to say, and saves their backward pass."""
 
     formula: ClassVar[str] = "per group keep the max(1, floor(G (1 - prune))) samples of largest |A|"
@@ -84,7 +98,7 @@ class CppoFilter(Slot):
     """The share of each group that is left out."""
 
 
-class ProbMaskFilter(Slot):
+class ProbMaskFilter(FilterRecord):
     """Trains only on tokens where the old policy had a choice."""
 
     formula: ClassVar[str] = "loss_mask_t := loss_mask_t and exp(old_t) < below"
@@ -98,12 +112,13 @@ class ProbMaskFilter(Slot):
 # --- resampling, after advantages --------------------------------------------------------------------------------------
 
 
-class PfPpoFilter(Slot):
+class PfPpoFilter(FilterRecord):
     """Draws each group's samples again with replacement, favouring rewards a learned scorer is sure of."""
 
     formula: ClassVar[str] = "G draws a group, p_i proportional to w_i + 1e-8; power: w = |r|^power"
     paper: ClassVar[str] = "PF-PPO, policy filtration (2409.06957)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    reads_reward: ClassVar[bool] = True
     name: Literal["pf_ppo"] = "pf_ppo"
     mode: Literal["power", "best_worst", "best_random", "best"] = "power"
     """The weights: |r|^power; 1 for best and worst, else 0; 0.4 for the best and 0.1 for others; the best only."""
@@ -117,7 +132,7 @@ class PfPpoFilter(Slot):
         return self
 
 
-FILTERS: tuple[type[Slot], ...] = (
+FILTERS: tuple[type[FilterRecord], ...] = (
     ZeroSignalFilter,
     DifficultyBandFilter,
     TruncationFilter,

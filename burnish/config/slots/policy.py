@@ -267,7 +267,7 @@ def scope_of(ratio: Slot, clip: Slot, loss: Slot) -> Scope:
 
 def mismatch(ratio: Slot, clip: Clip, loss: Slot) -> str | None:
     """Why these three do not make a loss, and what to set; None if they do."""
-    names = {key: slot.name for key, slot in (("ratio", ratio), ("clip", clip), ("loss", loss))}  # type: ignore[attr-defined]
+    names = {key: slot.name for key, slot in (("ratio", ratio), ("clip", clip), ("loss", loss))}
     bare = "set algorithm.ratio=none and algorithm.clip=none"
     if names["loss"] not in ("surrogate", "sg_logprob"):
         if names["ratio"] == names["clip"] == "none":
