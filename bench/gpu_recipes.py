@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import tempfile
 import time
 import traceback
@@ -40,6 +41,7 @@ def main() -> None:
     )
     bad = sum(bool(row["error"]) for row in rows)
     print(f"{len(rows) - bad} of {len(rows)} ran; saved {save('gpu_recipes', rows)}")
+    sys.exit(1 if bad else 0)
 
 
 def run(name: str, recipe: str, overrides: list[str], dtype: str) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def run(name: str, recipe: str, overrides: list[str], dtype: str) -> dict[str, A
             assert losses, "no update was made"
             assert all(math.isfinite(loss) for loss in losses), f"losses {losses}"
             row["mismatch_max"] = max((m.get("mismatch/max", 0.0) for m in metrics), default=0.0)
-        except Exception as error:  # noqa: BLE001  one that fails must not hide the others
+        except Exception as error:  # noqa: BLE001  printed and counted: one that fails must not hide the others
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             traceback.print_exc()
     return {**row, "wall_s": time.perf_counter() - started}

@@ -12,7 +12,6 @@ turns, so that a noisy neighbour hurts both; medians are compared.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import resource
 import statistics
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from common import save, table
 
@@ -29,8 +27,6 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.weights import save_decoder
-from burnish.rollout.scored import Scored
-from burnish.rollout.sources import RolloutPlan
 from burnish.run import metrics
 from burnish.trainers import rl
 from burnish.trainers.build import assemble
@@ -97,14 +93,7 @@ def burnish_steps(directory: Path, steps: int) -> list[dict[str, float]]:
         with checked_run(config, {}, directory, "bench") as (parts, run):
             run.display._stream = None
             job = assemble(parts, run)
-            generate = job.source.next
-
-            def exactly(step: int, plan: RolloutPlan, *rest: Any) -> Scored:
-                """No stop token: every completion has all its tokens, as TRL's have."""
-                sampling = dataclasses.replace(plan.sampling, stop_tokens=())
-                return generate(step, dataclasses.replace(plan, sampling=sampling), *rest)
-
-            job.source.next = exactly  # type: ignore[method-assign]
+            job.policy.tokenizer.eos_ids = ()  # nothing stops a completion early: each has all its tokens, as TRL's have
             rl.train(job)
             return metrics.read(run.directory.metrics)[1:]
 

@@ -32,7 +32,7 @@ def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back
     for said in (preset.title, preset.paper, preset.solves, preset.note, *algorithm.waits):
         assert said in words
     for _, choice in algorithm.choices():
-        if choice.name != "none":  # type: ignore[attr-defined]
+        if choice.name != "none":
             assert choice.formula in text
             assert choice.paper in text
     yaml = text[text.index("\nalgorithm:\n") :]

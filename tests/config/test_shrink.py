@@ -61,7 +61,7 @@ def small(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
 
 
 def choices(algorithm: Algorithm) -> list[tuple[str, str]]:
-    return [(slot, choice.name) for slot, choice in algorithm.choices()]  # type: ignore[attr-defined]
+    return [(slot, choice.name) for slot, choice in algorithm.choices()]
 
 
 def test_a_recipe_of_everything_becomes_small_everywhere(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def trajectory(prompt: str, sample: int, accuracy: float | None, length: int, fi
         np.arange(length + 1), mask, np.zeros(length + 1, np.float32), np.zeros(length + 1, np.int32)
     )
     error = "boom" if accuracy is None else None
-    return Trajectory(prompt, 0, sample, [tokens], finish, "text", accuracy, accuracy, {}, error)  # type: ignore[arg-type]
+    return Trajectory(prompt, 0, sample, [tokens], finish, "text", accuracy, accuracy, {}, error)
 
 
 def scored(trajectories: list[Trajectory], sources: dict[str, str]) -> Scored:

@@ -55,8 +55,8 @@ def successor(vocab: int, dtype: torch.dtype = torch.float64) -> Decoder:
     model = decoder(dtype, vocab, hidden_size=width, num_heads=1, num_kv_heads=1, head_dim=width)
     with torch.no_grad():
         for layer in model.layers:
-            layer.out.weight.zero_()  # type: ignore[union-attr, operator]
-            layer.down.weight.zero_()  # type: ignore[union-attr, operator]
+            layer.out.weight.zero_()
+            layer.down.weight.zero_()
         model.embedding.weight.copy_(torch.eye(vocab, width))
         model.head_weight.copy_(100 * torch.eye(vocab, width).roll(1, 0))
     return model

@@ -440,7 +440,7 @@ def test_a_run_repeats_bit_for_bit_whatever_the_batch(tools: Any, pairs: Tokeniz
     results = []
     for max_rows in (8, 2):
         model = tools.decoder(vocab=8)
-        engine = MismatchEngine(lambda m, rows=max_rows: NativeEngine(m, rows), model, fault, pairs)  # type: ignore[misc]
+        engine = MismatchEngine(lambda m, rows=max_rows: NativeEngine(m, rows), model, fault, pairs)
         for version in (1, 2):
             step(model, version)
             engine.load(version, ())

@@ -46,7 +46,7 @@ def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> N
     loaded, _ = load_small(TrainConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     algorithm, notes = loaded.config.algorithm, list[str]()
     with checked_run(loaded.config, loaded.resolved, loaded.base, path.stem) as (parts, run):
-        run.display.note = notes.append  # type: ignore[method-assign]
+        run.display.note = notes.append
         assert execute(parts, run)
     steps = [row for row in read(run.directory.metrics) if row["step"] > 0]
     warming = algorithm.critic.warmup_steps if algorithm.critic is not None else 0

@@ -142,7 +142,7 @@ class Watched(Learner):
             self.gradient = flat(self.optimizer.gradients())
             step(lr)
 
-        self.optimizer.step = keeping  # type: ignore[method-assign]
+        self.optimizer.step = keeping
 
     def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: Any = None) -> Update:
         update = super().update(batch, loss, lr_scale, also)

@@ -233,7 +233,7 @@ def test_outputs_add_entropies_and_squared_probabilities_where_they_are_asked_fo
         (plain_logits(w, BATCH.tokens[a:b]) / TEMPERATURE).softmax(1) for a, b in pairwise(BATCH.offsets.tolist())
     ]
     squares = torch.cat([torch.cat([t.new_zeros(1), (t[:-1] ** 2).sum(1)]) for t in tables])
-    logp, entropy = plain_logprobs(it.model, BATCH, TEMPERATURE)  # type: ignore[arg-type]
+    logp, entropy = plain_logprobs(it.model, BATCH, TEMPERATURE)
     expected = {"logp": logp, "entropy": entropy, "sum_p2": squares}
     for needs in ({"sum_p2"}, {"entropy"}, {"entropy", "sum_p2"}, set[str]()):
         got = it.outputs(BATCH, frozenset(needs))

@@ -221,7 +221,7 @@ def test_an_entropy_without_a_derivative_is_not_computed_in_the_second_pass(
 
     def watched(*args: Any) -> Any:
         calls.append((torch.is_grad_enabled(), args[-1]))
-        return plain(*args)  # type: ignore[operator]
+        return plain(*args)
 
     monkeypatch.setattr(it.model, "token_logprobs", watched)
     it.update(make_batch(SHAPES), PolicyLoss(scope="batch", entropy_coef=coef))

@@ -133,7 +133,7 @@ def test_reinforce_plus_plus_baseline_whitens_what_a_group_of_one_has() -> None:
     for singleton, alone in (("raw", 2.0), ("zero", 0.0)):
         tokens = torch.tensor([0.5, -0.5, alone, alone], dtype=torch.float64)
         expected = (tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-        got = reinforce_plus_plus_baseline(batch, singleton=singleton)  # type: ignore[arg-type]
+        got = reinforce_plus_plus_baseline(batch, singleton=singleton)
         close(got, expected[:3].tolist(), atol=1e-12)
 
 
@@ -158,7 +158,7 @@ def test_a_constant_group_has_exactly_no_advantage_in_float32(value: float, size
     lengths = [1 + k % 3 for k in range(size + 2)]
     batch = with_rewards(rewards, [5] * size + [2, 2], lengths)
     for name in ("grpo", "rloo", "opo", "gpg", "reinforce_rej", "softmean", "win_rate", "grpo_passk"):
-        assert ADVANTAGES[name](batch)[:size].tolist() == [0.0] * size, name  # type: ignore[index]
+        assert ADVANTAGES[name](batch)[:size].tolist() == [0.0] * size, name
     for std in STDS:
         advantages = grpo(batch, std=std)
         assert advantages[:size].tolist() == [0.0] * size, std
@@ -217,7 +217,7 @@ def test_advantages_travel_with_their_sequences(f2: Batch, order: list[int]) -> 
     index = torch.tensor(order)
     shuffled = f2.select(index)
     for name in GROUP_NAMES:
-        torch.testing.assert_close(ADVANTAGES[name](shuffled), ADVANTAGES[name](f2)[index])  # type: ignore[index]
+        torch.testing.assert_close(ADVANTAGES[name](shuffled), ADVANTAGES[name](f2)[index])
     for std in STDS:
         torch.testing.assert_close(grpo(shuffled, std=std), grpo(f2, std=std)[index])
 
@@ -225,7 +225,7 @@ def test_advantages_travel_with_their_sequences(f2: Batch, order: list[int]) -> 
 @pytest.mark.parametrize("name", GROUP_NAMES)
 def test_group_statistics_do_not_depend_on_the_loss_mask(f2: Batch, name: str) -> None:
     emptied = f2.with_token(loss_mask=f2.loss_mask & (f2.sequence_ids != 0))
-    assert torch.equal(ADVANTAGES[name](emptied), ADVANTAGES[name](f2))  # type: ignore[arg-type]
+    assert torch.equal(ADVANTAGES[name](emptied), ADVANTAGES[name](f2))
 
 
 def test_one_sequence_alone_has_its_raw_reward_whatever_the_deviation() -> None:
@@ -249,7 +249,7 @@ def test_one_sequence_alone_has_its_raw_reward_whatever_the_deviation() -> None:
 def test_a_trajectory_of_two_sequences_counts_once_in_its_group(name: str, expected: list[float]) -> None:
     batch = with_rewards([1.0, 1, 0, 0], [0] * 4, [1, 2, 1, 2])
     batch = batch.with_sequence(trajectory_ids=torch.tensor([9, 9, 4, 5]))
-    close(ADVANTAGES[name](batch), expected, atol=1e-5)  # type: ignore[arg-type]
+    close(ADVANTAGES[name](batch), expected, atol=1e-5)
     close(grpo(batch, std="none"), [2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 

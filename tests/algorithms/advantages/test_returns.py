@@ -113,8 +113,8 @@ def test_reinforce_plus_plus_on_f1(f1_kl: Batch) -> None:
 
 def test_reinforce_plus_plus_on_outcomes_is_the_same_a_sequence(f1: Batch, f1_outcome: Batch) -> None:
     for ddof in (0, 1):
-        per_token = reinforce_plus_plus(f1, ddof=ddof)  # type: ignore[arg-type]
-        per_sequence = reinforce_plus_plus(f1_outcome, ddof=ddof)  # type: ignore[arg-type]
+        per_token = reinforce_plus_plus(f1, ddof=ddof)
+        per_sequence = reinforce_plus_plus(f1_outcome, ddof=ddof)
         assert per_sequence.shape == (4,)
         torch.testing.assert_close(per_sequence[f1.sequence_ids][f1.action_mask], per_token[f1.action_mask])
     discounted = reinforce_plus_plus(f1_outcome, gamma=0.9)
@@ -132,7 +132,7 @@ def test_returns_travel_with_their_sequences(f1_kl: Batch, order: list[int]) -> 
     index = torch.tensor(order)
     batch = f1_kl.with_sequence(greedy_reward=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
     for name in ("reinforce", "remax", "reinforce_plus_plus"):
-        moved = batch.with_token(advantages=ADVANTAGES[name](batch)).select(index)  # type: ignore[arg-type]
+        moved = batch.with_token(advantages=ADVANTAGES[name](batch)).select(index)
         torch.testing.assert_close(ADVANTAGES[name](batch.select(index)), moved.token["advantages"])
 
 

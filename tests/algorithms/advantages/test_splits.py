@@ -126,7 +126,7 @@ def test_a_node_that_ended_early_is_a_leaf() -> None:
 def test_equal_siblings_and_an_only_child_have_exactly_no_advantage() -> None:
     batch = tree([1, 2, 3, 31], [0, 0, 0, 3], [0.1, 0.1, 5.0, 0.1])
     for normalise in ("none", "std"):
-        assert spo_tree(batch, normalise=normalise).tolist() == [0, 0, 0, 0]  # type: ignore[arg-type]
+        assert spo_tree(batch, normalise=normalise).tolist() == [0, 0, 0, 0]
 
 
 def test_what_is_no_tree_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_beyond_all_other_answers_of_the_group_tail_decides() -> None:
 @pytest.mark.parametrize("tail", ["raw", "zero"])
 def test_one_answer_alone_has_no_baseline(tail: str) -> None:
     batch = make().with_sequence(group_ids=torch.tensor([3, 8]))
-    written(batch, otb(batch, tail=tail), [1, 1, 1, 0, 0])  # type: ignore[arg-type]
+    written(batch, otb(batch, tail=tail), [1, 1, 1, 0, 0])
 
 
 def test_groups_do_not_meet() -> None:

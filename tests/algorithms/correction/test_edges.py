@@ -21,7 +21,7 @@ EVERY: dict[str, Any] = {
 }
 FORMS: list[Callable[[Batch], Corrected]] = [
     *(
-        lambda b, o=o: seed_correction(b, **o)  # type: ignore[misc]
+        lambda b, o=o: seed_correction(b, **o)
         for o in (
             {"level": level, "mode": mode}
             for level in ("token", "sequence", "geometric")
@@ -29,7 +29,7 @@ FORMS: list[Callable[[Batch], Corrected]] = [
         )
     ),
     *(
-        lambda b, o=o: decoupled_correction(b, batch_normalise=True, reject=EVERY, **o)  # type: ignore[misc]
+        lambda b, o=o: decoupled_correction(b, batch_normalise=True, reject=EVERY, **o)
         for o in (
             {"weights": level, "threshold": threshold}
             for level in ("token", "sequence")
