@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.algorithm import Algorithm
+from burnish.config.fits import check_algorithm_fits
 from burnish.config.optimizer import Optimizer
 from burnish.config.slots import Record
 from burnish.config.slots.curriculum import LengthBudget
@@ -157,10 +158,6 @@ class Data(Record):
 
 
 # --- reward ----------------------------------------------------------------------------------------------------------
-
-
-TEXT_ONLY = ("format", "think_format", "language")
-"""Rewards that look at how an answer is written: they say nothing about right or wrong."""
 
 
 class RewardPart(Record):
@@ -390,7 +387,7 @@ class TrainConfig(Record):
         _check_trainable(self.model)
         if not self.data.train:
             raise ValueError("no training prompts: give data.train (a file, a task or a plug-in)")
-        self._algorithm_fits()
+        check_algorithm_fits(self)
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature is 0: greedy samples of a prompt are all alike, so nothing can be learnt"
@@ -409,50 +406,6 @@ class TrainConfig(Record):
             if source.task is not None and self.validation.limit is None and source.limit is None:
                 raise ValueError("a generated task has no end: set validation.limit (or the source's limit)")
         return self
-
-    def _algorithm_fits(self) -> None:
-        """Whether the rest of the run provides what the algorithm needs."""
-        algorithm, late = self.algorithm, [stage.start for stage in self.rollout.stages]
-        if algorithm.waits:
-            raise ValueError(f"algorithm {algorithm.preset} cannot run yet; it waits for {'; '.join(algorithm.waits)}")
-        if algorithm.loss.name == "nll" and all(f.name != "positives_only" for f in algorithm.filters):
-            raise ValueError(
-                "loss nll imitates every sample, right or wrong: add positives_only to algorithm.filters, or use `burnish sft` on data"
-            )
-        needs_groups = algorithm.needs("groups")
-        if needs_groups and min(stage.n for stage in self.rollout.all_stages()) < 2:
-            raise ValueError(
-                f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more"
-            )
-        if algorithm.needs("budget") and self.data.budget is None:
-            raise ValueError(
-                f"{', '.join(algorithm.needs('budget'))} rewards the length a prompt asks for, but no prompt asks: set data.budget={{}}"
-            )
-        if self.data.budget is not None and not algorithm.needs("budget"):
-            raise ValueError(
-                "data.budget asks for a length that nothing rewards: add lcpo_exact or lcpo_max to algorithm.shaping"
-            )
-        judged = [
-            *algorithm.needs("accuracy"),
-            *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
-        ]
-        if judged and all(part.name in TEXT_ONLY for part in self.reward.parts):
-            raise ValueError(
-                f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in self.reward.parts)} says neither: "
-                "add a reward part that judges the answer"
-            )
-        if not self.data.demonstrations and self.data.demonstrations_per_update != 32:
-            raise ValueError("data.demonstrations_per_update has no effect without data.demonstrations")
-        if algorithm.auxiliary.sft > 0 and not self.data.demonstrations:
-            raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, and there are none")
-        if self.data.demonstrations and algorithm.auxiliary.sft == 0:
-            raise ValueError("data.demonstrations are not used: set algorithm.auxiliary.sft to their coefficient")
-        if late and late[-1] > self.training.steps:
-            raise ValueError(f"rollout.stages: one starts at step {late[-1]}, but training.steps={self.training.steps}")
-        if algorithm.critic is not None and algorithm.critic.warmup_steps >= self.training.steps:
-            raise ValueError(
-                f"algorithm.critic.warmup_steps={algorithm.critic.warmup_steps} leaves the policy none of training.steps={self.training.steps}"
-            )
 
 
 class SftConfig(Record):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from burnish.config.schema import TEXT_ONLY
+from burnish.config.fits import TEXT_ONLY
 
 Tree = Any
 Edit = tuple[str, Any]

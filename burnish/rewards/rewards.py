@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 
 from burnish.config.errors import UserError, unknown
+from burnish.config.fits import TEXT_ONLY
 from burnish.config.plugins import is_plugin
-from burnish.config.schema import TEXT_ONLY, Reward, RewardPart
+from burnish.config.schema import Reward, RewardPart
 from burnish.data.rows import Row
 from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
 from burnish.rewards.pool import Outcome, Outcomes, Pool

@@ -57,9 +57,8 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
         "reward/failed": float(len(rollouts.failed)),
         "reward/answer_timeout": float(sum(bool(t.metadata.get("timed_out")) for t in rollouts.trajectories)),
     }
-    if scored:
-        rewards = [float(t.reward or 0.0) for t in scored]
-        values["reward/mean"] = sum(rewards) / len(rewards)
+    if (mean := mean_reward(rollouts)) is not None:
+        values["reward/mean"] = mean
     if greedy := [t.reward for t in rollouts.greedy if t.reward is not None]:
         values["reward/greedy"] = sum(greedy) / len(greedy)
     if judged := [t.accuracy for t in scored if t.accuracy is not None]:
@@ -68,6 +67,12 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
         part = [t.parts[name] for t in scored if name in t.parts]
         values[f"reward/part/{name}"] = sum(part) / len(part)
     return values
+
+
+def mean_reward(rollouts: Scored) -> float | None:
+    """Of the samples that could be scored, before shaping; None where there is none."""
+    rewards = [t.reward for t in rollouts.trajectories if t.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 def rollout_values(rollouts: Scored) -> dict[str, float]:

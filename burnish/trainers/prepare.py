@@ -5,55 +5,32 @@ advantages, sample filters. One method for each line of the loop, in its order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
-from burnish.algorithms.correction import CORRECTIONS, BudgetState, Corrected, budget_correction, measured
-from burnish.algorithms.correction.symptoms import symptoms
+from burnish.algorithms.correction import BudgetState
 from burnish.algorithms.curriculum import linear_anneal
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
 from burnish.algorithms.kl import kl_reward
-from burnish.algorithms.losses import PolicyLoss
 from burnish.algorithms.losses.value import explained_variance
 from burnish.algorithms.shaping import SHAPERS
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.plugins import check_options, load_plugin
-from burnish.config.slots import Plugin, Slot
-from burnish.config.slots.correction import BypassCorrection
+from burnish.config.slots import Plugin
 from burnish.config.slots.curriculum import HardOnlyCurriculum
-from burnish.config.slots.policy import SCOPES, scope_of
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
+from burnish.trainers.correct import corrected, gap_report
+from burnish.trainers.functions import filter_function, function_of, options_of, policy_loss
 from burnish.trainers.state import TrainerState, first_state
 from burnish.training.critic import Critic
 from burnish.training.learner import Learner, Update
 from burnish.training.reference import Reference
-
-NOT_OPTIONS = {"name", "options"}
-
-
-def options_of(slot: Slot) -> dict[str, Any]:
-    """A slot record's options as keyword arguments of its function."""
-    return dict(slot.options) if isinstance(slot, Plugin) else slot.model_dump(exclude=NOT_OPTIONS)
-
-
-def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
-    """The function of a slot: ours by name, or the user's."""
-    if not isinstance(slot, Plugin):
-        return table[slot.name]
-    function = load_plugin(slot.name, base)
-    check_options(function, slot.options, slot.name)
-    return function
-
-
-def _filter_function(slot: Slot, base: Path | None) -> Callable[..., Any]:
-    return function_of(slot, {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS}, base)
 
 
 class Prepared(NamedTuple):
@@ -82,7 +59,7 @@ class Recipe:
         if algorithm.advantage.name == "gdpo" and not self.advantage_options["weights"]:
             self.advantage_options["weights"] = dict(part_weights or {})
         self.shapers = [(s.name, function_of(s, SHAPERS, base), options_of(s)) for s in algorithm.shaping]
-        self.filters = [(f.name, _filter_function(f, base), options_of(f)) for f in algorithm.filters]
+        self.filters = [(f.name, filter_function(f, base), options_of(f)) for f in algorithm.filters]
         self.loss = policy_loss(algorithm, base)
         self.bypass = algorithm.correction.name == "bypass"
         # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
@@ -158,7 +135,7 @@ class Recipe:
             batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
         if self.bypass:  # the engine's policy is the anchor, whatever else was computed
             batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
-        batch, budget, why = self._corrected(batch, stats, state.budget)
+        batch, budget, why = corrected(batch, self.algorithm.correction, stats, state.budget)
         if reference is not None:
             same = reference.is_policy and self.needs_old and not self.bypass  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
@@ -179,51 +156,16 @@ class Recipe:
         batch = _with_advantages(batch, estimate, self.algorithm.advantage.name)
         return Prepared(batch, stats, budget, (f"correction: {why}",) if why else ())
 
-    def _corrected(
-        self, batch: Batch, stats: dict[str, float], budget: BudgetState | None
-    ) -> tuple[Batch, BudgetState | None, str]:
-        """Weights (`rollout_weight`) and rejection for the gap between the engine and the trainer, before advantages; and
-        where a budget chooses them, its next state and why it changed.
-        """
-        correction, why = self.algorithm.correction, ""
-        if self.bypass or not correction.acts:
-            return batch, None, why
-        found: Corrected
-        if correction.name == "budget":
-            found, budget, why = budget_correction(batch, budget, **options_of(correction))
-        else:
-            found = CORRECTIONS[correction.name](batch, **options_of(correction))
-        stats |= found.metrics
-        batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
-        batch = batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
-        return batch, budget, why
-
     def mismatch(self, batch: Batch, updates: Sequence[Update], version: int) -> dict[str, float]:
-        """How far the sampler is from the trainer on the tokens in the loss, what is odd about it, and the report of a
-        correction that only measures. `version` is the trainer's.
+        """How far the sampler was from the trainer on the tokens in the loss; `version` is the trainer's.
 
         {} where the learner's log-probs before the first update are not known: bypass with several updates.
         """
         if self.needs_old and not self.bypass:
-            learner = batch.token["old_logp"]
-        elif len(updates) == 1:
-            learner = updates[0].logp
-        else:
-            return {}
-        mask, sampler = batch.loss_mask, batch.token["behaviour_logp"]
-        if not bool(mask.any()):
-            return {}
-        gap = (learner[mask].double() - sampler[mask].double()).abs()
-        values = {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
-        correction = self.algorithm.correction
-        seen = batch.with_token(old_logp=learner, action_mask=mask)
-        values |= symptoms(seen, version)
-        if correction.acts and not self.bypass:
-            return values  # its report was made with the weights
-        if self.bypass:
-            return values | measured(seen).metrics
-        found: Corrected = CORRECTIONS[correction.name](seen, **options_of(correction))
-        return values | found.metrics
+            return gap_report(batch, batch.token["old_logp"], self.algorithm.correction, version)
+        if len(updates) == 1:
+            return gap_report(batch, updates[0].logp, self.algorithm.correction, version)
+        return {}
 
     def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:
         """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping) or
@@ -263,34 +205,6 @@ class Recipe:
         left = torch.zeros_like(batch.sequence["truncated"])
         left[batch.sequence_ids[batch.loss_mask]] = True
         return batch.select(left.nonzero().squeeze(1))
-
-
-def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
-    """The loss record of an algorithm."""
-    custom = isinstance(algorithm.loss, Plugin)
-    scope = "token" if custom else scope_of(algorithm.ratio, algorithm.clip, algorithm.loss)
-    correction = algorithm.correction
-    bypass = isinstance(correction, BypassCorrection)
-    if bypass:
-        scope = max(scope, correction.span, key=SCOPES.index)
-    anchored = not custom and algorithm.loss.anchored and algorithm.kl.reference.name != "none"
-    return PolicyLoss(
-        ratio=algorithm.ratio.name,
-        clip=algorithm.clip.name,
-        clip_options=options_of(algorithm.clip),
-        loss=algorithm.loss.name,
-        loss_options={} if custom else options_of(algorithm.loss),
-        custom=function_of(algorithm.loss, {}, base) if custom else None,
-        custom_options=options_of(algorithm.loss) if custom else {},
-        scope="batch" if algorithm.entropy.top_share is not None else scope,
-        anchor="ref_logp" if anchored else "old_logp",
-        bypass=options_of(correction) if bypass else None,
-        kl_estimator=algorithm.kl.loss.estimator,
-        kl_coef=algorithm.kl.loss.coef,
-        kl_is_corrected=algorithm.kl.loss.is_corrected,
-        entropy_coef=algorithm.entropy.coef,
-        entropy_top=algorithm.entropy.top_share,
-    )
 
 
 def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:

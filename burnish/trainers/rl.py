@@ -142,11 +142,10 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
         job.learner.reset_optimizer()
     job.stream.observe(rollouts.trajectories)
     stats = observe.mean_stats(learned.updates) | learned.prepared
-    rewards = [t.reward for t in rollouts.usable if t.reward is not None]
-    stats |= {"reward": sum(rewards) / len(rewards)} if rewards else {}
-    job.state = advance(job.state, job.config.algorithm, job.stream.state(), stats, learned.num_prepared)
-    if learned.budget is not None:
-        job.state = replace(job.state, budget=learned.budget)
+    if (reward := observe.mean_reward(rollouts)) is not None:
+        stats["reward"] = reward
+    state = replace(job.state, stream=job.stream.state(), budget=learned.budget or job.state.budget)
+    job.state = advance(state, job.config.algorithm, stats, learned.num_prepared)
 
 
 def finish_step(

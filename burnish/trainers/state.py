@@ -48,11 +48,9 @@ def first_state(algorithm: Algorithm) -> TrainerState:
     )
 
 
-def advance(
-    state: TrainerState, algorithm: Algorithm, stream: dict[str, Any], stats: Mapping[str, float], num_sequences: int
-) -> TrainerState:
+def advance(state: TrainerState, algorithm: Algorithm, stats: Mapping[str, float], num_sequences: int) -> TrainerState:
     """The state after a step whose mean KL, entropy and reward are in `stats`; what a step did not measure stays."""
-    state = replace(state, step=state.step + 1, stream=stream)
+    state = replace(state, step=state.step + 1)
     if "reward" in stats:
         earlier = stats["reward"] if state.reward_mean is None else state.reward_mean
         state = replace(state, reward_mean=DECAY * earlier + (1 - DECAY) * stats["reward"])

@@ -9,6 +9,13 @@ DYNAMIC_SAMPLING = {
     "refill": {"rounds": 10},
 }
 
+R1 = {
+    "advantage": "grpo",
+    "clip": {"name": "ppo", "low": 10.0, "high": 10.0},
+    "aggregation": SEQUENCE_MEAN,
+    "kl": {"loss": {"estimator": "k3", "coef": 0.001}, "reference": {"name": "hard_sync", "every": 400}},
+}
+
 CRITIC_FREE: dict[str, Preset] = {
     "reinforce": Preset(
         "REINFORCE",
@@ -165,30 +172,14 @@ CRITIC_FREE: dict[str, Preset] = {
         "R1-Zero",
         "DeepSeek-R1, 2025 (2501.12948)",
         "reasoning from a base model with rule rewards alone",
-        {
-            "advantage": "grpo",
-            "clip": {"name": "ppo", "low": 10.0, "high": 10.0},
-            "aggregation": SEQUENCE_MEAN,
-            "kl": {
-                "loss": {"estimator": "k3", "coef": 0.001},
-                "reference": {"name": "hard_sync", "every": 400},
-            },
-        },
+        R1,
         note="rewards: task or math, and think_format; 16 samples a prompt",
     ),
     "r1": Preset(
         "R1",
         "DeepSeek-R1, 2025 (2501.12948)",
         "readable reasoning: a cold start, RL, rejection sampling, RL again",
-        {
-            "advantage": "grpo",
-            "clip": {"name": "ppo", "low": 10.0, "high": 10.0},
-            "aggregation": SEQUENCE_MEAN,
-            "kl": {
-                "loss": {"estimator": "k3", "coef": 0.001},
-                "reference": {"name": "hard_sync", "every": 400},
-            },
-        },
+        R1,
         waits="stages in a row (cold start, RL, rejection sampling, RL): this is its RL stage alone",
         note="rewards: task or math, think_format and language",
     ),
