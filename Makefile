@@ -68,5 +68,5 @@ $(CORE): pyproject.toml constraints.txt
 	$(call install,)
 
 $(FULL): pyproject.toml constraints.txt
-	$(call install,[math$(comma)tasks$(comma)dev])
+	$(call install,[math$(comma)tasks$(comma)serve$(comma)dev])
 	@touch $(CORE)

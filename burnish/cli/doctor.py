@@ -35,13 +35,13 @@ USES = {
     "tasks": "reasoning-gym/<name> tasks",
     "track": "TensorBoard and Weights & Biases",
     "ray": "training on a cluster",
-    "serve": "an OpenAI-compatible server",
+    "serve": "burnish serve, an OpenAI-compatible server",
     "vllm": "the vLLM engine",
     "dev": "the tests and the linters",
 }
 """What each extra is for."""
 
-RESERVED = ("ray", "serve", "vllm")
+RESERVED = ("ray", "vllm")
 """Extras whose feature does not exist yet: installing them changes nothing today."""
 
 # In a process of its own, since a namespace once left cannot be entered again.
@@ -140,13 +140,17 @@ def isolation() -> Iterator[Row]:
 
 
 def self_check() -> Iterator[Row]:
-    """Import every module of the package and parse a configuration."""
+    """Import every module of the package whose extra is here, and parse a configuration."""
     started, failed, count = time.perf_counter(), 0, 0
+    absent = {name.replace("-", "_") for extra in USES for name in distributions(extra) if not installed(name)}
+    absent |= {"triton"}  # comes with torch's builds for GPUs; the kernels in it have twins for all others
     for module in pkgutil.walk_packages(burnish.__path__, "burnish."):
-        count += 1
         try:
             importlib.import_module(module.name)
+            count += 1
         except Exception as error:  # noqa: BLE001 (whatever it is, the report is where it goes)
+            if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in absent:
+                continue  # the row of its extra says how to get it
             failed += 1
             yield Row(WRONG, "import", f"{module.name}: {type(error).__name__}: {error}")
     if not failed:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sft": ("burnish.cli.sft", "train on demonstrations"),
     "sample": ("burnish.cli.sample", "stream text from a model"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
+    "serve": ("burnish.cli.serve", "answer OpenAI's API with a model"),
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),
     "doctor": ("burnish.cli.doctor", "tell what this machine can do and what is missing for what"),
 }

@@ -253,6 +253,9 @@ class Rollout(Sampling):
     """Samples of each prompt."""
     max_rows: int = Field(256, ge=1)
     """Most sequences decoded at once."""
+    exact: bool = False
+    """Sample and score with operations whose bits do not depend on what is computed beside them: the learner's log-prob of every
+    sampled token is then the engine's, bit for bit, at a cost in speed that `bench/exact.py` measures."""
     mismatch: MismatchSlot | None = None
     """A fault injected between the policy that samples and the one that is trained, to study corrections; validation has it too."""
     stages: list[RolloutStage] = Field(default_factory=list)
@@ -260,6 +263,14 @@ class Rollout(Sampling):
 
     @model_validator(mode="after")
     def _in_order(self) -> Rollout:
+        if self.exact and self.engine == "transformers":
+            raise ValueError("rollout.exact needs the native engine, and rollout.engine=transformers")
+        if self.exact and (self.top_p < 1 or self.top_k):
+            raise ValueError(
+                "rollout.exact with top_p or top_k: the engine reports log-probs of the truncated distribution, the learner of the whole"
+            )
+        if self.exact and self.mismatch is not None:
+            raise ValueError("rollout.exact and rollout.mismatch contradict each other")
         starts = [stage.start for stage in self.stages]
         if starts != sorted(set(starts)):
             raise ValueError(f"rollout.stages start at steps {starts}; each must start after the one before")

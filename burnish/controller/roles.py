@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from burnish.config.errors import UserError
@@ -16,12 +18,14 @@ from burnish.core.engine import Engine
 from burnish.data.tasks.registry import make_task
 from burnish.environments.base import environment_factory
 from burnish.models.decoder import Decoder
+from burnish.models.exact import exact_logprobs
 from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.models.value import ValueModel
 from burnish.rollout.driver import Driver
 from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.native.paged import PagedEngine
 from burnish.rollout.transformers_engine import TransformersEngine
 from burnish.training.critic import Critic
 from burnish.training.learner import Learner
@@ -70,7 +74,20 @@ def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int]
     if kind == "native":
         if not isinstance(policy.module, Decoder):
             raise UserError("rollout.engine=native needs the native decoder; this model runs through transformers")
+        weight = policy.module.embedding.weight
+        if rollout.exact and weight.dtype == torch.float64:
+            raise UserError(
+                "rollout.exact: the engine reports log-probs in float32; set model.dtype=float32 or bfloat16"
+            )
+        if rollout.exact or weight.is_cuda:
+            if rollout.exact:
+                policy.module.exact = partial(exact_logprobs, policy.module)
+            decode = policy.tokenizer.decode
+            return PagedEngine(policy.module, rollout.max_rows, decode, listener, exact=rollout.exact)
+        # On a CPU a dense cache is faster: its attention needs no gathering of pages.
         return NativeEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
+    if rollout.exact:
+        raise UserError("rollout.exact needs the native decoder; this model runs through transformers")
     if isinstance(policy.module, Decoder):
         raise UserError(
             "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"

@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+Finish = Literal["stop", "length", "aborted"]
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -22,6 +24,8 @@ class SamplingOptions:
     """0 takes the most likely token; its log-prob is then reported under the untempered distribution."""
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest are not drawn."""
     max_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
     """A stop token is part of the completion."""
@@ -40,6 +44,8 @@ class Request:
     """Random key of this sample (`burnish.core.keys.sample_key`)."""
     generated: int = 0
     """How many of this sample's tokens were drawn before (a later turn, a continued partial): noise goes on there."""
+    priority: int = 0
+    """Among those that wait, a higher number goes first."""
 
 
 @dataclass
@@ -49,7 +55,7 @@ class Completion:
     id: str
     tokens: np.ndarray  # int64, the new tokens only
     logp: np.ndarray  # float32, under the distribution each was sampled from
-    finish: Literal["stop", "length", "aborted"]
+    finish: Finish
     version: int
     """Version of the weights that wrote it."""
 
@@ -62,6 +68,12 @@ class Engine(Protocol):
 
     def stream(self) -> Iterator[Completion]:
         """Completions as they finish, until nothing is left; requests may be submitted meanwhile."""
+
+    def interrupt(self) -> None:
+        """Make `stream`, or the next one, end after the step it is in, whatever is left; a later `stream` goes on.
+
+        May be called from another thread: it is how a server gets a word in between two completions.
+        """
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
         """Stop requests; with `keep` return what they have, else nothing of them remains."""

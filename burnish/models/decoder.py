@@ -23,6 +23,8 @@ from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
 from burnish.models.ops.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+ExactLogprobs = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(tokens [N], offsets [S + 1], wanted [M], temperature) -> log-probs [M]."""
 
 
 class Layer(nn.Module):
@@ -68,6 +70,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         self._table: tuple[Tensor, Tensor] | None = None
+        self.exact: ExactLogprobs | None = None
+        """Where set, log-probs have the values it gives (`models/exact.py`), and the gradient of the usual forward."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -76,14 +80,15 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden]. `num_positions` bounds `positions`, known to the caller without a sync."""
-        cos, sin = self._rotations(num_positions)
+        cos, sin = self.rotations(num_positions)
         cos, sin = cos[positions], sin[positions]
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return self.norm(x)
 
-    def _rotations(self, num_positions: int) -> tuple[Tensor, Tensor]:
+    def rotations(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """The rotation table of at least so many positions."""
         weight = self.embedding.weight
         table = self._table
         if (
@@ -113,8 +118,13 @@ class Decoder(nn.Module):
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence), and entropies."""
+        exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
+        if exact is not None and not torch.is_grad_enabled() and not with_entropy:
+            return exact, None
         hidden = self.hidden(tokens, offsets)
-        return head_logprob(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature, with_entropy)
+        logp, entropy = head_logprob(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature, with_entropy)
+        # The exact value with this forward's gradient: what is added is 0.
+        return (logp if exact is None else exact + (logp - logp.detach())), entropy
 
     @torch.no_grad()
     def token_statistics(
@@ -122,7 +132,9 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         hidden = self.hidden(tokens, offsets)
-        return head_statistics(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature)
+        logp, entropy, squares = head_statistics(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature)
+        exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else logp
+        return exact, entropy, squares
 
 
 def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:

@@ -149,6 +149,9 @@ class MismatchEngine:
         for completion in self.engine.stream():
             yield self._completion(completion)
 
+    def interrupt(self) -> None:
+        self.engine.interrupt()
+
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
         # Only what comes back was stopped: an engine may be unable to, and then the completion is still to come.
         stopped: list[Completion] = [self._completion(c) for c in self.engine.abort(ids, keep=True)]

@@ -33,6 +33,7 @@ class TransformersEngine:
         self.device = next(model.parameters()).device
         self.queue: deque[Request] = deque()
         self.version = 0
+        self._interrupted = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -48,15 +49,20 @@ class TransformersEngine:
                 raise UserError(
                     f"request {request.id} may need {longest} positions, but the model has {limit}; lower max_tokens"
                 )
-        self.queue.extend(requests)
+        self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
 
     def stream(self) -> Iterator[Completion]:
-        while self.queue:
+        while self.queue and not self._interrupted:
             options = self.queue[0].sampling
             batch = [r for r in self.queue if r.sampling == options][: self.max_rows]
             chosen = {r.id for r in batch}
             self.queue = deque(r for r in self.queue if r.id not in chosen)
             yield from self._generate(batch)
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """Between two batches: `generate` cannot be left before it ends."""
+        self._interrupted = True
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
         """Only what still waits can be stopped: `generate` gives nothing back before it ends."""
@@ -129,6 +135,9 @@ class _Draw:
         self.top_p = (
             torch.full((rows,), options.top_p, dtype=torch.float64, device=device) if options.top_p < 1 else None
         )
+        self.min_p = (
+            torch.full((rows,), options.min_p, dtype=torch.float64, device=device) if options.min_p > 0 else None
+        )
         self.tokens: list[Tensor] = []
         self.logp: list[Tensor] = []
         self.length = [0] * rows  # of the rows that have ended
@@ -136,7 +145,9 @@ class _Draw:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = self.before + (input_ids.shape[1] - self.width)
-        tokens, logp = sample(scores, uniforms(self.keys, position), self.temperature, self.top_k, self.top_p)
+        tokens, logp = sample(
+            scores, uniforms(self.keys, position), self.temperature, self.top_k, self.top_p, self.min_p
+        )
         self.tokens.append(tokens)
         self.logp.append(logp)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)

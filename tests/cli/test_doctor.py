@@ -52,6 +52,17 @@ def test_a_module_that_fails_to_import_is_reported_with_its_error(monkeypatch: p
     assert next((r.mark, r.text) for r in doctor.self_check()) == (doctor.WRONG, "burnish.core.keys: NameError: a slip")
 
 
+def test_a_module_of_an_absent_extra_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_uvicorn(name: str) -> None:
+        if name == "burnish.serve.server":
+            raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+
+    monkeypatch.setattr(importlib, "import_module", without_uvicorn)
+    assert doctor.WRONG in [row.mark for row in doctor.self_check()]  # it is installed here: then it is one
+    monkeypatch.setattr(doctor, "installed", lambda name: name != "uvicorn")
+    assert doctor.WRONG not in [row.mark for row in doctor.self_check()]
+
+
 def test_the_required_torch_is_the_one_of_the_package() -> None:
     assert doctor.required_torch() == "2.11"
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder
 from burnish.models.hf import TransformersPolicy
+from burnish.models.ops import logprob
 from burnish.models.value import ValueModel
 from burnish.models.weights import load_decoder
 
@@ -130,7 +131,7 @@ def test_statistics_are_those_of_the_softmax_however_the_rows_are_chunked(
     expected = p.gather(1, tokens[WANTED, None])[:, 0].log(), -(p * p.log()).sum(1), (p * p).sum(1)
     for policy in (hf, ours):
         for chunk in (61, 200, 1 << 23):
-            monkeypatch.setattr("burnish.models.ops.logprob.CHUNK_ELEMENTS", chunk)
+            monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", chunk)
             got = policy.token_statistics(tokens, offsets, WANTED, 0.8)
             for a, b in zip(got, expected, strict=True):
                 assert not a.requires_grad

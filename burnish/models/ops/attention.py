@@ -1,7 +1,7 @@
 """Causal attention on packed sequences: no sequence sees its neighbour.
 
-Sequences of similar length are stacked for one call of torch's fused attention; since the mask is causal and padding
-comes last, no query of a real token can see it, so no mask tensor is needed. Padding lives inside this function
+In half types on a GPU torch has a kernel for it. Elsewhere sequences of similar length are stacked for one call
+of torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask tensor is needed. Padding lives inside this function
 alone. Buckets are cut so that at most about a quarter of a stack is padding.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from burnish.models.ops.varlen import has_varlen, varlen_attention
 
 SHORT = 256  # on a CPU, sequences up to this length go through explicit scores
 WASTE = 1.25  # a bucket's longest sequence over its shortest
@@ -21,9 +23,16 @@ class PackedAttention:
     def __init__(self, offsets: Tensor, window: int | None = None) -> None:
         self.offsets = offsets
         self.window = window
-        lengths = offsets.diff().tolist()
-        self.uniform = lengths[0] if lengths and min(lengths) == max(lengths) else None
-        self.buckets = [] if self.uniform else _plan(lengths, offsets)
+        self.lengths = offsets.diff().tolist()
+        self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
+        self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
+
+    @property
+    def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
+        if self._buckets is None:
+            self._buckets = _plan(self.lengths, self.offsets)
+        return self._buckets
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values."""
@@ -31,6 +40,9 @@ class PackedAttention:
             shape = (-1, self.uniform)
             q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
             return _causal(q, k, v, self.window).flatten(0, 1)
+        if has_varlen(q):
+            bounds, longest = self.offsets.int(), max(self.lengths)
+            return varlen_attention(q, k, v, (bounds, bounds), (longest, longest), self.window)
         out = torch.empty_like(q)
         for gather, keep, where in self.buckets:
             stacked = _causal(q[gather], k[gather], v[gather], self.window)

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 23  # logits held at once: 32 MiB in float32
+from burnish.models.ops.device import use_kernels
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Logits held at once: 32 MiB in float32, small enough for a cache; a GPU needs more rows to be busy (half a GiB in bfloat16)."""
 
 
-def _chunks(rows: int, vocab: int) -> list[tuple[int, int]]:
-    size = max(1, CHUNK_ELEMENTS // vocab)
+def _chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+    rows, size = hidden.shape[0], max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
@@ -31,28 +34,32 @@ class _HeadLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
+        if use_kernels(hidden):
+            return _kernel_forward(ctx, hidden, weight, targets, with_entropy)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = hidden.new_zeros(hidden.shape[0] if with_entropy else 0, dtype=dtype)
-        for i, j in _chunks(*_sizes(hidden, weight)):
+        for i, j in _chunks(hidden, weight):
             log_p = _logits(hidden[i:j], weight, temperature).log_softmax(-1)
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             if with_entropy:
                 entropy[i:j] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logp, grad_entropy = grads
+        if len(ctx.saved_tensors) > 3:
+            return *_kernel_backward(ctx, grad_logp, grad_entropy), None, None, None
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for i, j in _chunks(*_sizes(hidden, weight)):
+        for i, j in _chunks(hidden, weight):
             log_p = _logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
@@ -71,8 +78,37 @@ class _HeadLogprob(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    return hidden.shape[0], weight.shape[0]
+def _kernel_forward(
+    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """The same by Triton kernels: the logits stay in the model's type and are read once."""
+    from burnish.models.ops.kernels import head
+
+    parts = [
+        head.summarise(hidden[i:j] @ weight.t(), targets[i:j], ctx.temperature, with_entropy)
+        for i, j in _chunks(hidden, weight)
+    ]
+    logp, total, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+    ctx.save_for_backward(hidden, weight, targets, total, entropy)
+    return logp, entropy
+
+
+def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    from burnish.models.ops.kernels import head
+
+    hidden, weight, targets, total, entropy = ctx.saved_tensors
+    if grad_entropy is not None and not entropy.numel():
+        grad_entropy = None
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+    for i, j in _chunks(hidden, weight):
+        of_logp, of_entropy = (None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy))
+        logits = hidden[i:j] @ weight.t()
+        slope = head.slopes_(logits, targets[i:j], total[i:j], entropy[i:j], of_logp, of_entropy, ctx.temperature)
+        torch.mm(slope, weight, out=grad_hidden[i:j])
+        if grad_weight is not None:
+            grad_weight += slope.t() @ hidden[i:j]
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def head_logprob(
@@ -90,7 +126,7 @@ def head_statistics(
     """log p(target), the entropy and sum_v p_v^2 of softmax(hidden @ weight.T / temperature); [M] each, no gradient."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logp, entropy, sum_p2 = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
-    for i, j in _chunks(*_sizes(hidden, weight)):
+    for i, j in _chunks(hidden, weight):
         log_p = _logits(hidden[i:j], weight, temperature).log_softmax(-1)
         p = log_p.exp()
         logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]

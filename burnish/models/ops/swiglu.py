@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.models.ops.device import use_kernels
+
 
 class _Swiglu(torch.autograd.Function):
-    """The backward writes both halves of the gradient in place, instead of concatenating them."""
+    """The backward writes both halves of the gradient in place, instead of concatenating them; on a GPU each way is one kernel."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        if use_kernels(gate_up):
+            from burnish.models.ops.kernels import rows
+
+            ctx.save_for_backward(gate_up)
+            return rows.gate(gate_up)
         gate, up = gate_up.chunk(2, -1)
         activated = functional.silu(gate)
         ctx.save_for_backward(gate_up, activated)
@@ -21,6 +28,10 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if len(ctx.saved_tensors) == 1:
+            from burnish.models.ops.kernels import rows
+
+            return rows.gate_backward(grads[0], *ctx.saved_tensors)
         gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         grad = torch.empty_like(gate_up)
@@ -32,7 +43,7 @@ class _Swiglu(torch.autograd.Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second half."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or use_kernels(gate_up):
         return _Swiglu.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate).mul_(up)

@@ -45,8 +45,13 @@ class EngineStats:
     prefilled_tokens: int = 0
     decode_steps: int = 0
     row_steps: int = 0
-    """Rows decoded, summed over steps; the tokens produced besides each sample's first, which the prefill gives."""
+    """Rows decoded, summed over steps: the tokens produced besides each sample's first, which the prefill gives, and in the
+    paged engine the steps of a window that a row did not need."""
     tokens: int = 0
+    preemptions: int = 0
+    """Rows that gave their pages back and waited again."""
+    waited_s: float = 0.0
+    """Seconds the host waited for the device; 0 where the device waits for the host, or is the host."""
 
 
 class NativeEngine:
@@ -70,37 +75,50 @@ class NativeEngine:
         self.prefilled: dict[tuple[int, ...], Prefilled] = {}
         self.version = 0
         self.stats = EngineStats()
+        self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self._ids: set[str] = set()
+        self._interrupted = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        ids = set[str]()
+        known, fresh = self._ids | {completion.id for completion in self.ready}, set[str]()
         for request in requests:
-            self._check(request)
-            if request.id in ids:
+            check(request, self.model, self.decode)
+            if request.id in known:
+                raise ValueError(f"request {request.id} is already running")
+            if request.id in fresh:
                 raise ValueError(f"two of the requests are called {request.id}")
-            ids.add(request.id)
+            fresh.add(request.id)
         self.waiting.update(request.tokens for request in requests)
-        self.queue.extend(requests)
-        self._ids |= ids
+        self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
+        self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:
-        while self.queue or len(self.rows):
-            with torch.inference_mode():
-                finished = self._admit() if self.queue and len(self.rows) < self.max_rows else []
-                if not finished and len(self.rows):
-                    finished = self._decode_step()
-            yield from finished
+        while self.ready or ((self.queue or len(self.rows)) and not self._interrupted):
+            if not self.ready:
+                with torch.inference_mode():
+                    finished = self._admit() if self.queue and len(self.rows) < self.max_rows else []
+                    if not finished and len(self.rows):
+                        finished = self._decode_step()
+                self.ready.extend(finished)
+            while self.ready:
+                yield self.ready.popleft()
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        self._interrupted = True
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
         wanted = set(ids)
-        unknown = wanted - self._ids
+        unknown = wanted - self._ids - {completion.id for completion in self.ready}
         if unknown:
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
         running = [i for i, request in enumerate(self.rows.requests) if request.id in wanted]
         with torch.inference_mode():  # the cache was made in it, and may only be written in it
             kept = [self._take(i, "aborted") for i in reversed(running)]
+        kept += [completion for completion in self.ready if completion.id in wanted]
+        self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
         for request in [r for r in self.queue if r.id in wanted]:
             self.queue.remove(request)
             self._ids.discard(request.id)
@@ -128,20 +146,6 @@ class NativeEngine:
         """Nothing to do: the cache grows back with the first requests."""
 
     # --- one iteration -----------------------------------------------------------------------------------------------
-
-    def _check(self, request: Request) -> None:
-        if not request.tokens:
-            raise UserError(f"request {request.id}: the prompt has no tokens")
-        if request.id in self._ids:
-            raise ValueError(f"request {request.id} is already running")
-        longest = len(request.tokens) + request.sampling.max_tokens
-        if longest > self.model.arch.max_positions:
-            raise UserError(
-                f"request {request.id}: {len(request.tokens)} prompt tokens + {request.sampling.max_tokens} new ones = {longest}, "
-                f"but the model is made for {self.model.arch.max_positions} positions; lower max_tokens"
-            )
-        if request.sampling.stop and self.decode is None:
-            raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
 
     def _admit(self) -> list[Completion]:
         """Fill free rows from the queue; prefill the prompts that are new; draw each new row's first token."""
@@ -224,6 +228,7 @@ class NativeEngine:
             state.temperature[rows],
             state.top_k[rows] if any(o.top_k for o in options) else None,
             state.top_p[rows] if any(o.top_p < 1 for o in options) else None,
+            state.min_p[rows] if any(o.min_p > 0 for o in options) else None,
         )
         state.record(rows, tokens, logp, int(state.produced[rows].max()) + 1)
         self.stats.tokens += tokens.shape[0]
@@ -256,6 +261,20 @@ class NativeEngine:
         if last != row:
             self.cache.move(last, row, int(self.rows.position[row]))
         return completion
+
+
+def check(request: Request, model: Decoder, decode: Callable[[list[int]], str] | None) -> None:
+    """Raise for a request that can never run on the model."""
+    if not request.tokens:
+        raise UserError(f"request {request.id}: the prompt has no tokens")
+    longest = len(request.tokens) + request.sampling.max_tokens
+    if longest > model.arch.max_positions:
+        raise UserError(
+            f"request {request.id}: {len(request.tokens)} prompt tokens + {request.sampling.max_tokens} new ones = {longest}, "
+            f"but the model is made for {model.arch.max_positions} positions; lower max_tokens"
+        )
+    if request.sampling.stop and decode is None:
+        raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
 
 
 def _no_tokens() -> np.ndarray:

@@ -33,12 +33,13 @@ class Rows:
         self.temperature = column(torch.float64)
         self.top_k = column(torch.int64)
         self.top_p = column(torch.float64)
+        self.min_p = column(torch.float64)
         self.capacity = 0
         self.tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)
         self.logp = torch.zeros(size, 0, dtype=torch.float32, device=device)
         self.columns = [
             self.last_token, self.position, self.produced, self.limit, self.key, self.drawn,
-            self.temperature, self.top_k, self.top_p,
+            self.temperature, self.top_k, self.top_p, self.min_p,
         ]  # fmt: skip
 
     def __len__(self) -> int:
@@ -57,6 +58,7 @@ class Rows:
         self.temperature[i] = options.temperature
         self.top_k[i] = options.top_k
         self.top_p[i] = options.top_p
+        self.min_p[i] = options.min_p
         return i
 
     def record(self, rows: slice, tokens: Tensor, logp: Tensor, longest: int) -> None:

@@ -32,7 +32,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
 def test_values_and_gradients_equal_plain_autograd(
     monkeypatch: pytest.MonkeyPatch, elements: int, temperature: float, with_entropy: bool
 ) -> None:
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", elements)
     scales = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
 
     def objective(logp: Tensor, entropy: Tensor | None) -> Tensor:
@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_plain_autograd(
 
 
 def test_only_one_of_log_prob_and_entropy_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 2 * VOCAB)
+    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", 2 * VOCAB)
     for pick in (0, 1):
         hidden, weight, targets = inputs()
         output = head_logprob(hidden, weight, targets, 0.7, with_entropy=True)[pick]
@@ -113,6 +113,8 @@ def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_chunks(monkeypatc
     targets = torch.zeros(rows, dtype=torch.int64)
     wide = weight.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(head_logprob(hidden.double(), wide, targets)[0].sum(), [wide])
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", VOCAB)  # 512 chunks, whose sum in bfloat16 would be off by tenths
+    monkeypatch.setitem(
+        logprob.CHUNK_ELEMENTS, "cpu", VOCAB
+    )  # 512 chunks, whose sum in bfloat16 would be off by tenths
     (got,) = torch.autograd.grad(head_logprob(hidden, weight, targets)[0].sum(), [weight])
     torch.testing.assert_close(got.double(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)

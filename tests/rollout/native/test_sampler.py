@@ -21,6 +21,9 @@ OPTIONS = [
     SamplingOptions(top_k=1),
     SamplingOptions(top_k=100),
     SamplingOptions(top_p=1e-6),
+    SamplingOptions(min_p=0.2),
+    SamplingOptions(temperature=1.5, top_k=6, top_p=0.9, min_p=0.3),
+    SamplingOptions(min_p=1.0),
 ]
 LOGITS = [1.0, -2.0, 0.3, 2.0, 0.0, -1.0, 1.4]
 ALMOST_ONE = 1 - 2.0**-53
@@ -33,6 +36,7 @@ def draw(logits: Tensor, uniform: Tensor, options: list[SamplingOptions]) -> tup
         torch.tensor([o.temperature for o in options], dtype=torch.float64),
         torch.tensor([o.top_k for o in options]),
         torch.tensor([o.top_p for o in options], dtype=torch.float64),
+        torch.tensor([o.min_p for o in options], dtype=torch.float64),
     )
 
 
@@ -98,6 +102,7 @@ def test_rows_with_different_options_do_not_disturb_one_another() -> None:
             torch.tensor([options.temperature], dtype=torch.float64),
             torch.tensor([options.top_k]) if options.top_k else None,
             torch.tensor([options.top_p], dtype=torch.float64) if options.top_p < 1 else None,
+            torch.tensor([options.min_p], dtype=torch.float64) if options.min_p > 0 else None,
         )
         assert int(tokens[row]) == int(alone[0])
         assert float(logp[row]) == pytest.approx(float(alone[1]), abs=1e-12)
@@ -111,6 +116,20 @@ def test_a_top_p_of_one_keeps_the_whole_tail() -> None:
     tokens, logp = sample(logits, uniform, torch.ones(2, dtype=torch.float64), None, top_p)
     assert tokens.tolist() == [1, 0]
     assert logp[0].item() == pytest.approx(-25.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.1, 4), (0.26, 3), (0.51, 2), (0.99, 2), (1.0, 2)])
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(min_p: float, kept: int) -> None:
+    """By hand: beside the likeliest the others are 1, 1/2 and 1/4 as likely."""
+    p = torch.tensor([0.4, 0.2, 0.1, 0.4], dtype=torch.float64) / 1.1
+    options = [SamplingOptions(min_p=min_p)] * 400
+    uniform = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
+    tokens, logp = draw(p.log().expand(400, -1), uniform, options)
+    left = p.where(p >= p.max() * min_p, 0.0) if min_p < 1 else torch.tensor([0.5, 0, 0, 0.5], dtype=torch.float64)
+    left = left / left.sum()
+    assert sorted(set(tokens.tolist())) == left.nonzero()[:, 0].tolist()
+    assert len(set(tokens.tolist())) == kept
+    assert torch.allclose(logp, left.log()[tokens], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

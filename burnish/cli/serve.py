@@ -1,0 +1,128 @@
+"""`burnish serve DIR`: a model behind OpenAI's API, on this machine unless told otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.config.errors import UserError
+
+if TYPE_CHECKING:
+    from burnish.core.engine import Engine
+    from burnish.models.policy import PolicyModel
+    from burnish.serve.loop import EngineLoop, Listener
+    from burnish.serve.prompts import Served
+
+KEY_VARIABLE = "BURNISH_API_KEY"
+EXTRA = ("starlette", "uvicorn")
+MIB = 1024**2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
+    add("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default 8000)")
+    add("--api-key", metavar="KEY", help=f"what clients must show (default: ${KEY_VARIABLE}, else none is asked for)")
+    add("--name", help="what clients call the model (default: the name of DIR)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32", help="of the arithmetic")
+    add("--max-rows", type=int, default=256, help="most completions decoded at once (default 256)")
+    add(
+        "--max-queue", type=int, default=1024, help="most completions that wait; past it clients get 429 (default 1024)"
+    )
+    add("--max-tokens", type=int, help="most new tokens of one completion (default: what the model's positions leave)")
+    add("--max-body", type=float, default=8, metavar="MIB", help="largest request in MiB; past it 413 (default 8)")
+    add(
+        "--grace",
+        type=int,
+        default=30,
+        metavar="S",
+        help="seconds that running requests have when stopped (default 30)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    require_extra()
+    check(args)
+    from burnish.evaluation.subject import find_subject
+
+    subject = find_subject(args.model)
+    if subject.note is not None:
+        say(subject.note)
+    api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise UserError("the API key must be of printable ASCII characters without spaces, and not empty")
+    from burnish.serve.server import bind, is_loopback
+
+    bound = bind(args.host, args.port)  # before the model is loaded: a port that is taken shows at once
+    if api_key is None and not is_loopback(bound):
+        say(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
+    from burnish.config.schema import Model
+    from burnish.models.policy import load_policy
+    from burnish.serve.app import Api
+    from burnish.serve.server import run as serve
+
+    policy = load_policy(Model(dtype=args.dtype, device=args.device), subject.path, None, seed=0)
+    api = Api(served(args, policy), engine_loop(args, policy), max_body=int(args.max_body * MIB))
+    note = f"{policy.note}, {args.dtype}"
+    serve(api, bound, api_key=api_key, grace_s=args.grace, log=say, note=note)
+    return 0
+
+
+def require_extra() -> None:
+    """Say which extra brings what is missing."""
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"burnish serve needs {' and '.join(missing)}: pip install -e '.[serve]' -c constraints.txt (or 'burnish[serve]')"
+        )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Numbers that make no sense are refused before anything is loaded."""
+    for name, least in (("port", 0), ("max_rows", 1), ("max_queue", 0), ("max_tokens", 1), ("grace", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+    if args.port > 65535:
+        raise UserError(f"--port {args.port}: expected 65535 or less")
+    if not args.max_body > 0:
+        raise UserError(f"--max-body {args.max_body}: expected more than 0")
+
+
+def served(args: argparse.Namespace, policy: PolicyModel) -> Served:
+    """The model under the name clients know it by."""
+    from burnish.models.decoder import Decoder
+    from burnish.serve.prompts import Served
+
+    module = policy.module
+    if isinstance(module, Decoder):
+        num_embeddings = module.arch.vocab_size
+    else:
+        num_embeddings = module.inner.get_input_embeddings().num_embeddings
+    name = args.name or args.model.resolve().name
+    return Served(name, policy.tokenizer, num_embeddings, policy.max_positions, args.max_tokens)
+
+
+def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> EngineLoop:
+    """The engine in its thread; each of its rows and each place in the queue holds one completion."""
+    from burnish.config.schema import Rollout
+    from burnish.controller.roles import build_engine
+    from burnish.serve.loop import EngineLoop
+
+    def make_engine(listener: Listener) -> Engine:
+        return build_engine(policy, Rollout(max_rows=args.max_rows), listener)
+
+    return EngineLoop(make_engine, args.max_rows + args.max_queue)
+
+
+def say(text: str) -> None:
+    """A line of the log."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,209 @@
+"""Element-wise pieces of a layer, each one pass over its rows: residual + norm, rotation + cache write, gated activation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from burnish.models.ops.paged import Norms, Placement
+
+
+@triton.jit
+def _add_norm(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
+    if HAS_DELTA:
+        x = (x.to(tl.float32) + tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)).to(
+            x.dtype
+        )
+        tl.store(x_ptr + row * size + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    tl.store(out_ptr + row * size + column, (wide * scale * weight).to(x.dtype), mask=inside)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """x += delta in place (if there is one), then the RMS norm of x."""
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _add_norm[(rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_DELTA=delta is not None,
+        BLOCK=block,
+        num_warps=4 if block <= 4096 else 8,
+    )
+    return out
+
+
+@triton.jit
+def _rotate_store(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    owner_ptr,
+    position_ptr,
+    table_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    eps,
+    table_stride,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    DIM: tl.constexpr = 2 * HALF
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (head < Q_HEADS + 2 * KV_HEADS) & (column < HALF)
+    at = qkv_ptr + (row * (Q_HEADS + 2 * KV_HEADS) + head) * DIM + column
+    first = tl.load(at, mask=inside, other=0.0)
+    second = tl.load(at + HALF, mask=inside, other=0.0)
+    dtype = first.dtype
+    low, high = first.to(tl.float32), second.to(tl.float32)
+    if QK_NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        for_q = inside & (head < Q_HEADS)
+        for_k = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+        # Heads of neither kind are values: their rotation is not used either.
+        weight = tl.load(q_norm_ptr + column + tl.zeros_like(head), mask=for_q, other=0.0)
+        weight += tl.load(k_norm_ptr + column + tl.zeros_like(head), mask=for_k, other=0.0)
+        low = (low * scale * weight).to(dtype).to(tl.float32)
+        weight = tl.load(q_norm_ptr + HALF + column + tl.zeros_like(head), mask=for_q, other=0.0)
+        weight += tl.load(k_norm_ptr + HALF + column + tl.zeros_like(head), mask=for_k, other=0.0)
+        high = (high * scale * weight).to(dtype).to(tl.float32)
+    position = tl.load(position_ptr + row)
+    known = tl.maximum(position, 0)
+    turn = known * DIM + HALF + column  # the second half of the table: +sin
+    cos = tl.load(cos_ptr + turn, mask=column < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + turn, mask=column < HALF, other=0.0).to(tl.float32)
+    turned_low = (low * cos - high * sin).to(dtype)
+    turned_high = (high * cos + low * sin).to(dtype)
+
+    to = q_ptr + (row * Q_HEADS + head) * DIM + column
+    tl.store(to, turned_low, mask=inside & (head < Q_HEADS))
+    tl.store(to + HALF, turned_high, mask=inside & (head < Q_HEADS))
+    page = tl.load(table_ptr + tl.load(owner_ptr + row) * table_stride + known // PAGE).to(tl.int64)
+    page = tl.where(position >= 0, page, 0)
+    slot = page * KV_HEADS * PAGE + known % PAGE
+    is_key = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    to = keys_ptr + (slot + (head - Q_HEADS) * PAGE) * DIM + column
+    tl.store(to, turned_low, mask=is_key)
+    tl.store(to + HALF, turned_high, mask=is_key)
+    is_value = inside & (head >= Q_HEADS + KV_HEADS)
+    to = values_ptr + (slot + (head - Q_HEADS - KV_HEADS) * PAGE) * DIM + column
+    tl.store(to, first, mask=is_value)
+    tl.store(to + HALF, second, mask=is_value)
+
+
+def rotate_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    place: Placement,
+    norms: Norms | None,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """`burnish.models.ops.paged.rotate_store` as one kernel, a program a token."""
+    rows = qkv.shape[0]
+    _, kv_heads, page, dim = keys.shape
+    q_heads = qkv.shape[1] // dim - 2 * kv_heads
+    q = qkv.new_empty(rows, q_heads, dim)
+    q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    heads_block = triton.next_power_of_2(q_heads + 2 * kv_heads)
+    half_block = triton.next_power_of_2(dim // 2)
+    _rotate_store[(rows,)](
+        qkv,
+        cos,
+        sin,
+        place.owner,
+        place.position,
+        place.table,
+        q_norm,
+        k_norm,
+        q,
+        keys,
+        values,
+        eps,
+        place.table.stride(0),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        HEADS_BLOCK=heads_block,
+        HALF_BLOCK=half_block,
+        PAGE=page,
+        QK_NORM=norms is not None,
+        num_warps=max(1, min(8, heads_block * half_block // 256)),
+    )
+    return q
+
+
+@triton.jit
+def _gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * size + size + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + row * size + column, active * up, mask=inside)
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """silu of the first half of each row times the second half."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    _gate[(rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _gate_backward(grad_ptr, gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    at = row * 2 * size + column
+    grad = tl.load(grad_ptr + row * size + column, mask=inside, other=0.0)
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + size, mask=inside, other=0.0).to(tl.float32)
+    wide = grad.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + at, (wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(grad.dtype), mask=inside)
+    tl.store(out_ptr + at + size, (wide * gate * sigmoid).to(grad.dtype), mask=inside)
+
+
+def gate_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of `gate` with respect to its input."""
+    rows, size = grad.shape
+    out = torch.empty_like(gate_up)
+    _gate_backward[(rows, triton.cdiv(size, 1024))](grad.contiguous(), gate_up, out, size, BLOCK=1024, num_warps=4)
+    return out

@@ -1,0 +1,109 @@
+"""The operations of a forward pass over a paged cache: Triton kernels on a GPU, their torch twins elsewhere.
+
+Pages are [P, kv_heads, page, D], one tensor for keys and one for values a layer; `table` [rows, width] names the pages
+of each row in order. A token is located by its row and position; position -1 means a row that is not there: it sees
+nothing, and what it writes goes to page 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from burnish.models.ops.device import use_kernels
+from burnish.models.ops.rope import rotate
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of one forward stand: token i at `position[i]` of row `owner[i]`, whose pages `table` names."""
+
+    owner: Tensor  # [N]
+    position: Tensor  # [N]
+    table: Tensor  # [rows, width]
+
+
+Norms = tuple[Tensor, Tensor, float]
+"""Weights of per-head query and key norms taken before the rotation, and their epsilon."""
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """x += delta in place (if there is one), then the RMS norm of x; [N, hidden]."""
+    if use_kernels(x):
+        from burnish.models.ops.kernels import rows
+
+        return rows.add_norm(x, delta, weight, eps)
+    if delta is not None:
+        x += delta
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotate_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    place: Placement,
+    norms: Norms | None,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Rotated queries [N, heads, D] of a fused projection [N, heads * D]; keys and values go to their cache slots."""
+    if use_kernels(qkv):
+        from burnish.models.ops.kernels import rows
+
+        return rows.rotate_store(qkv, cos, sin, place, norms, keys, values)
+    _, kv_heads, page, dim = keys.shape
+    position = place.position
+    heads = qkv.view(qkv.shape[0], -1, dim)
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q, k = (functional.rms_norm(x, (dim,), weight, norms[2]) for x, weight in ((q, norms[0]), (k, norms[1])))
+    q, k = (rotate(x, cos[position], sin[position]) for x in (q, k))
+    where = place.table[place.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
+    keys[where, :, position % page] = k
+    values[where, :, position % page] = v
+    return q
+
+
+def decode_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    place: Placement,
+    norms: Norms | None,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+) -> Tensor:
+    """[rows, heads * D]: each row's new token, as its fused projection, against what the row holds and itself."""
+    q = rotate_store(qkv, cos, sin, place, norms, keys, values)
+    if use_kernels(q):
+        from burnish.models.ops.kernels import decode_attention as kernel
+
+        return kernel.decode_attention(q, keys, values, place, window).flatten(1)
+    rows, heads, dim = q.shape
+    position, table = place.position, place.table
+    longest = int(position.max()) + 1
+    if longest <= 0:
+        return q.new_zeros(rows, heads * dim)
+    k, v = (gather_pages(x, table[:rows], longest) for x in (keys, values))  # [rows, kv_heads, longest, D]
+    column = torch.arange(longest, device=q.device)
+    seen = column <= position[:, None]
+    if window is not None:
+        seen &= column > position[:, None] - window
+    shared = heads // k.shape[1]
+    scores = q.view(rows, -1, shared, dim) @ k.transpose(2, 3) * dim**-0.5
+    # A row that sees nothing would be NaN: it is given its first column, and nobody reads it.
+    seen[:, 0] |= position < 0
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return (weights @ v).view(rows, heads * dim)
+
+
+def gather_pages(pages: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of every row as [rows, kv_heads, length, D]."""
+    page = pages.shape[2]
+    found = pages[table[:, : -(-length // page)].long()]  # [rows, pages, kv_heads, page, D]
+    return found.transpose(1, 2).flatten(2, 3)[:, :, :length]

@@ -1,0 +1,286 @@
+"""The native engine for a GPU: continuous batching over a paged KV cache, on the learner's own weights.
+
+The host works in windows: it admits waiting requests into free rows, has the device decode a few steps, and while those
+run it reads what the window before has drawn. No step waits for the host; a row that ends is noticed a window later and
+idles until then. Prompts that begin alike share the pages of their common beginning. When pages run out the youngest
+rows give theirs back and wait again with what they have; their keys and values are computed anew later, their tokens
+stay. `device` says where: the same code runs on a CPU, step by step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from burnish.config.errors import UserError
+from burnish.core.engine import Completion, Request
+from burnish.models.decoder import Decoder
+from burnish.rollout.native.admission import admit
+from burnish.rollout.native.engine import EngineStats, check
+from burnish.rollout.native.pages import Pages
+from burnish.rollout.native.runner import Runner
+from burnish.rollout.native.seats import Flight, Seat, Seats
+from burnish.rollout.native.state import RING
+
+PAGE = 16  # tokens a page
+WINDOW = 8  # steps between two looks of the host
+FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
+
+
+class PagedEngine:
+    """Samples from a decoder. `listener(request_id, token)` hears every token, a window late."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        max_rows: int = 256,
+        decode: Callable[[list[int]], str] | None = None,
+        listener: Callable[[str, int], None] | None = None,
+        num_pages: int | None = None,
+        window: int = WINDOW,
+        exact: bool = False,
+    ) -> None:
+        if not 0 < window < RING:
+            raise ValueError(f"a window of {window} steps: it must be from 1 to {RING - 1}, what a row's ring holds")
+        self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
+        self.num_pages, self.window, self.exact = num_pages, window, exact
+        self.queue: deque[Seat] = deque()  # by priority, then by arrival; those that lost their row first
+        self.flights: deque[Flight] = deque()
+        self.ready: deque[Completion] = deque()  # finished, not handed over yet
+        self.version = 0
+        self.stats = EngineStats()
+        self._ids: dict[str, Seat] = {}
+        self._arrivals = count()
+        self._runner: Runner | None = None
+        self._interrupted = False
+        self.pages = Pages(1, PAGE)
+        self.seats = Seats(0, 0)
+
+    # --- the Engine protocol -----------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        known, fresh = self._ids.keys() | {completion.id for completion in self.ready}, set[str]()
+        for request in requests:
+            check(request, self.model, self.decode)
+            if request.id in known:
+                raise ValueError(f"request {request.id} is already running")
+            if request.id in fresh:
+                raise ValueError(f"two of the requests are called {request.id}")
+            fresh.add(request.id)
+        if requests:
+            self._make_room(requests)
+            self.wake()
+        for request in requests:
+            seat = Seat(request, next(self._arrivals))
+            self._ids[request.id] = seat
+            self._enqueue(seat)
+
+    def stream(self) -> Iterator[Completion]:
+        while self.ready or (self._ids and not self._interrupted):
+            if not self.ready:
+                with torch.inference_mode():
+                    self._turn()
+            while self.ready:
+                yield self.ready.popleft()
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
+        wanted = dict.fromkeys(ids)
+        ended = {completion.id for completion in self.ready}
+        unknown = [i for i in wanted if i not in self._ids and i not in ended]
+        if unknown:
+            raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
+        with torch.inference_mode():
+            self._land_all()
+            kept = [c for c in self.ready if c.id in wanted]
+            self.ready = deque(c for c in self.ready if c.id not in wanted)
+            for seat in [self._ids[i] for i in wanted if i in self._ids]:
+                if seat.row is None:
+                    self.queue.remove(seat)
+                else:
+                    self._leave(seat)
+                del self._ids[seat.request.id]
+                kept.append(seat.completion("aborted", self.version))
+        return kept if keep else []
+
+    def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        begun = self.seats.taken + sum(seat.admitted >= 0 for seat in self.queue)
+        if begun:
+            raise RuntimeError(
+                f"new weights while {begun} rows are running: their cache would be stale; finish or abort first"
+            )
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                parameters[name].copy_(tensor)
+        self.version = version
+        self.pages.forget()
+
+    def sleep(self) -> None:
+        if self._ids:
+            raise RuntimeError(f"the engine cannot sleep with {len(self._ids)} requests unfinished")
+        if self._runner is not None and not self._runner.sleep():
+            self._runner = None  # memory without an arena can only be given back for good
+        self.pages.forget()
+
+    def wake(self) -> None:
+        if self._runner is not None:
+            with torch.inference_mode():
+                self._runner.wake()
+
+    # --- room --------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, requests: Sequence[Request]) -> None:
+        """A cache that the longest of the requests fits into, made anew if need be once nothing runs."""
+        longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
+        width = -(-longest // PAGE)
+        if self._runner is not None and width <= self.seats.width:
+            return
+        width = max(width, self.seats.width)
+        num_pages = self.num_pages or self._capacity(width)
+        if width > num_pages - 1:
+            worst = max(requests, key=lambda r: len(r.tokens) + r.sampling.max_tokens)
+            raise UserError(
+                f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need {width} "
+                f"pages of {PAGE} tokens, and the cache has {num_pages - 1}; lower max_tokens or free memory"
+            )
+        if self._ids:
+            with torch.inference_mode():
+                self._set_aside()
+        self._runner = None  # its memory first
+        self.pages = Pages(num_pages, PAGE)
+        self.seats = Seats(self.max_rows, width)
+        with torch.inference_mode():
+            self._runner = Runner(self.model, self.max_rows, num_pages, PAGE, width, self.exact)
+
+    def _capacity(self, width: int) -> int:
+        """Pages for every row at its longest, or what the GPU's free memory holds of them."""
+        wanted = self.max_rows * width + 1
+        weight, arch = self.model.embedding.weight, self.model.arch
+        if weight.device.type != "cuda":
+            return wanted
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        if self._runner is not None:
+            free += self._runner.held_bytes  # given back before a new cache is made
+        page_bytes = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * PAGE * weight.element_size()
+        return min(wanted, int(free * FREE_SHARE) // page_bytes)
+
+    @property
+    def runner(self) -> Runner:
+        assert self._runner is not None, "made when the first request is submitted"
+        return self._runner
+
+    # --- one turn of the loop ----------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Admit, start the next window, then see what the one before has brought."""
+        admit(self)
+        started = self._launch()
+        if not started and not self.flights and self.seats.taken:
+            self._look()  # all that run had but their first token to draw
+        if self.flights and (len(self.flights) > 1 or not started):
+            self._land(self.flights.popleft())
+
+    def _launch(self) -> bool:
+        """Start a window of decode steps, if a row may have one to make."""
+        runner, seats = self.runner, self.seats
+        steps = min(self.window, max((s.left for s in seats.rows if s is not None), default=0))
+        if steps <= 0:
+            return False
+        if not self._grow(steps):
+            return True  # rows were landed or set aside: look again before decoding
+        self._compact()
+        rows = runner.bucket(seats.height)
+        seats.send_table(runner.state, rows)
+        runner.decode(rows, steps, seats.truncated)
+        self.stats.decode_steps += steps
+        self.stats.row_steps += steps * seats.taken
+        for seat in seats.present():
+            seat.reach = min(seat.reach + steps, seat.limit)
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        """Have what was drawn so far sent to the host."""
+        rows = self.seats.height
+        self.flights.append(Flight(self.seats.rows[:rows], self.runner.state.snapshot(rows)))
+
+    def _grow(self, steps: int) -> bool:
+        """Pages for the tokens of the next steps. False when rows had to land or to leave for it."""
+        wanted = {seat: seat.lacking(steps, self.pages) for seat in self.seats.present()}
+        if sum(wanted.values()) > self.pages.available:
+            if self.flights:
+                self._land_all()
+            else:
+                self._preempt(max(self.seats.present(), key=lambda seat: seat.admitted))
+            return False
+        for seat, number in wanted.items():
+            if number:
+                self.seats.give(seat, self.pages.take(number))
+        return True
+
+    def _preempt(self, seat: Seat) -> None:
+        """The row waits again, first of all, with the tokens it has."""
+        self._leave(seat)
+        self.queue.appendleft(seat)
+        self.stats.preemptions += 1
+
+    def _set_aside(self) -> None:
+        self._land_all()
+        for seat in sorted(self.seats.present(), key=lambda s: -s.admitted):
+            self._preempt(seat)
+
+    def _leave(self, seat: Seat) -> None:
+        self.runner.state.stop_rows([self.seats.remove(seat)])
+        self.pages.drop(seat.pages)
+        seat.pages = []
+
+    def _compact(self) -> None:
+        """Move the rows together when that makes the step smaller and nobody waits for the free ones."""
+        seats, runner = self.seats, self.runner
+        if not self.queue and runner.bucket(seats.taken) < runner.bucket(seats.height):
+            runner.state.reorder(seats.compact())
+
+    # --- what the device has drawn -------------------------------------------------------------------------------------
+
+    def _land_all(self) -> None:
+        while self.flights:
+            self._land(self.flights.popleft())
+
+    def _land(self, flight: Flight) -> None:
+        """Read a window's tokens; rows that have ended give their pages back."""
+        early = []
+        started = time.perf_counter()
+        flight.wait()
+        self.stats.waited_s += time.perf_counter() - started
+        for seat, tokens, logp, live in flight.arrivals():
+            cut = seat.record(tokens, logp, self.decode)
+            self.stats.tokens += len(tokens) - cut
+            if self.listener is not None:
+                for token in tokens[: len(tokens) - cut]:
+                    self.listener(seat.request.id, token)
+            if seat.finish is None and live:
+                continue
+            row = self.seats.remove(seat)
+            if live:
+                early.append(row)
+            self.pages.drop(seat.pages)
+            del self._ids[seat.request.id]
+            self.ready.append(seat.completion(seat.finish or "length", self.version))
+        if early:
+            self.runner.state.stop_rows(early)
+
+    def _enqueue(self, seat: Seat) -> None:
+        """Behind those of its priority; one that lost its row stays in front of all."""
+        at = len(self.queue)
+        while at and self.queue[at - 1].request.priority < seat.request.priority and self.queue[at - 1].admitted < 0:
+            at -= 1
+        self.queue.insert(at, seat)

@@ -1,0 +1,193 @@
+"""The host's side of the rows: who sits where, what each has produced, which pages it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from burnish.core.engine import Completion, Finish, Request
+from burnish.rollout.native.pages import Pages
+from burnish.rollout.native.state import RING, NewRow, RowState, Snapshot
+
+TEXT_TAIL = 8  # tokens that show no text, which a stop string may span besides one for each of its bytes
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request on its way: waiting (`row` is None) or running."""
+
+    request: Request
+    arrival: int
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    admitted: int = -1
+    context: tuple[int, ...] = ()  # what it was admitted with: the prompt, and the tokens it had
+    seen: int = 0  # tokens drawn since it was admitted, as far as the host has read
+    reach: int = 0  # tokens drawn since, when every window that was started has run
+
+    @property
+    def limit(self) -> int:
+        """Tokens it may draw since it was admitted."""
+        return self.request.sampling.max_tokens - (len(self.context) - len(self.request.tokens))
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still draw, beyond the windows that were started."""
+        return self.limit - self.reach
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it draws from less than the whole distribution."""
+        s = self.request.sampling
+        return s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+
+    def lacking(self, steps: int, pages: Pages) -> int:
+        """Pages it still needs for so many steps; the last token drawn is never stored."""
+        tokens = len(self.context) + min(self.reach + steps, self.limit) - 1
+        return max(0, pages.needed(tokens) - len(self.pages))
+
+    def sit(self, row: int, pages: list[int], admitted: int) -> NewRow:
+        """Take a row, with the pages of the context."""
+        self.row, self.pages, self.admitted, self.seen, self.reach = row, pages, admitted, 0, 1
+        s = self.request.sampling
+        return NewRow(
+            row=row,
+            position=len(self.context) - 1,
+            limit=self.limit,
+            key=self.request.key,
+            drawn=self.request.generated + len(self.tokens),
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
+            stop_tokens=s.stop_tokens,
+        )
+
+    def record(self, tokens: list[int], logp: list[float], decode: Callable[[list[int]], str] | None) -> int:
+        """Append what was drawn; returns how many of the tokens came after its end and were cut off again."""
+        options = self.request.sampling
+        self.seen += len(tokens)
+        for k, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.logp.append(logp[k])
+            if token in options.stop_tokens or (options.stop and self._ends_with_stop(decode)):
+                self.finish = "stop"
+                return len(tokens) - k - 1
+        if len(self.tokens) >= options.max_tokens:
+            self.finish = "length"
+        return 0
+
+    def _ends_with_stop(self, decode: Callable[[list[int]], str] | None) -> bool:
+        assert decode is not None, "checked when the request was submitted"
+        stop = self.request.sampling.stop
+        tail = max(len(s.encode()) for s in stop) + TEXT_TAIL
+        text = decode(self.tokens[-tail:])
+        return any(s in text for s in stop)
+
+    def completion(self, finish: Finish, version: int) -> Completion:
+        """What it has produced."""
+        return Completion(
+            self.request.id,
+            np.array(self.tokens, dtype=np.int64),
+            np.array(self.logp, dtype=np.float32),
+            finish,
+            version,
+        )
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A window that was started: who sat where, and what the rows will have drawn after it."""
+
+    rows: list[Seat | None]
+    after: Snapshot
+
+    def wait(self) -> None:
+        """Until the window has run and what it drew is here."""
+        if self.after.ready is not None:
+            self.after.ready.synchronize()
+
+    def arrivals(self) -> Iterator[tuple[Seat, list[int], list[float], bool]]:
+        """(seat, new tokens, their log-probs, whether the row is live) of each seat that still waits for them."""
+        live, produced = self.after.ints.tolist()
+        tokens, logp = self.after.tokens.numpy(), self.after.logp.numpy()
+        for i, seat in enumerate(self.rows):
+            # A seat that has left meanwhile, or sits elsewhere now after losing its row, has nothing to come.
+            if seat is None or seat.row is None:
+                continue
+            columns = np.arange(seat.seen, produced[i]) % RING
+            yield seat, tokens[i, columns].tolist(), logp[i, columns].tolist(), bool(live[i])
+
+
+class Seats:
+    """All rows of a device and the table of their pages."""
+
+    def __init__(self, size: int, width: int) -> None:
+        self.width = width
+        self.rows: list[Seat | None] = [None] * size
+        self.taken = 0
+        self.table = np.zeros((size, width), dtype=np.int32)
+        self.changed = False
+
+    def present(self) -> list[Seat]:
+        """The seats that sit."""
+        return [seat for seat in self.rows if seat is not None]
+
+    @property
+    def height(self) -> int:
+        """The rows up to the last one taken."""
+        return max((i + 1 for i, seat in enumerate(self.rows) if seat is not None), default=0)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether any row draws from less than the whole distribution."""
+        return any(seat is not None and seat.truncated for seat in self.rows)
+
+    def free_rows(self) -> list[int]:
+        """Where nobody sits, from the first row on."""
+        return [i for i, seat in enumerate(self.rows) if seat is None]
+
+    def put(self, seat: Seat, row: int, pages: list[int]) -> None:
+        """The row is the seat's, and so are the pages."""
+        self.rows[row] = seat
+        self.taken += 1
+        self._write(row, pages)
+
+    def give(self, seat: Seat, pages: list[int]) -> None:
+        """Further pages for a seat."""
+        assert seat.row is not None
+        seat.pages = seat.pages + pages
+        self._write(seat.row, seat.pages)
+
+    def remove(self, seat: Seat) -> int:
+        """The seat's row, which is nobody's now."""
+        row, seat.row = seat.row, None
+        assert row is not None
+        self.rows[row] = None
+        self.taken -= 1
+        return row
+
+    def compact(self) -> list[int]:
+        """Move the seats to the first rows; returns where each came from."""
+        order = [i for i, seat in enumerate(self.rows) if seat is not None]
+        seats = self.present()
+        self.rows = [*seats, *[None] * (len(self.rows) - len(seats))]
+        for row, seat in enumerate(seats):
+            seat.row = row
+            self._write(row, seat.pages)
+        return order
+
+    def send_table(self, state: RowState, rows: int) -> None:
+        """The device learns which pages are whose, if that has changed."""
+        if self.changed:
+            state.set_table(self.table[:rows].copy())
+            self.changed = False
+
+    def _write(self, row: int, pages: list[int]) -> None:
+        self.table[row, : len(pages)] = pages
+        self.changed = True

@@ -1,0 +1,242 @@
+"""The web application: OpenAI's routes, answered by an engine.
+
+GET  /v1/models, /v1/models/NAME      what is served
+POST /v1/completions                  texts or token ids, continued
+POST /v1/chat/completions             a dialogue, continued
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from burnish.config.errors import UserError
+from burnish.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from burnish.serve.choices import Choices
+from burnish.serve.errors import ApiError, internal_error
+from burnish.serve.loop import EngineFailure, EngineLoop, Event, Generation
+from burnish.serve.prompts import Served, chat_prompt, check_model, completion_prompts, engine_requests, offered_tools
+from burnish.serve.schema import ChatRequest, CompletionRequest, parse
+
+T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
+CLIENT_LEFT = 499  # nginx's number for it
+
+
+@dataclass
+class Api:
+    """The endpoints and what they need."""
+
+    served: Served
+    loop: EngineLoop
+    max_body: int
+    """Bytes."""
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        """The one model there is."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """The same, asked for by its name."""
+        check_model(request.path_params["name"], self.served)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "burnish"}
+
+    async def completions(self, request: Request) -> Response:
+        """Continue texts or token ids."""
+        asked = parse(CompletionRequest, await read_body(request, self.max_body))
+        check_model(asked.model, self.served)
+        self.loop.check_room(asked.n * len(asked.prompt))
+        prompts = await asyncio.to_thread(completion_prompts, asked, self.served)
+        return await self._answer(request, asked, prompts)
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a dialogue."""
+        asked = parse(ChatRequest, await read_body(request, self.max_body))
+        check_model(asked.model, self.served)
+        self.loop.check_room(asked.n)
+        prompt = await asyncio.to_thread(chat_prompt, asked, self.served)
+        return await self._answer(request, asked, [prompt])
+
+    async def _answer(
+        self, request: Request, asked: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]]
+    ) -> Response:
+        is_chat = isinstance(asked, ChatRequest)
+        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        requests = engine_requests(asked, prompts, self.served, name)
+        has_logprobs = asked.logprobs if is_chat else asked.logprobs is not None
+        # The engine tells log-probs with the completion: a stream that wants them has each choice in one chunk.
+        generation = self.loop.submit(requests, wants_tokens=asked.stream and not has_logprobs)
+        with_calls = isinstance(asked, ChatRequest) and bool(offered_tools(asked))
+        choices = Choices(requests, self.served.tokenizer, with_calls)
+        answer = (ChatAnswer if is_chat else CompletionAnswer)(name, asked, requests, self.served.tokenizer)
+        request.state.note = lambda: (
+            f"{answer.num_prompt_tokens} + {choices.num_tokens} tokens, "
+            f"{', '.join(f'{num} {finish}' for finish, num in choices.finishes.items()) or 'none finished'}"
+        )
+        events = generation.events()
+        try:
+            if not asked.stream:
+                return await unless_left(request, whole(events, choices, answer))
+            # The first events before the headers: what the engine refuses has a status of its own.
+            first = await unless_left(request, anext(events))
+            return EventStream(generation, chunks(first, events, choices, answer))
+        except UserError as error:
+            raise ApiError(400, str(error), code="invalid_value") from error
+        except BaseException:
+            generation.cancel()
+            raise
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, if it is JSON and not larger than allowed."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A page in a browser may send other types to a server on loopback without asking; this one it may not.
+        raise ApiError(
+            415, f"expected Content-Type: application/json, got {kind or 'none'}", code="unsupported_media_type"
+        )
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise ApiError(
+                413,
+                f"the body is larger than the {limit} bytes this server takes",
+                code="body_too_large",
+                headers={"Connection": "close"},
+            )
+    return bytes(body)
+
+
+async def unless_left(request: Request, wanted: Awaitable[T]) -> T:
+    """What is awaited, unless the client leaves before."""
+
+    async def work() -> T:
+        return await wanted
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work()), asyncio.create_task(left())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def whole(events: AsyncIterator[list[Event]], choices: Choices, answer: Answer) -> Response:
+    """The answer in one piece."""
+    deltas = [delta async for batch in events for delta in choices.take(batch)]
+    return JSONResponse(answer.whole(deltas, choices.num_tokens))
+
+
+async def chunks(
+    first: list[Event], events: AsyncIterator[list[Event]], choices: Choices, answer: Answer
+) -> AsyncIterator[str]:
+    """The answer as server-sent events; a failure after the first can only be one of them."""
+    try:
+        yield "".join([event(answer.chunk(delta)) for delta in choices.take(first)])
+        async for batch in events:
+            # One write for all that came meanwhile: writing costs more than anything else here.
+            if text := "".join([event(answer.chunk(delta)) for delta in choices.take(batch)]):
+                yield text
+        yield event(answer.last_chunk(choices.num_tokens)) + DONE
+    except ApiError as error:
+        yield event(error.body())
+    except EngineFailure:
+        yield event(internal_error().body())
+
+
+def event(value: dict[str, Any] | None) -> str:
+    """A server-sent event; nothing where there is nothing to say."""
+    if value is None:
+        return ""
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'), allow_nan=False)}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream that stops its generation however it ends, also when the client leaves in the middle."""
+
+    def __init__(self, generation: Generation, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self.generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.generation.cancel()
+
+
+def make_app(api: Api) -> Starlette:
+    """The application; its lifetime is that of the engine's thread."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        api.loop.start()
+        yield
+        await asyncio.to_thread(api.loop.stop)
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _no_route,
+            ClientDisconnect: _left,
+            EngineFailure: _failed,
+            Exception: _failed,
+        },
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    request.state.note = lambda: error.message
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return await _refused(request, ApiError(error.status_code, message, code=code, headers=error.headers))
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """Nobody reads it; the log has the status."""
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Ours: the traceback is the log's, through whoever runs the application."""
+    return await _refused(request, internal_error())

@@ -1,0 +1,163 @@
+"""From what a client asks to what the engine samples: prompts as token ids, sampling options, random keys."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from burnish.config.errors import UserError, nearest
+from burnish.core.engine import Request, SamplingOptions
+from burnish.core.keys import fold
+from burnish.models.tokenizer import Tokenizer
+from burnish.serve.errors import ApiError, bad_value
+from burnish.serve.schema import ChatRequest, CompletionRequest, Message
+
+RESERVED = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+        "continue_final_message", "tokenize",
+    }
+)  # fmt: skip
+"""Variables of a chat template that are not the client's to set by name."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model a server answers with, and what it allows."""
+
+    name: str
+    tokenizer: Tokenizer
+    num_embeddings: int
+    max_positions: int | None
+    """The longest sequence the model is made for; None where its config does not say."""
+    max_tokens: int | None = None
+    """Most new tokens of one completion, where the server limits them further."""
+
+
+def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple[int, ...]]:
+    """The token ids of each prompt: texts get what the tokenizer puts before a text, token ids are taken as they are."""
+    prompts = []
+    for prompt in request.prompt:
+        tokens = _encode(prompt, served.tokenizer) if isinstance(prompt, str) else prompt
+        wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
+        if wrong is not None:
+            raise bad_value("prompt", f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
+        prompts.append(tuple(tokens))
+    return prompts
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return tokenizer.encode(text, special=True)
+    except UserError as error:
+        raise bad_value("prompt", str(error)) from error
+
+
+def chat_prompt(request: ChatRequest, served: Served) -> tuple[int, ...]:
+    """The token ids of a dialogue up to where the assistant speaks, as the model's own chat template writes it."""
+    tokenizer, kwargs = served.tokenizer, request.chat_template_kwargs
+    if not tokenizer.has_chat_template:
+        raise ApiError(
+            400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
+        )
+    for name in kwargs:
+        if name in RESERVED or not tokenizer.chat_template_mentions(name):
+            raise bad_value(f"chat_template_kwargs.{name}", "the chat template has no variable of that name to set")
+    tools = offered_tools(request)
+    if tools and not tokenizer.chat_template_mentions("tools"):
+        raise bad_value("tools", "this model's chat template has no place for tools", "unsupported_parameter")
+    try:
+        messages = [_as_template_wants(message, i) for i, message in enumerate(request.messages)]
+        return tuple(tokenizer.chat(messages, **kwargs, **({"tools": tools} if tools else {})))
+    except (UserError, TypeError) as error:  # a template that meets what it did not expect raises a TypeError
+        raise bad_value("messages", str(error)) from error
+
+
+def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools the model hears of; with tool_choice=none, none."""
+    if request.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
+def _as_template_wants(message: Message, index: int) -> dict[str, Any]:
+    """A message in the form chat templates are written for: arguments as objects, `developer` under its older name."""
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": message.text}
+    found |= message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    if message.tool_calls:
+        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for k, call in enumerate(found["tool_calls"]):
+            where = f"messages[{index}].tool_calls[{k}].function.arguments"
+            try:
+                call["function"]["arguments"] = from_json(call["function"]["arguments"])
+            except ValueError as error:
+                raise bad_value(where, f"not valid JSON: {error}") from error
+    return found
+
+
+def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served) -> int:
+    """Most new tokens of each completion; a chat that does not say gets what the model's positions leave."""
+    if not all(prompts):
+        raise ApiError(400, "a prompt has no tokens", param="prompt", code="empty_prompt")
+    longest = max(len(prompt) for prompt in prompts)
+    left = served.max_positions - longest if served.max_positions is not None else None
+    name, asked = "max_tokens", request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        name, asked = "max_completion_tokens", request.max_completion_tokens
+    if asked is not None and served.max_tokens is not None and asked > served.max_tokens:
+        raise bad_value(name, f"got {asked}, but this server allows {served.max_tokens} new tokens at most")
+    if left is not None and (asked or 1) > left:
+        raise ApiError(
+            400,
+            f"this model is made for {served.max_positions} positions; the prompt has {longest} tokens, and {asked or 1} new "
+            "ones are asked for",
+            param=name if left > 0 else "messages" if isinstance(request, ChatRequest) else "prompt",
+            code="context_length_exceeded",
+        )
+    if asked is not None:
+        return asked
+    limits = [limit for limit in (left, served.max_tokens) if limit is not None]
+    if not limits:
+        raise bad_value(
+            name, "the model's config names no limit: say how many tokens you want", "missing_required_parameter"
+        )
+    return min(limits)
+
+
+def engine_requests(
+    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served, name: str
+) -> list[Request]:
+    """`n` requests of each prompt, in the order of the choices. With a seed, noise depends on it, on the prompt and on the
+    place among the choices alone."""
+    options = SamplingOptions(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=max_tokens_of(request, prompts, served),
+        stop_tokens=served.tokenizer.eos_ids,
+        stop=tuple(request.stop),
+    )
+    seed = request.seed if request.seed is not None else secrets.randbits(63)
+    requests: list[Request] = []
+    for prompt in prompts:
+        noise = fold("serve", seed, ",".join(map(str, prompt)))
+        for _ in range(request.n):
+            index = len(requests)
+            requests.append(Request(f"{name}/{index}", prompt, options, fold(noise, index)))
+    return requests
+
+
+def check_model(asked: str, served: Served) -> None:
+    """There is one model here, and a client must mean it."""
+    if asked != served.name:
+        raise ApiError(
+            404,
+            f"there is no model {asked!r} here{nearest(asked, [served.name])} (this server has {served.name!r})",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,263 @@
+"""What a client may ask for: the fields of OpenAI's two APIs that the engine can honour, checked one by one.
+
+A field nobody knows is refused with the nearest known one. A field OpenAI knows and the engine cannot do is refused unless its value
+changes nothing (`NEUTRAL`); those that never touch the tokens (`IGNORED`) are let through. `null` is the same as leaving out.
+Beyond OpenAI's: `top_k`, `return_token_ids`, and for chats `chat_template_kwargs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from burnish.config.errors import nearest
+from burnish.serve.errors import ApiError, bad_value
+
+MAX_STOPS = 4
+MAX_N = 128
+INT64 = 2**63
+NAME = 200
+"""Longest name that is looked at."""
+
+IGNORED = frozenset(
+    {
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options",
+    }
+)  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "best_of": (),  # but for n itself
+    "suffix": ("",),
+    "store": (False,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""What OpenAI's APIs have and the engine cannot do, with the values that ask for nothing."""
+
+
+class Fields(BaseModel):
+    """Strict: `"1"` is no number, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Sampled(Fields):
+    """What both APIs share."""
+
+    model: str = Field(max_length=NAME)
+    n: int = Field(1, ge=1, le=MAX_N)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
+        default=[], max_length=MAX_STOPS
+    )
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream=true")
+        return self
+
+
+def _prompts(value: Any) -> Any:
+    """A text, several, the token ids of one prompt, or of several: always several."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and not isinstance(value[0], str | list):
+        return [value]
+    return value
+
+
+class CompletionRequest(Sampled):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts), Field(min_length=1)]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @model_validator(mode="after")
+    def _one_kind_of_prompt(self) -> CompletionRequest:
+        for i, prompt in enumerate(self.prompt):
+            is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            if not (isinstance(prompt, str) or is_tokens):
+                where = f"prompt[{i}]" if len(self.prompt) > 1 else "prompt"
+                raise ValueError(
+                    f"{where}: expected a text, a list of texts, token ids, or a list of lists of token ids"
+                )
+        return self
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("expected a text or a list of text parts")
+    return value
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[TextPart], BeforeValidator(_parts)] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {key: v for key, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs the tool_call_id it answers")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("only an assistant's message has tool_calls or reasoning_content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text; empty where there is none."""
+        return "".join(part.text for part in self.content or [])
+
+
+class Function(Fields):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Sampled):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: is the old name of max_completion_tokens; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        return self
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """The request in a body, or the `ApiError` that says what is wrong with it."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED}
+    for name in [name for name in fields if name in NEUTRAL]:
+        neutral = [fields.get("n", 1)] if name == "best_of" else NEUTRAL[name]
+        if fields.pop(name) not in neutral:
+            raise bad_value(name, _cannot(neutral), "unsupported_parameter")
+    try:
+        request = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(kind, error.errors(include_url=False)[0]) from None
+    _check_logprobs(request)
+    return request
+
+
+def _cannot(neutral: Sequence[Any]) -> str:
+    return "this server cannot do that; leave it out" + "".join(f", or give {value!r}" for value in neutral)
+
+
+def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
+    """The engine knows the log-prob of the token it drew, and of no other; drawn greedily it is also the likeliest."""
+    name, num = (
+        ("top_logprobs", request.top_logprobs)
+        if isinstance(request, ChatRequest)
+        else ("logprobs", request.logprobs or 0)
+    )
+    if num > (1 if request.temperature == 0 else 0):
+        plain = "logprobs=true alone" if isinstance(request, ChatRequest) else "logprobs=0"
+        raise bad_value(
+            name,
+            f"the engine gives the log-prob of the sampled token only, not of its alternatives (1 with temperature=0); use {plain}",
+            "unsupported_value",
+        )
+
+
+def _refusal(kind: type[BaseModel], error: ErrorDetails) -> ApiError:
+    """Pydantic's first complaint in OpenAI's words."""
+    path = error["loc"]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    if error["type"] == "missing":
+        return ApiError(400, f"missing required parameter: {param}", param=param, code="missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        known = nearest(str(path[-1])[:NAME], kind.model_fields) if len(path) == 1 else ""
+        return ApiError(400, f"unknown parameter: {param}{known}", param=param, code="unknown_parameter")
+    message = error["msg"].removeprefix("Value error, ")
+    if not param:  # of the whole body: our own checks name the field themselves
+        param, _, message = message.partition(": ")
+    is_type = error["type"].endswith("_type")
+    return bad_value(param, message, "invalid_type" if is_type else "invalid_value")

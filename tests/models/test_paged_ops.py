@@ -1,0 +1,265 @@
+"""The forward over a paged cache against the decoder's own, and the Triton kernels against their torch twins.
+
+The kernels run where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 with triton installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.models.decoder import Decoder
+from burnish.models.inference import paged_forward
+from burnish.models.ops import paged
+from burnish.models.ops.paged import Norms, Placement
+from burnish.models.ops.paged_prefill import PrefillAttention
+from burnish.models.weights import load_decoder
+from burnish.rollout.native.state import LIVE, POSITION, NewRow, RowState
+
+VARIANTS = [
+    "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
+]  # fmt: skip
+PAGE = 4
+TinyModel = Callable[..., tuple[Any, Path]]
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+kernel = pytest.mark.skipif(
+    not (importlib.util.find_spec("triton") and (CUDA or INTERPRETED)),
+    reason="Triton kernels need CUDA, or triton and TRITON_INTERPRET=1",
+)
+DEVICE = "cuda" if CUDA else "cpu"
+HALF = [torch.bfloat16, torch.float16] if CUDA else []
+
+
+def shuffled_table(rows: int, width: int, seed: int = 0) -> Tensor:
+    """[rows, width] pages from 1 on, in no order."""
+    order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed))
+    return (order + 1).int().view(rows, width)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# --- the forward -------------------------------------------------------------------------------------------------------------
+
+
+class Paged:
+    """A model with a cache, fed token by token or stretch by stretch."""
+
+    def __init__(self, model: Decoder, rows: int, width: int) -> None:
+        arch = model.arch
+        self.model, self.table = model, shuffled_table(rows, width)
+        shape = (arch.num_layers, 2, rows * width + 1, arch.num_kv_heads, PAGE, arch.head_dim)
+        self.cache = torch.zeros(shape, dtype=model.embedding.weight.dtype)
+        self.rotations = model.rotations(width * PAGE)
+
+    def prefill(self, tokens: list[Tensor], stretches: list[tuple[int, int, int]]) -> Tensor:
+        """Hidden states of (row, start, stop) stretches, one after the other."""
+        rows, starts, stops = (np.array(x) for x in zip(*stretches, strict=True))
+        owner = torch.from_numpy(np.repeat(rows, stops - starts))
+        position = torch.cat([torch.arange(a, b) for _, a, b in stretches])
+        place = Placement(owner, position, self.table)
+        attend = PrefillAttention(rows, starts, stops - starts, place, self.rotations, PAGE, self.model.arch.window)
+        packed = torch.cat([tokens[row][a:b] for row, a, b in stretches])
+        return paged_forward(self.model, packed, self.cache, attend)
+
+    def decode(self, tokens: list[Tensor], positions: list[int]) -> Tensor:
+        """Hidden states of one token a row; a position of -1 is a row that is not there."""
+        place = Placement(torch.arange(len(positions)), torch.tensor(positions), self.table)
+
+        def attend(qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+            return paged.decode_attention(qkv, *self.rotations, place, norms, keys, values, self.model.arch.window)
+
+        drawn = torch.stack([row[position] for row, position in zip(tokens, positions, strict=True)])
+        return paged_forward(self.model, drawn, self.cache, attend)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_in_pieces_and_decoding_give_the_decoders_hidden_states(tiny_model: TinyModel, variant: str) -> None:
+    model = load_decoder(tiny_model(variant, variant == "qwen2", torch.float64)[1], torch.float64, torch.device("cpu"))
+    lengths = [30, 9, 21]
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 61, (n,), generator=generator) for n in lengths]
+    with torch.inference_mode():
+        expected = [model.hidden(row, torch.tensor([0, len(row)])) for row in tokens]
+        run = Paged(model, rows=3, width=8)
+        found: list[list[Tensor]] = [[], [], []]
+        for stretches in ([(0, 0, 13), (1, 0, 1), (2, 0, 16)], [(2, 16, 18), (0, 13, 14)], [(0, 14, 22), (1, 1, 5)]):
+            parts = run.prefill(tokens, stretches).split([stop - start for _, start, stop in stretches])
+            for (row, _, _), part in zip(stretches, parts, strict=True):
+                found[row].append(part)
+        known = [22, 5, 18]
+        while any(known[row] < n for row, n in enumerate(lengths)):
+            positions = [p if p < n else -1 for p, n in zip(known, lengths, strict=True)]
+            hidden = run.decode(tokens, positions)
+            assert hidden.isfinite().all()
+            for row, position in enumerate(positions):
+                if position >= 0:
+                    found[row].append(hidden[row : row + 1])
+                    known[row] += 1
+    for parts, hidden in zip(found, expected, strict=True):
+        assert (torch.cat(parts) - hidden).abs().max() < 1e-10
+
+
+def test_a_stretch_reads_what_another_stretch_of_the_same_forward_computes(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen3", False, torch.float64)[1], torch.float64, torch.device("cpu"))
+    first = torch.arange(14) % 61
+    second = torch.cat([first[:8], torch.tensor([5, 6, 7])])
+    run = Paged(model, rows=2, width=4)
+    run.table[1, :2] = run.table[0, :2]
+    with torch.inference_mode():
+        hidden = run.prefill([first, second], [(0, 0, 14), (1, 8, 11)])
+        expected = model.hidden(second, torch.tensor([0, 11]))
+    assert (hidden[14:] - expected[8:]).abs().max() < 1e-10
+
+
+# --- the kernels -------------------------------------------------------------------------------------------------------------
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Equal to the rounding of the type."""
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(got.double().cpu(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def on_device(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copies where the kernels run, so that what they write in place is not seen by the twins."""
+    return tuple(tensor.clone().to(DEVICE) for tensor in tensors)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("size", [7, 48, 1536, 5000])
+def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
+    from burnish.models.ops.kernels import rows
+
+    x, delta, weight = (
+        randn(5, size, dtype=dtype),
+        randn(5, size, dtype=dtype, seed=1),
+        randn(size, dtype=dtype, seed=2),
+    )
+    for step in (delta, None):
+        expected = x.clone()
+        normed = paged.add_norm(expected, step, weight, 1e-5)
+        there, scale = on_device(x, weight)
+        got = rows.add_norm(there, None if step is None else step.to(DEVICE), scale, 1e-5)
+        close(got, normed, dtype)
+        close(there, expected, dtype)
+    both = randn(5, 2 * size, dtype=dtype, seed=3)
+    with torch.no_grad():
+        close(rows.gate(both.to(DEVICE)), paged.gate(both.clone()), dtype)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 16), (6, 6, 20), (12, 2, 128)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotate_store_kernel(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_norms: bool) -> None:
+    from burnish.models.ops.kernels import rows
+
+    table = shuffled_table(4, 5)
+    place = Placement(torch.tensor([2, 2, 0, 3, 1, 1]), torch.tensor([0, 1, 19, -1, 7, 8]), table)
+    qkv = randn(6, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    cos, sin = randn(20, 1, dim // 2, dtype=dtype, seed=1), randn(20, 1, dim // 2, dtype=dtype, seed=2)
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    norms = (randn(dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=4), 1e-6) if has_norms else None
+    keys, values = (randn(21, kv_heads, PAGE, dim, dtype=dtype, seed=s) for s in (5, 6))
+    there = on_device(qkv, cos, sin, keys, values)
+    moved = Placement(*on_device(place.owner, place.position, table))
+    weights = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE), norms[2])
+    got = rows.rotate_store(*there[:3], moved, weights, *there[3:])
+    with torch.no_grad():
+        expected = paged.rotate_store(qkv, cos, sin, place, norms, keys, values)
+    known = place.position >= 0
+    close(got.cpu()[known], expected[known], dtype)
+    close(there[3][1:], keys[1:], dtype)  # page 0 is nobody's
+    close(there[4][1:], values[1:], dtype)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "splits"),
+    [
+        (4, 2, 8, None, 1),
+        (4, 2, 8, 1, 3),
+        (4, 2, 8, 70, 1),
+        (3, 1, 16, 70, 3),
+        (2, 2, 20, None, 3),
+        (2, 2, 20, 70, 12),
+        (12, 2, 128, None, 1),
+        (12, 2, 128, None, 5),
+    ],
+)
+def test_decode_attention_kernel(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, splits: int
+) -> None:
+    from burnish.models.ops.kernels import decode_attention
+
+    page, positions = 16, torch.tensor([0, 15, 16, -1, 63, 64, 150, 3])
+    rows, table = len(positions), shuffled_table(len(positions), 10)
+    keys, values = (randn(rows * 10 + 1, kv_heads, page, dim, dtype=dtype, seed=s) for s in (1, 2))
+    place = Placement(torch.arange(rows), positions, table)
+    # The identity rotation, and new keys and values that are those already there: only the attention is compared.
+    qkv = randn(rows, heads + 2 * kv_heads, dim, dtype=dtype)
+    for row, position in enumerate(positions.tolist()):
+        where = int(table[row, max(position, 0) // page])
+        qkv[row, heads : heads + kv_heads] = keys[where, :, position % page]
+        qkv[row, heads + kv_heads :] = values[where, :, position % page]
+    cos, sin = torch.ones(160, 1, dim, dtype=dtype), torch.zeros(160, 1, dim, dtype=dtype)
+    expected = paged.decode_attention(qkv.flatten(1), cos, sin, place, None, keys.clone(), values.clone(), window)
+    q, keys, values = on_device(qkv[:, :heads].contiguous(), keys, values)
+    moved = Placement(*on_device(place.owner, positions, table))
+    got = decode_attention.decode_attention(q, keys, values, moved, window, splits).flatten(1)
+    there = positions >= 0
+    close(got.cpu()[there], expected[there], dtype)
+    assert got.isfinite().all()
+
+
+def state_of(rows: list[NewRow], size: int, device: str) -> RowState:
+    with torch.inference_mode():
+        state = RowState(size, 1, torch.device(device))
+        state.start(rows)
+        return state
+
+
+@kernel
+@pytest.mark.parametrize("vocab", [13, 4096, 4097, 20_000])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, truncated: bool) -> None:
+    """The same tokens, log-probs and bookkeeping as its twin, over steps in which rows stop, reach their limit or idle."""
+    base = NewRow(row=0, position=4, limit=9, key=7, drawn=2, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_tokens=())  # fmt: skip
+    new = [
+        replace(base, row=3, key=11),
+        replace(base, row=0, key=2**63 + 5, temperature=0.0, drawn=0),
+        replace(base, row=5, key=13, temperature=0.6, limit=2),
+        replace(base, row=1, key=14, temperature=1.7, stop_tokens=tuple(range(5))),
+    ]
+    if truncated:
+        new += [replace(base, row=6, key=15, top_k=3), replace(base, row=2, key=16, top_p=0.3, min_p=0.05)]
+    twin, mine = (state_of(new, 8, device) for device in ("cpu", DEVICE))
+    order, lines = torch.tensor([r.row for r in new] + [4]), torch.tensor([2, 0, 1, 2, 3, 1, 0][: len(new) + 1])
+    for step in range(3):
+        logits = 3 * randn(4, vocab, seed=step)
+        with torch.inference_mode():
+            twin.draw(logits, lines, order, truncated)
+            with monkeypatch.context() as patch:
+                patch.setattr("burnish.rollout.native.state.use_kernels", lambda x: True)
+                mine.draw(*on_device(logits, lines, order), truncated)
+    assert torch.equal(mine.ints.cpu(), twin.ints)
+    assert torch.equal(mine.ring_token.cpu(), twin.ring_token)
+    torch.testing.assert_close(mine.ring_logp.cpu(), twin.ring_logp, rtol=1e-5, atol=1e-5)
+    assert twin.ints[LIVE, 5] == 0, "it has reached its limit"
+    assert twin.ints[LIVE, 4] == 0, "it was never there"
+    assert twin.ints[POSITION, 3] == 7
