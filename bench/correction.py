@@ -1,27 +1,60 @@
-"""What the mismatch report costs: both forms, the symptoms and a budget's step at 8 M tokens.
+"""What measuring and correcting the gap costs: alone at 8 M tokens, and as a share of real training steps.
 
-python bench/correction.py [--tokens 8000000] [--sequences 4096] [--repeats 5]
+    python bench/correction.py [--tokens 8000000] [--sequences 4096] [--repeats 5] [--steps 12] [--threads 2] [--only steps]
+
+The first rows time both forms, the symptoms, the profiles and a budget's step on a batch of their own. The rows of a step
+are runs of the trainer: the shape of `grpo_step_cpu.py` without and with a correction, and `recipes/sort_digits.yaml` after
+its warm start. Their `wall_s` is all that a step does about the gap: report, weights, symptoms, profiles, worst tokens with
+their text and file; `step_s` is from one commit to the next. Memory is what that work has in use at most, numpy's
+share added, against the largest sum of tensors in use during the step; the interpreter and its libraries do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from common import save, table
+from grpo_step_cpu import config_for, make_model
 
-from burnish.algorithms.correction import budget_correction, decoupled_correction, seed_correction
+from burnish.algorithms.correction import (
+    budget_correction,
+    compared,
+    decoupled_correction,
+    gap_profiles,
+    seed_correction,
+    worst_tokens,
+)
 from burnish.algorithms.correction.symptoms import symptoms
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from burnish.run.metrics import read
+from burnish.run.run import Run
+from burnish.run.worst_tokens import WorstTokens
+from burnish.trainers import observe, prepare
+from burnish.trainers.session import checked_run, execute
 
+RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 ALL = {
     "token_k1": (0.5, 2.0), "token_k2": 0.5, "token_k3": 0.5, "seq_sum_k1": (0.01, 100.0), "seq_sum_k2": 50.0, "seq_sum_k3": 50.0,
     "seq_mean_k1": (0.9, 1.1), "seq_mean_k2": 0.1, "seq_mean_k3": 0.1, "seq_max_k2": 5.0, "seq_max_k3": 5.0,
 }  # fmt: skip
+PARTS = ((prepare, "corrected"), (prepare, "gap_report"), (observe, "worst_rows"), (WorstTokens, "append"))
+"""All a step does about the gap."""
+WINDOW = "the gap"
 
 
 def main() -> None:
@@ -29,8 +62,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8_000_000)
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=("alone", "steps"), help="one half, each of which has a file of results")
     args = parser.parse_args()
-    batch = make(args.tokens, args.sequences)
+    torch.set_num_threads(args.threads)
+    if args.only != "steps":
+        rows = alone(args.tokens, args.sequences, args.repeats)
+        print(table(rows, ["work", "tokens", "wall_s"]))
+        print(f"saved {save('correction', rows)}")
+    if args.only != "alone":
+        rows = in_steps(args.steps, args.threads)
+        print(table(rows, ["work", "tokens", "wall_s", "step_s", "time_share", "memory_share"]))
+        print(f"saved {save('correction_steps', rows)}")
+
+
+# --- on a batch of its own ---------------------------------------------------------------------------------------------
+
+
+def alone(tokens: int, sequences: int, repeats: int) -> list[dict[str, Any]]:
+    batch = make(tokens, sequences)
     jobs: dict[str, Callable[[], object]] = {
         "first form, report alone": lambda: seed_correction(batch, apply=False),
         "first form, token TIS": lambda: seed_correction(batch),
@@ -38,11 +89,13 @@ def main() -> None:
         "second form, token TIS": lambda: decoupled_correction(batch, "token"),
         "second form, in full": lambda: decoupled_correction(batch, "token", 2.0, True, ALL),
         "symptoms": lambda: symptoms(batch),
+        "profiles and worst tokens": lambda: profiles_and_worst(batch),
         "budget, one step": lambda: budget_correction(batch, None, 1.0, 0.5),
     }
-    rows = [{"work": name, "system": "burnish", "tokens": batch.num_tokens, "wall_s": median(job, args.repeats)} for name, job in jobs.items()]  # fmt: skip
-    print(table(rows, ["work", "tokens", "wall_s"]))
-    print(f"saved {save('correction', rows)}")
+    return [
+        {"work": name, "system": "burnish", "tokens": batch.num_tokens, "wall_s": median(job, repeats)}
+        for name, job in jobs.items()
+    ]
 
 
 def make(tokens: int, sequences: int) -> Batch:
@@ -59,6 +112,12 @@ def make(tokens: int, sequences: int) -> Batch:
     return Batch(torch.zeros(size, dtype=torch.int64), offsets, columns)
 
 
+def profiles_and_worst(batch: Batch) -> None:
+    seen = compared(batch, batch.token["old_logp"], batch.action_mask)
+    gap_profiles(seen)
+    worst_tokens(seen, 8)
+
+
 def median(job: Callable[[], object], repeats: int) -> float:
     job()
     times = []
@@ -67,6 +126,177 @@ def median(job: Callable[[], object], repeats: int) -> float:
         job()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+# --- in real steps -----------------------------------------------------------------------------------------------------
+
+
+def in_steps(steps: int, threads: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        shape = Path(folder)
+        make_model(shape)
+        rows = [
+            in_a_step(f"step of grpo_step_cpu, correction {name}", partial(grpo_step, shape, name), steps, threads)
+            for name in ("none", "seed", "decoupled_k3_rs_token_tis")
+        ]
+    return [*rows, in_a_step("step of sort_digits, correction none", sort_digits, steps, threads)]
+
+
+def grpo_step(shape: Path, correction: str, steps: int, folder: Path) -> tuple[TrainConfig, Path]:
+    values = config_for(shape, steps).model_dump(exclude_unset=True)
+    values["algorithm"] = {"correction": correction}
+    values["run"] |= {"directory": str(folder), "name": "it"}
+    return TrainConfig.model_validate(values), shape
+
+
+def sort_digits(steps: int, folder: Path) -> tuple[TrainConfig, Path]:
+    overrides = [f"training.steps={steps}", f"run.directory={folder}", "run.name=it"]
+    rare = ["run.samples_every=1000", "run.save_every=1000", "validation={before: false, every: 1000, limit: 8}"]
+    loaded = load(TrainConfig, RECIPE, [*overrides, *rare])
+    return loaded.config, loaded.base
+
+
+def in_a_step(
+    work: str, make_config: Callable[[int, Path], tuple[TrainConfig, Path]], steps: int, threads: int
+) -> dict[str, Any]:
+    """Medians over the steps of one run but for the first and the last, which saves; memory from a run of three."""
+    spent, peaks = Spent(), Peaks()
+    with tempfile.TemporaryDirectory() as folder, spent.recording():
+        tokens = train(*make_config(steps, Path(folder)), threads)
+    with tempfile.TemporaryDirectory() as folder, peaks.recording():
+        train(*make_config(3, Path(folder)), threads)
+    step_s = [b - a for a, b in zip(spent.commits[:-2], spent.commits[1:-1], strict=True)]
+    gap_s = spent.on_gap[1:-1]
+    return {
+        "work": work, "system": "burnish", "tokens": tokens, "wall_s": statistics.median(gap_s), "step_s": statistics.median(step_s),
+        "time_share": statistics.median(gap / step for gap, step in zip(gap_s, step_s, strict=True)),
+        "memory_share": peaks.gap / peaks.step, "gap_bytes": peaks.gap, "step_bytes": peaks.step,
+    }  # fmt: skip
+
+
+def train(config: TrainConfig, base: Path, threads: int) -> int:
+    """A run to its end, quietly; the tokens of its last step."""
+    config = config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
+    with checked_run(config, {}, base, "it") as (parts, run):
+        run.display._stream = None
+        execute(parts, run)
+        return int(read(run.directory.metrics)[-1]["rollout/tokens_used"])
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make_new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Something else under a name for a while."""
+    old = getattr(owner, name)
+    setattr(owner, name, make_new(old))
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+@dataclass
+class Spent:
+    """When each step was committed, and the seconds of each that went into the gap."""
+
+    commits: list[float] = field(default_factory=list)
+    on_gap: list[float] = field(default_factory=list)
+    now: float = 0.0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name in PARTS:
+                stack.enter_context(replaced(owner, name, self._timed))
+            stack.enter_context(replaced(Run, "commit", self._committed))
+            yield
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args)
+            self.now += time.perf_counter() - started
+            return result
+
+        return call
+
+    def _committed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = function(*args)
+            self.commits.append(time.perf_counter())
+            self.on_gap.append(self.now)
+            self.now = 0.0
+            return result
+
+        return call
+
+
+@dataclass
+class Peaks:
+    """Bytes in use at most: by the work on the gap above what there was before it, and by all tensors of a step."""
+
+    gap: int = 0
+    step: int = 0
+    numpy: int = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name in PARTS:
+                stack.enter_context(replaced(owner, name, self._marked))
+            stack.enter_context(replaced(Run, "commit", self._committed))
+            yield
+
+    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if not tracemalloc.is_tracing():
+                return function(*args)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            with torch.profiler.record_function(WINDOW):
+                result = function(*args)
+            self.numpy = max(self.numpy, tracemalloc.get_traced_memory()[1] - before)
+            return result
+
+        return call
+
+    def _committed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The second step is looked at: between the first commit and the second."""
+
+        def call(run: Run, step: int, *args: Any) -> Any:
+            result = function(run, step, *args)
+            if step == 1:
+                self.in_use = tensors_in_use()
+                self.profiler = torch.profiler.profile(profile_memory=True)
+                tracemalloc.start()
+                self.profiler.start()
+            elif step == 2:
+                self.profiler.stop()
+                tracemalloc.stop()
+                self._read()
+            return result
+
+        return call
+
+    def _read(self) -> None:
+        events = sorted(self.profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        windows = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == WINDOW]
+        level = highest = 0
+        at_start: dict[int, int] = {}
+        for event in (e for e in events if e.name() == "[memory]"):
+            level_before, level = level, level + event.nbytes()
+            highest = max(highest, level)
+            for k, (start, stop) in enumerate(windows):
+                if start <= event.start_ns() <= stop:
+                    self.gap = max(self.gap, level - at_start.setdefault(k, level_before))
+        self.gap += self.numpy
+        self.step = self.in_use + highest
+
+
+def tensors_in_use() -> int:
+    """Bytes of all tensors that are alive: weights, moments, caches."""
+    alive = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+    return sum(storages.values())
 
 
 if __name__ == "__main__":

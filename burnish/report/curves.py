@@ -37,10 +37,14 @@ CHARTS = (
 
 @dataclass
 class Chart:
-    """Lines that share a plot: name of each, and its points by step."""
+    """Lines that share a plot: name of each, and its points by step, or by the number of a place that has a name."""
 
     title: str
     series: dict[str, list[Point]] = field(default_factory=dict)
+    places: list[str] = field(default_factory=list)
+    """What stands under the axis, where that is no number of steps."""
+    hints: list[str] = field(default_factory=list)
+    """What is said of each place when it is pointed at."""
 
 
 def series(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:

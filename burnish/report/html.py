@@ -1,7 +1,7 @@
 """report.html: one file that shows what a run did, to open anywhere, now or in ten years.
 
-Headline numbers, curves, the config, what the run had to say, and sample rollouts with each token shaded by its
-log-prob. It is made from the run directory alone (metrics.jsonl, samples/, config.yaml, log.txt), loads nothing from the
+Headline numbers, curves, where sampler and trainer disagree, the config, what the run had to say, and sample rollouts
+with each token shaded by its log-prob. It is made from the run directory alone (metrics.jsonl, samples/, config.yaml, log.txt), loads nothing from the
 network, and is a few megabytes at most.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.report import page, svg
 from burnish.report.curves import Chart, charts, other_charts, series
+from burnish.report.gap import is_profile, profile_charts, worst_table
 from burnish.report.rollouts import collect
 from burnish.run import metrics
 from burnish.run.display import duration
@@ -37,7 +38,7 @@ def write_report(run: Path) -> Path:
         raise UserError(f"{run / 'metrics.jsonl'} has no lines yet: there is nothing to report before the first step")
     groups, left_out = collect(run / "samples")
     shown = charts(rows)
-    others = other_charts(rows, shown)[:MAX_OTHER_CHARTS]
+    others = [chart for chart in other_charts(rows, shown) if not is_profile(chart.title)][:MAX_OTHER_CHARTS]
     drawn: list[dict[str, object]] = []
     name = run.resolve().name
     body = "\n".join(
@@ -49,6 +50,7 @@ def write_report(run: Path) -> Path:
             _fold("Every other metric", f'<div class="charts">{_figures(others, OTHER_POINTS, drawn)}</div>')
             if others
             else "",
+            gap_part(run / "samples" / "worst_tokens.jsonl", rows, drawn),
             "<h2>Sample rollouts</h2>",
             f'<p class="dim">{escape(left_out)}</p>' if left_out else "",
             page.FILTERS if groups else '<p class="dim">This run has written no samples yet.</p>',
@@ -98,6 +100,15 @@ def breakdown(rows: list[dict[str, Any]]) -> str:
         return ""
     head = "<tr><th>mode</th><th>rows</th><th>before</th><th>after</th></tr>"
     return f'<h2>Held-out accuracy by part</h2><div class="scroll"><table>{head}{"".join(cells)}</table></div>'
+
+
+def gap_part(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[str, object]]) -> str:
+    """Where sampler and trainer disagree, as far as the run has recorded it."""
+    profiles, worst = profile_charts(rows), worst_table(tokens)
+    if not profiles and not worst:
+        return ""
+    figures = f'<div class="charts">{_figures(profiles, POINTS, drawn)}</div>' if profiles else ""
+    return f"<h2>Sampler against trainer</h2>{figures}{worst}"
 
 
 def notes(log: Path) -> str:

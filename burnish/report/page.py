@@ -1,8 +1,8 @@
 """The parts of the HTML page that never change: its style sheet, its script and the frame that holds them.
 
-What a model wrote reaches the page only as JSON in a data block, and the script puts it on screen only through
-`textContent` and `title`, so no completion can become markup. The content security policy allows this one script by its
-hash and no connection to anywhere, should that ever be got wrong.
+What a model wrote reaches the page as JSON in a data block, and the script puts it on screen only through
+`textContent` and `title`, or escaped where a table shows single tokens, so no completion can become markup. The content
+security policy allows this one script by its hash and no connection to anywhere, should that ever be got wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ svg { width: 100%; height: auto; display: block; touch-action: pan-y; }
 .legend { font-size: 0.78em; color: var(--dim); display: flex; flex-wrap: wrap; gap: 2px 12px; }
 output { display: block; min-height: 1.5em; font-size: 0.78em; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } td, th { padding: 2px 14px 2px 0; text-align: left; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; } code { white-space: pre; } mark { background: rgba(var(--hot), 0.45); color: inherit; border-radius: 2px; }
 pre { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: 10px; overflow-x: auto; font-size: 13px; }
 pre.text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0; }
 summary { cursor: pointer; }
@@ -80,12 +80,12 @@ for (const figure of document.querySelectorAll("figure.chart")) {
       let best = points[0];
       for (const point of points) if (Math.abs(point[0] - step) < Math.abs(best[0] - step)) best = point;
       if (at === null || Math.abs(best[0] - step) < Math.abs(at - step)) at = best[0];
-      found.push(name + " " + best[1] + " (step " + best[0] + ")");
+      found.push(name + " " + best[1] + (chart.hints.length ? "" : " (step " + best[0] + ")"));
     }
     const place = chart.left + (at - chart.x[0]) / (chart.x[1] - chart.x[0]) * inner;
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
-    output.textContent = found.join(", ");
+    output.textContent = (chart.hints.length ? chart.hints[at] + "; " : "") + found.join(", ");
   });
 }
 

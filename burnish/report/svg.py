@@ -49,9 +49,9 @@ def draw(chart: Chart, limit: int) -> tuple[str, dict[str, object]]:
     for y in ticks(y_low, y_high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y)}" y2="{y_of(y)}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y_of(y) + 4}" text-anchor="end">{y:.4g}</text>')
-    for x in ticks(x_low, x_high, 5):
-        if x == int(x):
-            parts.append(f'<text class="tick" x="{x_of(x)}" y="{HEIGHT - 8}" text-anchor="middle">{int(x)}</text>')
+    names = dict(enumerate(chart.places)) or {int(x): str(int(x)) for x in ticks(x_low, x_high, 5) if x == int(x)}
+    for at, name in names.items():
+        parts.append(f'<text class="tick" x="{x_of(at)}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
     for index, points in enumerate(lines.values()):
         colour = f"c{index % COLOURS}"
         if len(points) > 1:
@@ -61,7 +61,8 @@ def draw(chart: Chart, limit: int) -> tuple[str, dict[str, object]]:
             parts += [f'<circle class="dot {colour}" cx="{x_of(x)}" cy="{y_of(y)}" r="2.5"/>' for x, y in points]
     parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>')
     shown = {name: [[x, float(f"{y:.6g}")] for x, y in points] for name, points in lines.items()}
-    return "".join(parts), {"series": shown, "x": [x_low, x_high], "left": LEFT, "right": RIGHT, "width": WIDTH}
+    scale = {"x": [x_low, x_high], "left": LEFT, "right": RIGHT, "width": WIDTH}
+    return "".join(parts), {"series": shown, "hints": chart.hints, **scale}
 
 
 def figure(chart: Chart, index: int, svg: str) -> str:

@@ -54,6 +54,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.journal = path / "journal"
         self.samples = path / "samples"
+        self.worst_tokens = self.samples / "worst_tokens.jsonl"
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.html"
         self.curves = path / "curves.png"

@@ -43,11 +43,18 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 
 def append_durably(path: Path, data: bytes) -> None:
-    """Add bytes at the end of a file and force them to disk; on an error the file keeps its old length.
+    """Add bytes at the end of a file and force them to disk; on an error the file keeps its old length."""
+    created = not path.exists()
+    append(path, data, durable=True)
+    if created:
+        fsync_path(path.parent)
+
+
+def append(path: Path, data: bytes, durable: bool = False) -> None:
+    """Add bytes at the end of a file, all or none; not `durable`, they outlive a kill but not a loss of power.
 
     Without the cut a full disk would leave half a line, and the next append would bury it in the middle of the file.
     """
-    created = not path.exists()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         length = os.fstat(descriptor).st_size
@@ -55,14 +62,13 @@ def append_durably(path: Path, data: bytes) -> None:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         except BaseException:
             os.ftruncate(descriptor, length)
             raise
     finally:
         os.close(descriptor)
-    if created:
-        fsync_path(path.parent)
 
 
 def truncate(path: Path, length: int) -> None:

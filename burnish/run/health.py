@@ -1,38 +1,30 @@
 """A health check that speaks: one line when a number leaves its healthy range, with the likely cause and what to try.
 
-Rules are data. `Health.check` is called once a step with the step's metrics (those of rollout correction and of
-`burnish.algorithms.correction.symptoms` among them) and the facts of the configuration. It is quiet while all is well, and says
-each cause once an episode: from the first number that has been out of its range long enough until all of that kind
-have been back for a while.
+Rules are data, and so are causes (`diagnosis.py`). `Health.check` is called once a step with the step's metrics (those of rollout
+correction and of `burnish.algorithms.correction.symptoms` among them) and the facts of the configuration. It is quiet while
+all is well, and says each cause once an episode: from the first number that has been out of its range long enough until
+all of that kind have been back for a while.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median_low
+
+from burnish.run.diagnosis import ONE_SIDED, Course, Facts, Signs, diagnose
 
 BACK = 3
 """Healthy steps that end an episode: a number that swings around the end of its range is one episode."""
-MEMORY = 6
-"""Steps over which a gap is watched for growth, of which there must be four."""
-GROWTH = 1.05
-"""A gap grows where half of the last steps multiply it by this at least: a jump does so once, and noise goes both ways."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the configuration says, and a diagnosis may point at; None is not known."""
-
-    top_p: float | None = None
-    top_k: int | None = None
-    temperature: float | None = None
-    engine: str = "engine"
-    engine_dtype: str | None = None
-    learner_dtype: str | None = None
+MEMORY = 5
+"""Steps out of range that a diagnosis is made from, so that the noise of one batch does not make it."""
+CONFIRM = 2
+"""Steps in a row that must name a second cause of the same episode before it is said."""
+POOLED = 10
+"""Steps over which surprise is averaged: one of a few hundred tokens says nothing."""
+ERRORS = 5
+"""Standard errors of surprise that are put down to chance."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,11 @@ RULES: tuple[Rule, ...] = (
     Rule(_both("mismatch_k3_kl", "k3_kl"), 0.0, 1e-3, 2),
     # Too few to move a mean, too many to be noise: log-probs that differ 20 times.
     Rule(("mismatch/far_share",), 0.0, 1e-3, 2),
-    # A percent off, always the same way, hides below the bounds above and biases every gradient.
+    # A few percent off, always the same way, hide below the bounds above and bias every gradient.
     Rule(("mismatch/one_sided",), 0.0, 2e-3, 3),
+    Rule(("mismatch/heated",), -0.03, 0.03, 2),
+    # No gap, and yet not drawn from what is reported.
+    Rule(("mismatch/surprise",), -0.02, 0.02, 2),
     Rule(
         ("rollout/truncated",),
         0.0,
@@ -80,145 +75,31 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics with `mismatch/one_sided`: the mean gap where the engine is surer everywhere, else 0."""
+def derived(metrics: Mapping[str, float], surprises: Sequence[Mapping[str, float]], facts: Facts) -> dict[str, float]:
+    """The metrics with what is read off several of them:
+
+    - `mismatch/one_sided`, the mean gap where the engine is surer everywhere, else 0;
+    - `mismatch/heated`, the heat where it explains nearly all of the gap, else 0;
+    - `mismatch/surprise`, the mean excess of `surprises` (the last steps) beyond chance and beyond what a gap explains.
+    """
     is_one_sided = metrics.get("mismatch/balance", 0.0) < ONE_SIDED
-    return {**metrics, "mismatch/one_sided": metrics.get("mismatch/gap_rest", 0.0) if is_one_sided else 0.0}
+    is_heated = abs(metrics.get("mismatch/heat_fit", 0.0)) > 0.9 and abs(metrics.get("mismatch/sure_lean", 0.0)) > 0.95
+    found = {
+        "mismatch/one_sided": metrics.get("mismatch/mean", 0.0) if is_one_sided else 0.0,
+        "mismatch/heated": metrics["mismatch/heat"] if is_heated and not is_one_sided else 0.0,
+    }
+    if "mismatch/surprise_excess" in metrics:
+        found["mismatch/surprise"] = _surprise(surprises, facts)
+    return {**metrics, **found}
 
 
-# --- causes of a gap between engine and trainer ------------------------------------------------------------------------
-
-ONE_SIDED = -0.8
-"""A balance below this is no noise; see `symptoms`."""
-
-
-@dataclass(frozen=True)
-class Signs:
-    """What causes are told apart by: this step's metrics, the typical gaps of the last steps (newest last), and the facts."""
-
-    metrics: Mapping[str, float]
-    gaps: Sequence[float]
-    facts: Facts
-
-    def __getitem__(self, name: str) -> float:
-        """A symptom, nan where it was not measured: no comparison with it holds."""
-        return self.metrics.get(f"mismatch/{name}", math.nan)
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether the gap is on its way up, not only up."""
-        steps = [b / max(a, 1e-12) for a, b in pairwise(self.gaps)]
-        return len(steps) >= 3 and median_low(steps) > GROWTH and self.gaps[-1] > 1.3 * self.gaps[0]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One likely cause: how to recognise it, and what to say."""
-
-    name: str
-    holds: Callable[[Signs], bool]
-    cause: Callable[[Signs], str]
-    remedy: str
-
-
-def _truncated(s: Signs) -> str:
-    f = s.facts
-    said = [f"top_p={f.top_p:g}"] if f.top_p is not None and f.top_p < 1 else []
-    said += [f"top_k={f.top_k}"] if f.top_k else []
-    where = f" ({', '.join(said)} is set)" if said else ", by a default of its own"
-    return f"top-p or top-k is on{where}: the engine is surer than the trainer everywhere"
-
-
-def _temperature(s: Signs) -> str:
-    way = "hotter" if s["surprise_corr"] > 0 else "colder"
-    said = "" if s.facts.temperature is None else f" (temperature={s.facts.temperature:g} is set)"
-    return f"a wrong temperature{said}: the engine's log-probs are of a {way} policy than the trainer's"
-
-
-def _precision(s: Signs) -> str:
-    e, t = s.facts.engine_dtype, s.facts.learner_dtype
-    said = f" ({e} against the trainer's {t})" if e and t and e != t else ""
-    return f"precision of the engine{said}: a symmetric gap without a trend"
-
-
-CAUSES: tuple[Cause, ...] = (
-    Cause(
-        "truncated sampling",
-        lambda s: s["balance"] < ONE_SIDED,
-        _truncated,
-        "set rollout.top_p=1 and rollout.top_k=0, and see that the server's generation defaults do not set them",
-    ),
-    Cause(
-        "stale weights",
-        lambda s: s["lag_corr"] > 0.15,
-        lambda s: (
-            f"stale weights: the gap grows by {s['lag_slope']:.2g} with every update a token is old (mean {s['lag_mean']:.2g})"
-        ),
-        "allow less staleness, update the engine more often, or lower the learning rate",
-    ),
-    Cause(
-        "stale weights",
-        lambda s: s["lag_mean"] >= 1,
-        lambda s: f"stale weights: tokens are {s['lag_mean']:.2g} updates old",
-        "allow less staleness, update the engine more often, or lower the learning rate",
-    ),
-    Cause(
-        "weights never arrived",
-        lambda s: s.is_growing and not s["lag_mean"] >= 0.5,
-        lambda s: (
-            f"weights never arrived: the gap grew from {s.gaps[0]:.2g} to {s.gaps[-1]:.2g} in {len(s.gaps)} steps "
-            f"although the {s.facts.engine} says its version is fresh"
-        ),
-        "check that the engine loads what it is sent: names, adapters, a cache of prefixes kept across updates",
-    ),
-    Cause(
-        "wrong temperature",
-        lambda s: abs(s["surprise_corr"]) > 0.5,
-        _temperature,
-        "give engine and trainer the same rollout.temperature, and see that the server reports log-probs after it",
-    ),
-    Cause(
-        "first token",
-        lambda s: s["gap_first"] > 0.05 and s["gap_first"] > 5 * s["gap_rest"],
-        lambda s: (
-            f"an added BOS token, or a prompt encoded otherwise: the gap is {s['gap_first']:.2g} at the first token written and "
-            f"{s['gap_rest']:.2g} after it"
-        ),
-        "send token ids, not text, and turn off the server's add_special_tokens",
-    ),
-    Cause(
-        "re-encoding",
-        lambda s: s["far_share"] > 1e-3 and s["gap_median"] < 0.1,
-        lambda s: (
-            f"a server that re-encodes text: {s['far_share']:.2%} of tokens are more than 20 times off, half of all less than "
-            f"{s['gap_median']:.1g}"
-        ),
-        "take token ids from the engine, not text, and look at the worst tokens in the samples",
-    ),
-    Cause(
-        "other weights",
-        lambda s: s["gap_median"] > 0.5,
-        lambda s: "weights never arrived, or are another model's: most tokens are far off",
-        "check the model the engine serves, and that it loads what it is sent",
-    ),
-    Cause(
-        "precision",
-        lambda s: s["gap_median"] >= 0,
-        _precision,
-        "run the engine in the trainer's dtype (float16 or float32 for both if need be), or correct: correction=decoupled_token_is",
-    ),
-    Cause(
-        "unknown",
-        lambda s: True,
-        lambda s: "not known, for the symptoms were not measured",
-        "look at the worst tokens in the samples",
-    ),
-)
-
-
-def diagnose(signs: Signs) -> Cause:
-    """The first cause whose signs are there: those with the most particular signs come first."""
-    return next(cause for cause in CAUSES if cause.holds(signs))
+def _surprise(steps: Sequence[Mapping[str, float]], facts: Facts) -> float:
+    excess, gap = (sum(m[f"mismatch/surprise_{name}"] for m in steps) / len(steps) for name in ("excess", "gap"))
+    error = math.sqrt(sum(m["mismatch/surprise_error"] ** 2 for m in steps)) / len(steps)
+    beyond = abs(excess) - ERRORS * error - 3 * gap
+    judged = {"none": (-1, 1), "unlikely": (-1,)}.get(facts.selection, ())
+    sign = math.copysign(1, excess)
+    return sign * max(0.0, beyond) if sign in judged else 0.0
 
 
 # --- the check ---------------------------------------------------------------------------------------------------------
@@ -226,26 +107,28 @@ def diagnose(signs: Signs) -> Cause:
 
 @dataclass
 class _Episode:
-    """What was said since the numbers of a kind left their ranges."""
+    """What was said since the numbers of a kind left their ranges, and what may be said next."""
 
     said: set[str] = field(default_factory=set)
     num_healthy: int = 0
+    next: str = ""
+    num_next: int = 0
 
 
 class Health:
-    """Remembers how long each number has been out of range, and what was said."""
+    """Remembers how long each number has been out of range, how the gap came, and what was said."""
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
         self._num_out = dict.fromkeys(rules, 0)
         self._episodes: dict[str, _Episode] = {}
-        self._gaps: deque[float] = deque(maxlen=MEMORY)
+        self._course = Course()
+        self._surprises: deque[Mapping[str, float]] = deque(maxlen=POOLED)
+        self._ill: deque[Mapping[str, float]] = deque(maxlen=MEMORY)
 
     def check(self, step: int, metrics: Mapping[str, float], context: Facts) -> list[str]:
         """The lines to print after a step: none while all is well or nothing new is known."""
-        metrics = derived(metrics)
-        if (gap := _gap_of(metrics)) is not None:
-            self._gaps.append(gap)
+        metrics = self._taken_in(metrics, context)
         is_well: dict[str, bool] = {}
         broken: dict[str, list[str]] = {}
         for rule in self._rules:
@@ -259,32 +142,48 @@ class Health:
                 )
         for kind, well in is_well.items():
             self._watch(kind, well)
-        signs = Signs(metrics, self._gaps, context)
+        if not is_well.get("", True):
+            self._ill.append(metrics)
+        signs = Signs(self._ill, self._course, context)
         return [line for kind, out in broken.items() for line in self._speak(step, kind, out, signs)]
+
+    def explain(self, metrics: Mapping[str, float], context: Facts) -> str:
+        """The likely cause of a gap so large that its step was not finished, and what to try."""
+        self._ill.append(self._taken_in(metrics, context))
+        signs = Signs(self._ill, self._course, context)
+        found = diagnose(signs)
+        return f"{found.cause(signs)}; try: {found.remedy}"
+
+    def _taken_in(self, metrics: Mapping[str, float], facts: Facts) -> dict[str, float]:
+        """The metrics with what is derived from them and from the steps before."""
+        if "mismatch/share" in metrics:
+            self._course.see(metrics["mismatch/share"], metrics.get("mismatch/lag_mean", 0.0))
+        if "mismatch/surprise_excess" in metrics:
+            self._surprises.append(metrics)
+        return derived(metrics, self._surprises, facts)
 
     def _watch(self, kind: str, is_well: bool) -> None:
         """Ends the episode of a kind once none of its numbers has been out of range for a while."""
         episode = self._episodes.setdefault(kind, _Episode())
         episode.num_healthy = episode.num_healthy + 1 if is_well else 0
         if episode.num_healthy >= BACK:
-            episode.said.clear()
+            self._episodes[kind] = _Episode(num_healthy=episode.num_healthy)
+            if not kind:
+                self._ill.clear()
 
     def _speak(self, step: int, kind: str, out: list[str], signs: Signs) -> list[str]:
         """The line on numbers of one kind that are out, unless this cause was named in this episode."""
-        said = self._episodes[kind].said
+        episode = self._episodes[kind]
         if kind:
             name, cause = kind, kind
             remedy = next(rule.remedy for rule in self._rules if rule.cause == kind)
         else:
             found = diagnose(signs)
             name, cause, remedy = found.name, found.cause(signs), found.remedy
-        if name in said:
+        episode.num_next = episode.num_next + 1 if name == episode.next else 1
+        episode.next = name
+        if name in episode.said or (episode.said and episode.num_next < CONFIRM):
             return []
-        said.add(name)
+        episode.said.add(name)
         more = f" and {len(out) - 1} more out of range" if len(out) > 1 else ""
         return [f"step {step}: {out[0]}{more}; likely cause: {cause}; try: {remedy}"]
-
-
-def _gap_of(metrics: Mapping[str, float]) -> float | None:
-    """The gap of a step's typical token: a mean is moved by a few absurd ones, and jumps about with their number."""
-    return next((metrics[n] for n in ("mismatch/gap_median", "mismatch/mean") if n in metrics), None)

@@ -19,6 +19,7 @@ from burnish.run.journal import Journal
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
 from burnish.run.trackers import make_trackers
+from burnish.run.worst_tokens import WorstTokens
 
 
 class Run:
@@ -29,16 +30,18 @@ class Run:
         self.display = Display(directory.log)
         self.journal = Journal(directory.journal)
         self.metrics = Metrics(directory.metrics)
+        self.worst_tokens = WorstTokens(directory.worst_tokens)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
 
     def resume(self) -> Checkpoint | None:
-        """The checkpoint to go on from, with metrics and journal taken back to it; None for a fresh start."""
+        """The checkpoint to go on from, with metrics, worst tokens and journal taken back to it; None for a fresh start."""
         latest = self.checkpoints.latest()
         if latest is None and self.journal.num_events == 0:
             return None
         step = -1 if latest is None else latest.step
         self.metrics.truncate_after(step)
+        self.worst_tokens.truncate_after(step)
         self.journal.rewind(step)
         return latest
 
@@ -56,6 +59,7 @@ class Run:
 
     def checkpoint(self, step: int, writer: Callable[[Path], None], score: float | None) -> Path:
         """A checkpoint; what the journal kept to redo the steps before it is no longer needed."""
+        self.worst_tokens.sync()
         path = self.checkpoints.write(step, writer, score)
         self.journal.append("checkpoint", step=step, path=path.name, score=score)
         self.journal.drop_attachments(lambda name: int(name.split("-")[1]) > step)

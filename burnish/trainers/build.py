@@ -25,8 +25,8 @@ from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, sampling_options, summary
 from burnish.rollout.sources import SyncSource
+from burnish.run.diagnosis import Facts
 from burnish.run.files import atomic_directory, atomic_write
-from burnish.run.health import Facts
 from burnish.run.run import Run
 from burnish.trainers import observe, sft
 from burnish.trainers.job import Demonstrations, Job, Validate
@@ -117,7 +117,9 @@ def facts_of(config: TrainConfig) -> Facts:
     """What a diagnosis may point at."""
     rollout, dtype = config.rollout, config.model.dtype
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
-    return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, dtype, dtype)
+    filters = {record.name for record in config.algorithm.filters}
+    selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
+    return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, dtype, dtype, selection)
 
 
 def imitation(parts: Parts) -> Demonstrations | None:

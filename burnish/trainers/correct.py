@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
 from torch import Tensor
 
-from burnish.algorithms.correction import CORRECTIONS, BudgetState, Corrected, budget_correction, measured
+from burnish.algorithms.correction import (
+    CORRECTIONS,
+    BudgetState,
+    Compared,
+    Corrected,
+    budget_correction,
+    compared,
+    gap_profiles,
+    measured,
+    worst_tokens,
+)
+from burnish.algorithms.correction.gap import LARGEST
 from burnish.algorithms.correction.symptoms import symptoms
 from burnish.config.slots.base import Slot
 from burnish.config.slots.correction import BudgetCorrection, BypassCorrection, DecoupledCorrection, SeedCorrection
 from burnish.core.batch import Batch
 from burnish.trainers.functions import options_of
+
+NUM_WORST = 8
+"""Tokens a step that are shown one by one."""
+BEFORE, AFTER = 16, 8
+"""Tokens around each of them that are shown with it."""
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token the model wrote on which engine and trainer disagree more than on most, with what is around it."""
+
+    trajectory: int
+    """Its place among the trajectories of the batch."""
+    position: int
+    """How many tokens the model had written before it in its sequence."""
+    token: int
+    before: list[int]
+    after: list[int]
+    engine: float
+    """Its log-prob, within +-300 like the next."""
+    trainer: float
+    gap: float
+    """The trainer's log-prob less the engine's."""
+    weight: float | None
+    """What its loss is multiplied with, 0 where it is rejected; None where no correction is made before the loss."""
+
+
+@dataclass(frozen=True)
+class GapReport:
+    """What a step has to say about the gap."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    worst: Sequence[WorstToken] = ()
 
 
 def acts_before_advantages(correction: Slot) -> bool:
@@ -35,19 +84,59 @@ def corrected(
     return batch if found.weights is None else batch.with_token(rollout_weight=found.weights), budget, why
 
 
-def gap_report(batch: Batch, learner: Tensor, correction: Slot, version: int) -> dict[str, float]:
-    """How far the sampler is from the trainer, whose log-probs are `learner` [N], at the tokens in the loss; what is odd
-    about it; and the report of a correction that only measures: one that acts made its own with the weights.
+@torch.inference_mode()  # hundreds of small operations, each a little quicker; only numbers leave
+def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: Slot, version: int) -> GapReport:
+    """How far the sampler is from the trainer; `learner` [N] are the trainer's log-probs at the tokens in the loss of
+    `batch`, None where it has them as `old_logp` at every token the model wrote.
+
+    Then where the gap is, what is odd about it, and the worst tokens, are of all of `whole`, from which filters made
+    `batch`: tokens that the correction rejected are the ones to look at. All else is of the tokens in the loss.
     """
-    mask, sampler = batch.loss_mask, batch.token["behaviour_logp"]
-    if not bool(mask.any()):
+    used = compared(batch, batch.token["old_logp"] if learner is None else learner, batch.loss_mask)
+    seen = used if learner is not None else compared(whole, whole.token["old_logp"], whole.action_mask)
+    metrics = in_the_loss(used, correction) | gap_profiles(seen)
+    if seen.num_tokens:
+        metrics |= symptoms(seen.alone(), version)
+    return GapReport(metrics, worst_of(seen, acts_before_advantages(correction)))
+
+
+def in_the_loss(used: Compared, correction: Slot) -> dict[str, float]:
+    """The gap at the tokens in the loss, and the report of a correction that only measures: one that acts made its own
+    with the weights.
+    """
+    if used.num_tokens == 0:
         return {}
-    gap = (learner[mask].double() - sampler[mask].double()).abs()
-    seen = batch.with_token(old_logp=learner, action_mask=mask)
-    values = {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max()), **symptoms(seen, version)}
+    size = used.gap.abs()
+    mean, largest = torch.stack([size.mean(), size.max()]).tolist()
+    values = {"mismatch/mean": mean, "mismatch/max": largest}
     if acts_before_advantages(correction):
         return values
+    alone = used.alone()
     if isinstance(correction, BypassCorrection):
-        return values | measured(seen).metrics
-    found: Corrected = CORRECTIONS[correction.name](seen, **options_of(correction))
+        return values | measured(alone).metrics
+    found: Corrected = CORRECTIONS[correction.name](alone, **options_of(correction))
     return values | found.metrics
+
+
+def worst_of(seen: Compared, is_corrected: bool) -> list[WorstToken]:
+    """The tokens of largest gap, the worst first; none where engine and trainer agree exactly."""
+    which = worst_tokens(seen, NUM_WORST)
+    batch, place = seen.batch, seen.place[which]
+    sequence = torch.searchsorted(batch.offsets, place, right=True) - 1
+    around = place[:, None] + torch.arange(-BEFORE, AFTER + 1, device=place.device)
+    inside = (around >= batch.offsets[sequence, None]) & (around < batch.offsets[sequence + 1, None])
+    windows = torch.where(inside, batch.tokens[around.clamp(0, batch.num_tokens - 1)], NO_TOKEN)
+    weights: list[float | None] = [None] * len(place)
+    if is_corrected:
+        weight = batch.token["rollout_weight"][place] if "rollout_weight" in batch.token else 1.0
+        weights = (weight * batch.loss_mask[place].double()).tolist()
+    owners = batch.sequence["trajectory_ids"][sequence]
+    log_probs = (side[which].clamp(-LARGEST, LARGEST) for side in (seen.engine, seen.trainer))
+    columns = (owners, seen.position[which], windows, *log_probs, seen.gap[which])
+    found = []
+    for owner, position, window, engine, trainer, gap, weight in zip(
+        *(c.tolist() for c in columns), weights, strict=True
+    ):
+        before, after = ([t for t in part if t != NO_TOKEN] for part in (window[:BEFORE], window[BEFORE + 1 :]))
+        found.append(WorstToken(owner, position, window[BEFORE], before, after, engine, trainer, gap, weight))
+    return found

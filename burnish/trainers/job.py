@@ -15,8 +15,10 @@ from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
 from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.sources import SyncSource
-from burnish.run.health import Facts, Health
+from burnish.run.diagnosis import Facts
+from burnish.run.health import Health
 from burnish.run.run import Run
+from burnish.trainers.correct import GapReport
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.state import TrainerState, restored
 from burnish.training.critic import Critic
@@ -60,7 +62,7 @@ class Learned:
     prepared: dict[str, float] = field(default_factory=dict)
     budget: BudgetState | None = None
     """The next state of a mismatch budget, where there is one."""
-    mismatch: dict[str, float] = field(default_factory=dict)
+    mismatch: GapReport = field(default_factory=GapReport)
     """How far the sampler was from the trainer."""
     num_prepared: int = 0
     """Sequences before the sample filters: those the preparation's numbers are of."""

@@ -1,4 +1,4 @@
-"""What a step looked like: the numbers for metrics.jsonl and the rows for the samples table.
+"""What a step looked like: the numbers for metrics.jsonl and the rows for the tables in samples/.
 
 Names starting with `time/` are the only ones that differ between two identical runs.
 """
@@ -15,6 +15,7 @@ from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
+from burnish.trainers.correct import WorstToken
 from burnish.trainers.job import Learned
 from burnish.training.learner import Update
 
@@ -35,7 +36,7 @@ def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, 
     values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
     for name, value in learned.prepared.items():
         values[name if "/" in name else PREPARED.get(name, f"actor/{name}")] = value
-    values |= learned.mismatch
+    values |= learned.mismatch.metrics
     values["time/step_s"] = step_s
     values["time/rollout_s"] = rollouts.rollout_s
     values["time/reward_s"] = rollouts.reward_s
@@ -146,6 +147,43 @@ def sample_rows(
             }
         )
     return table
+
+
+def worst_rows(rollouts: Scored, worst: Sequence[WorstToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The tokens of largest gap as rows of their table."""
+    usable = rollouts.usable
+    return [
+        {
+            "group": f"{usable[w.trajectory].prompt_id}#{usable[w.trajectory].visit}",
+            "sample": usable[w.trajectory].sample,
+            "position": w.position,
+            "token": w.token,
+            **_in_context(w, tokenizer),
+            "behaviour_logp": w.engine,
+            "trainer_logp": w.trainer,
+            "gap": w.gap,
+            "weight": w.weight,
+        }
+        for w in worst
+    ]
+
+
+def _in_context(worst: WorstToken, tokenizer: Tokenizer) -> dict[str, str]:
+    """The text of a token, of what stands before and of what stands after it.
+
+    The texts are what each part adds to the one before: a decoder may treat the first token of a text specially, and
+    writes a character only once all its bytes are there.
+    """
+    tokens = [*worst.before, worst.token, *worst.after]
+    ends = (len(worst.before), len(worst.before) + 1, len(tokens))
+    before, to_here, whole = (tokenizer.decode(tokens[:end], skip_special=False) for end in ends)
+    here, there = _shared(before, to_here), _shared(to_here, whole)
+    return {"before": before[:here], "text": to_here[here:], "after": whole[there:]}
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts begin with together."""
+    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _advantages(rollouts: Scored, batch: Batch | None) -> dict[str, float]:

@@ -25,7 +25,7 @@ from burnish.config.slots import Plugin
 from burnish.config.slots.curriculum import HardOnlyCurriculum
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
-from burnish.trainers.correct import corrected, gap_report
+from burnish.trainers.correct import GapReport, corrected, gap_report
 from burnish.trainers.functions import filter_function, function_of, options_of, policy_loss
 from burnish.trainers.state import TrainerState, first_state
 from burnish.training.critic import Critic
@@ -156,16 +156,17 @@ class Recipe:
         batch = _with_advantages(batch, estimate, self.algorithm.advantage.name)
         return Prepared(batch, stats, budget, (f"correction: {why}",) if why else ())
 
-    def mismatch(self, batch: Batch, updates: Sequence[Update], version: int) -> dict[str, float]:
-        """How far the sampler was from the trainer on the tokens in the loss; `version` is the trainer's.
+    def mismatch(self, whole: Batch, batch: Batch, updates: Sequence[Update], version: int) -> GapReport:
+        """How far the sampler was from the trainer, in the batch that was prepared and in what filters left of it;
+        `version` is the trainer's.
 
-        {} where the learner's log-probs before the first update are not known: bypass with several updates.
+        Nothing where the learner's log-probs before the first update are not known: bypass with several updates.
         """
         if self.needs_old and not self.bypass:
-            return gap_report(batch, batch.token["old_logp"], self.algorithm.correction, version)
+            return gap_report(whole, batch, None, self.algorithm.correction, version)
         if len(updates) == 1:
-            return gap_report(batch, updates[0].logp, self.algorithm.correction, version)
-        return {}
+            return gap_report(whole, batch, updates[0].logp, self.algorithm.correction, version)
+        return GapReport()
 
     def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:
         """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping) or

@@ -16,6 +16,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from burnish.algorithms.correction.budget import BudgetError
+from burnish.algorithms.correction.surprise import surprise
 from burnish.algorithms.losses import NllLoss
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
@@ -26,6 +28,7 @@ from burnish.rollout.scored import Scored
 from burnish.rollout.sources import RolloutPlan
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.trainers import observe
+from burnish.trainers.explain import explained
 from burnish.trainers.job import Job, Learned, save
 from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.prepare import Recipe
@@ -48,7 +51,7 @@ def train(job: Job) -> bool:
             values = observe.step_values(rollouts, learned, time.perf_counter() - started)
             for line in job.health.check(step, values, job.facts):
                 run.display.note(line)
-            stopping = finish_step(job, step, values, rollouts, learned.batch, stop)
+            stopping = finish_step(job, step, values, rollouts, learned, stop)
             if stopping and step < total:
                 return False
     return True
@@ -104,9 +107,14 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     """One batch through the algorithm and the learners; whenever no update is made a note says why."""
     config, recipe, state = job.config, job.recipe, job.state
     job.run.display.phase("learning")
+    if job.learner.device.type == "cuda":
+        job.engine.sleep()  # its cache is the learner's memory now; the next request takes it back
     critic = config.algorithm.critic
     warming = critic is not None and step <= critic.warmup_steps
-    whole, stats, budget, notes = recipe.prepare(batch, job.learner, job.reference, job.critic, state, warming)
+    try:
+        whole, stats, budget, notes = recipe.prepare(batch, job.learner, job.reference, job.critic, state, warming)
+    except BudgetError as error:
+        raise explained(job, step, error) from error
     for text in notes:
         note(job, step, text)
     batch = recipe.trim(whole)
@@ -123,12 +131,14 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
             continue
         imitated = (job.demonstrations(number), NllLoss()) if job.demonstrations is not None else None
         update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated)
+        if not learned.updates:  # its forward pass saw the policy before it moved
+            learned.prepared |= surprise(mini, update.logp, update.entropy)
         learned.updates.append(update)
         if update.skipped:
             note(job, step, f"no update, {update.skipped}")
         elif job.reference is not None:
             job.reference.after_update(job.learner.model)
-    learned.mismatch = recipe.mismatch(batch, learned.updates, state.step)
+    learned.mismatch = recipe.mismatch(whole, batch, learned.updates, state.step)
     return learned
 
 
@@ -149,7 +159,7 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
 
 
 def finish_step(
-    job: Job, step: int, values: dict[str, Any], rollouts: Scored, batch: Batch | None, stop: StopOnInterrupt
+    job: Job, step: int, values: dict[str, Any], rollouts: Scored, learned: Learned, stop: StopOnInterrupt
 ) -> bool:
     """Validation when it is due, samples, metrics and journal, a checkpoint when it is due.
 
@@ -163,10 +173,11 @@ def finish_step(
         values |= measured
         score = measured.get(f"validation/{next(iter(config.validation.modes), None)}/accuracy")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
-        run.samples(step, "train", observe.sample_rows(rollouts, batch, job.policy.tokenizer))
+        run.samples(step, "train", observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer))
+    run.worst_tokens.append(step, observe.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
     for failed in rollouts.failed[:1]:
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
-    run.commit(step, values, observe.used_ids(rollouts, batch))
+    run.commit(step, values, observe.used_ids(rollouts, learned.batch))
     stopping = stop.requested
     if stopping or step == config.training.steps or score is not None or step % config.run.save_every == 0:
         run.checkpoint(step, lambda folder: save(job, folder), score)

@@ -41,6 +41,8 @@ class Update:
     """[N] log-probs (a critic's values) from the forward pass, before the step, at the tokens in the loss; 0 elsewhere."""
     skipped: str | None
     """Why no step was made, or None."""
+    entropy: Tensor | None = None
+    """[N] of the same pass, where the loss asks for it."""
 
 
 class Learner:
@@ -84,7 +86,8 @@ class Learner:
         if num_tokens == 0:
             return Update({}, torch.zeros(batch.num_tokens, device=batch.tokens.device), "no token is left in the loss")
         self.optimizer.zero_grad()
-        total, sums, logp = self._accumulate(batch, loss)
+        total, sums, seen = self._accumulate(batch, loss)
+        logp, entropy = _first(seen), seen.get("entropy")
         second = 0.0 if also is None else self._accumulate(*also)[0]
         lr = (
             lr_scale
@@ -97,25 +100,25 @@ class Learner:
             stats["second_loss"] = second
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
-            return Update(stats, logp, f"the gradient is not finite (norm {norm})")
+            return Update(stats, logp, f"the gradient is not finite (norm {norm})", entropy)
         self.optimizer.step(lr)
         self.updates += 1
-        return Update(stats, logp, None)
+        return Update(stats, logp, None, entropy)
 
-    def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], Tensor]:
-        """Gradients of a whole mini-batch; the loss, the metric sums and the log-probs (values) seen."""
+    def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+        """Gradients of a whole mini-batch; the loss, the metric sums and the outputs seen, [N] each."""
         needs = loss.needs & OF_A_LOSS
         if loss.scope in ("token", "sequence"):
             return self._one_pass(batch, loss, needs)
         outputs = self.outputs(batch, needs, "loss_mask")
         total, sums, slopes = derivatives(batch, loss, outputs)
         self.backward(batch, slopes)
-        return total, sums, _first(outputs)
+        return total, sums, outputs
 
-    def _one_pass(self, batch: Batch, loss: Loss, needs: Needs) -> tuple[float, dict[str, float], Tensor]:
+    def _one_pass(self, batch: Batch, loss: Loss, needs: Needs) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
-        seen: Tensor | None = None
+        seen: dict[str, Tensor] = {}
         for piece in pieces(batch, self.token_budget, "loss_mask"):
             outputs = forward(self.model, piece, needs, self.temperature)
             value, amounts = loss(view_of(piece.batch, **outputs))
@@ -124,10 +127,10 @@ class Learner:
             total += value.detach()
             for name, amount in amounts.items():
                 sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
-            if seen is None:
-                seen = _first(outputs).new_zeros(batch.num_tokens)
-            seen[piece.positions] = _first(outputs).detach()
-        assert seen is not None, "update() has counted the tokens in the loss"
+            for name, output in outputs.items():
+                if name not in seen:
+                    seen[name] = output.new_zeros(batch.num_tokens)
+                seen[name][piece.positions] = output.detach()
         return float(total), {name: float(amount) for name, amount in sums.items()}, seen
 
     def backward(self, batch: Batch, slopes: Mapping[str, Tensor]) -> None:

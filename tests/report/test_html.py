@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.report.gap import visible
 from burnish.report.html import write_report
 from burnish.report.page import SCRIPT
 from burnish.report.rollouts import choose, collect, evenly
 from burnish.report.svg import bounds, ticks
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
+from burnish.run.worst_tokens import WorstTokens
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -66,6 +68,17 @@ def make_run(folder: Path, text: str = "plain", rows: int = 4) -> Path:
         },
     )
     write_samples(run / "samples", 2, "train", [row(i, text) for i in range(rows)])
+    worst = {
+        "sample": 0,
+        "position": 1,
+        "token": 5,
+        "behaviour_logp": -1.0,
+        "trainer_logp": -1.5,
+        "gap": -0.5,
+        "weight": None,
+    }
+    worst |= dict.fromkeys(("group", "before", "text", "after"), text)
+    WorstTokens(run / "samples" / "worst_tokens.jsonl").append(2, [worst])
     return run
 
 
@@ -131,6 +144,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
     assert "".join(sample["pieces"]) == hostile
     assert data["groups"][0]["prompt"] == hostile
     assert sample["parts"] == {hostile: 1.0}
+    assert page.text.count(visible(hostile)) >= 3, "before, in and after the worst token"
 
 
 def test_the_script_never_parses_text_as_markup_or_code() -> None:

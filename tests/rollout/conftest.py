@@ -73,7 +73,7 @@ def requests(prompts: list[tuple[int, ...]], n: int = 1, **options: Any) -> list
 
 
 def distribution(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """Probabilities [vocab] after temperature, top-k, top-p, written from the definition in plain Python."""
+    """Probabilities [vocab] after temperature, top-k, top-p, min-p, written from the definition in plain Python."""
     p = (logits / (options.temperature or 1.0)).softmax(-1).tolist()
     order = sorted(range(len(p)), key=lambda token: -p[token])
     if options.top_k:
@@ -86,6 +86,7 @@ def distribution(logits: Tensor, options: SamplingOptions) -> Tensor:
             kept.append(token)
             mass += p[token]
         order = kept
+    order = [token for token in order if p[token] >= options.min_p * p[order[0]]]
     total = sum(p[token] for token in order)
     return torch.tensor([p[t] / total if t in order else 0.0 for t in range(len(p))], dtype=torch.float64)
 

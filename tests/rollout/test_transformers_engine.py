@@ -24,6 +24,7 @@ SAMPLINGS = [
     SamplingOptions(max_tokens=20, temperature=0.7, stop_tokens=(1, 4)),
     SamplingOptions(max_tokens=7, top_k=4),
     SamplingOptions(max_tokens=7, top_p=0.8),
+    SamplingOptions(max_tokens=7, min_p=0.3),
     SamplingOptions(max_tokens=8, temperature=0.0),
 ]
 
@@ -150,7 +151,7 @@ def test_waiting_requests_are_aborted_and_new_ones_taken_while_streaming(
 ) -> None:
     engine = engine_of(policy, max_rows=2)
     first, second, third, fourth = tools.requests([(3,)], 4)
-    engine.submit([first, second, third, fourth])
+    engine.submit([third, fourth, replace(second, priority=1), replace(first, priority=2)])  # the highest goes first
     stream = engine.stream()
     assert next(stream).id == first.id
     (kept,) = engine.abort([third.id], keep=True)

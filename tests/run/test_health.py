@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.correction import decoupled_correction, seed_correction
+from burnish.algorithms.correction.surprise import surprise
 from burnish.algorithms.correction.symptoms import symptoms
 from burnish.core.batch import Batch
-from burnish.run.health import BACK, Facts, Health, Rule
+from burnish.run.diagnosis import Facts
+from burnish.run.health import BACK, Health, Rule
 
 ROWS, LENGTH, VOCABULARY = 48, 20, 32
 
@@ -43,6 +45,7 @@ class World:
                 "loss_mask": written,
                 "old_logp": trainer.log_softmax(-1).gather(1, tokens).squeeze(1),
                 "behaviour_logp": behaviour,
+                "entropy": -(trainer.softmax(-1) * trainer.log_softmax(-1)).sum(-1),
                 "version": 100 - (torch.zeros_like(tokens.squeeze(1)) if lag is None else lag),
             },
         )
@@ -52,10 +55,13 @@ Inject = Callable[[World, int], Batch]
 
 
 def metrics_of(batch: Batch) -> dict[str, float]:
-    return seed_correction(batch, apply=False).metrics | symptoms(batch, version=100)
+    """What a step of the trainer measures."""
+    gap = (batch.token["old_logp"] - batch.token["behaviour_logp"]).abs()
+    seen = symptoms(batch, version=100) | surprise(batch, batch.token["old_logp"], batch.token["entropy"])
+    return {"mismatch/mean": float(gap.mean())} | seed_correction(batch, apply=False).metrics | seen
 
 
-def lines_of(inject: Inject, facts: Facts | None = None, steps: Iterable[int] = range(8), seed: int = 0) -> list[str]:
+def lines_of(inject: Inject, facts: Facts | None = None, steps: Iterable[int] = range(10), seed: int = 0) -> list[str]:
     health, facts = Health(), facts or Facts()
     return [
         line for step in steps for line in health.check(step, metrics_of(inject(World(100 * seed + step), step)), facts)
@@ -77,6 +83,12 @@ def stale(world: World, step: int) -> Batch:
     return world.batch(world.logits + 0.1 * lag[:, None] * world.noise(), lag=lag)
 
 
+def partly_stale(world: World, step: int) -> Batch:
+    """After the first step one row in four is one update old."""
+    lag = (torch.rand(ROWS, generator=world.generator) < 0.25 * min(step, 1)).long().repeat_interleave(LENGTH)
+    return world.batch(world.logits + 0.3 * lag[:, None] * world.noise(), lag=lag)
+
+
 def equally_stale(world: World, step: int) -> Batch:
     return world.batch(world.logits + 0.2 * world.noise(), lag=torch.full((ROWS * LENGTH,), 3))
 
@@ -93,6 +105,21 @@ def never_arrived_while_sharpening(world: World, step: int) -> Batch:
     return world.batch(world.logits, trainer=(1 + 0.03 * step) * world.logits)
 
 
+def after_a_clean_start(inject: Inject, start: int = 3) -> Inject:
+    return lambda world, step: (noisy(1e-6) if step < start else inject)(world, step)
+
+
+def with_lag(inject: Inject, drift: float = 0.001) -> Inject:
+    """A trainer that is always one update ahead after its first step, and does not move far in one."""
+
+    def late(world: World, step: int) -> Batch:
+        batch, lag = inject(world, step), torch.full((ROWS * LENGTH,), min(step, 1))
+        moved = batch.token["old_logp"] + drift * lag * world.noise()[:, 0]
+        return batch.with_token(version=100 - lag, old_logp=moved)
+
+    return late
+
+
 def with_bos(world: World, step: int) -> Batch:
     shifted = world.logits + 1e-4 * world.noise()
     shifted[::LENGTH] += world.noise()[::LENGTH]
@@ -100,9 +127,15 @@ def with_bos(world: World, step: int) -> Batch:
 
 
 def re_encoded(world: World, step: int) -> Batch:
+    """One row in eight has another token somewhere, and from there on the log-probs of the token before."""
     batch = world.batch(world.logits + 1e-4 * world.noise())
-    hit = torch.rand(ROWS * LENGTH, generator=world.generator) < 0.01
-    return batch.with_token(old_logp=torch.where(hit, batch.token["old_logp"] - 9, batch.token["old_logp"]))
+    behaviour = batch.token["behaviour_logp"].clone().view(ROWS, LENGTH)
+    place = torch.arange(LENGTH)
+    for row in range(step % 3, ROWS, 8):
+        change = 3 + int(torch.randint(0, LENGTH - 6, (1,), generator=world.generator))
+        behaviour[row] = torch.where(place < change, behaviour[row], behaviour[row].roll(1))
+        behaviour[row, change] = -9.0
+    return batch.with_token(behaviour_logp=behaviour.flatten())
 
 
 def tempered(temperature: float) -> Inject:
@@ -113,24 +146,43 @@ def reported_before_temperature(world: World, step: int) -> Batch:
     return world.batch(world.logits / 0.7, trainer=world.logits / 0.7, reported=world.logits)
 
 
+def in_secret(change: Callable[[Tensor], Tensor]) -> Inject:
+    """Drawn from changed logits, reported as if from those asked for."""
+    return lambda world, step: world.batch(change(world.logits), reported=world.logits)
+
+
 CAUSES: dict[str, tuple[Inject, str]] = {
     "precision": (noisy(0.1), "precision of the engine"),
     "coarse precision": (noisy(0.3), "precision of the engine"),
+    "precision, while the trainer is ahead": (with_lag(noisy(0.1)), "precision of the engine"),
+    "precision, all at once": (after_a_clean_start(noisy(0.1)), "precision of the engine"),
     "stale": (stale, "stale weights"),
+    "partly stale": (partly_stale, "stale weights: the gap grows by"),
     "equally stale": (equally_stale, "stale weights"),
     "stale and growing": (stale_and_growing, "stale weights"),
+    "stale after the first step": (with_lag(noisy(0.0), drift=0.1), "stale weights"),
     "top-p": (lambda w, s: w.batch(truncate(w.logits, top_p=0.9)), "top-p or top-k"),
+    "low top-p": (lambda w, s: w.batch(truncate(w.logits, top_p=0.5)), "top-p or top-k"),
     "mild top-p": (lambda w, s: w.batch(truncate(w.logits + 1e-3 * w.noise(), top_p=0.98)), "top-p or top-k"),
     "top-k": (lambda w, s: w.batch(truncate(w.logits + 0.01 * w.noise(), top_k=8)), "top-p or top-k"),
+    "top-p in secret": (
+        in_secret(lambda x: truncate(x, top_p=0.9)),
+        "top-p or top-k is on, by a default of its own, or",
+    ),
     "colder": (tempered(0.7), "colder policy"),
-    "a little colder": (tempered(0.9), "colder policy"),
-    "a little hotter": (tempered(1.1), "hotter policy"),
+    "a little colder": (tempered(0.9), "colder policy than the trainer's, at about 0.9 times"),
+    "a little hotter": (tempered(1.1), "hotter policy than the trainer's, at about 1.1 times"),
     "hotter": (tempered(1.5), "hotter policy"),
+    "hotter, all at once": (after_a_clean_start(tempered(1.2)), "hotter policy"),
+    "hotter, while the trainer is ahead": (with_lag(tempered(1.2)), "hotter policy"),
+    "hotter in secret": (in_secret(lambda x: x / 1.5), "tokens are drawn hotter than asked for"),
     "raw log-probs": (reported_before_temperature, "wrong temperature"),
     "bos": (with_bos, "added BOS"),
     "re-encoding": (re_encoded, "re-encodes text"),
+    "re-encoding, while the trainer is ahead": (with_lag(re_encoded), "re-encodes text"),
     "never arrived": (never_arrived, "weights never arrived"),
     "never arrived, sharper": (never_arrived_while_sharpening, "weights never arrived"),
+    "no longer arriving": (lambda w, s: never_arrived(w, max(0, s - 3)), "weights never arrived"),
     "another model": (noisy(3.0), "another model"),
 }
 
@@ -173,6 +225,17 @@ def test_the_line_has_value_range_and_what_the_configuration_says() -> None:
     assert "(healthy 0 to 0.001)" in line
     assert "bfloat16 against the trainer's float32" in line
     assert "temperature=0.7 is set" in lines_of(tempered(0.7), Facts(temperature=0.7))[0]
+
+
+def test_surprise_is_not_judged_where_filters_prefer_likely_or_unlikely_samples() -> None:
+    surer, hotter = CAUSES["top-p in secret"][0], CAUSES["hotter in secret"][0]
+    assert len(lines_of(surer, Facts(selection="unlikely"))) == 1  # such a filter can only hide it
+    assert lines_of(hotter, Facts(selection="unlikely")) == []
+    assert lines_of(surer, Facts(selection="any")) == []
+
+
+def test_a_second_cause_must_be_seen_twice_in_a_row() -> None:
+    assert len(lines_of(lambda w, step: (with_bos if step == 5 else noisy(0.1))(w, step))) == 1
 
 
 # --- episodes ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainers.sorter import make_sorter
 from tests.trainers.tiny import TINY, WARM, run_of
 
 
@@ -13,3 +14,9 @@ from tests.trainers.tiny import TINY, WARM, run_of
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is right now and then."""
     return run_of(tmp_path_factory.mktemp("warm") / "run", TINY + WARM, ["training.steps=1"]) / "warm_start"
+
+
+@pytest.fixture(scope="session")
+def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is sure of most of its tokens."""
+    return make_sorter(tmp_path_factory.mktemp("sorter"))

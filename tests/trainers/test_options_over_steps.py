@@ -100,3 +100,13 @@ def test_a_fault_of_the_sampler_shows_in_the_mismatch_of_the_run(fault: str, tmp
     rows, _ = finished(tmp_path / "faulty", warm, [f"rollout.mismatch={fault}"])
     assert max(row["mismatch/mean"] for row in rows) > 1e-4
     assert max(row["mismatch/mismatch_k3_kl"] for row in rows) > 0
+
+
+def test_an_exact_run_logs_a_gap_of_exactly_zero_at_every_step(tmp_path: Path, warm: Path) -> None:
+    rows, _ = finished(tmp_path / "exact", warm, ["rollout.exact=true", "training.mini_batches=2"])
+    gaps = [
+        row[name] for row in rows if "mismatch/mean" in row for name in ("mismatch/mean", "mismatch/mismatch_k3_kl")
+    ]
+    assert gaps == [0.0] * len(gaps)
+    plain, _ = finished(tmp_path / "plain", warm, ["training.mini_batches=2"])
+    assert max(row["mismatch/mean"] for row in plain if "mismatch/mean" in row) > 0

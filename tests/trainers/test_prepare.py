@@ -161,6 +161,18 @@ def test_bypass_is_anchored_on_the_engine_whatever_else_is_computed() -> None:
         assert torch.equal(found.token["ref_logp"], reference.logprobs(batch))
 
 
+def test_what_a_correction_rejects_leaves_the_loss_and_stays_in_its_groups_baseline() -> None:
+    batch = example()
+    far = batch.sequence_ids == 1  # the second of the first group
+    own = torch.where(batch.action_mask, -0.5 * batch.positions.double(), 0.0)
+    batch = batch.with_token(behaviour_logp=torch.where(far & batch.action_mask, own - 3, own))
+    grpo = {"advantage": {"name": "grpo", "std": "none"}}
+    found, stats = prepared(recipe({**grpo, "correction": "decoupled_k3_rs"}), batch)
+    assert found.loss_mask.tolist() == (batch.loss_mask & ~far).tolist()
+    assert stats["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 6)
+    assert found.sequence["advantages"].tolist() == [0.5, -0.5, 0, 0, -0.25, 0.25]
+
+
 # --- trim --------------------------------------------------------------------------------------------------------------
 
 

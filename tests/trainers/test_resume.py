@@ -108,8 +108,8 @@ def runner() -> Iterator[Runner]:
     one.process.wait(10)
 
 
-def result(folder: Path) -> tuple[list[dict], dict, list]:
-    """Everything that must not depend on interruptions: metrics, weights and optimizer, which samples were used."""
+def result(folder: Path) -> tuple[list[dict], dict, list, dict]:
+    """Everything that must not depend on interruptions: metrics, weights and optimizer, which samples were used, tables."""
     run = folder / "run"
     metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(run / "metrics.jsonl")]
     last = run / "checkpoints" / "step-000010"
@@ -121,7 +121,8 @@ def result(folder: Path) -> tuple[list[dict], dict, list]:
         for i, e in enumerate(events)
         if e["event"] == "used" and not any(i < k and e["step"] > step for k, step in resumed)
     ]
-    return metrics, weights, used
+    tables = {path.name: path.read_bytes() for path in sorted((run / "samples").iterdir())}
+    return metrics, weights, used, tables
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +147,11 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(
         (folder / "recipe.yaml").write_text(RECIPE)
         runner.kill_after(folder, moment)
         runner.finish(folder)
-        metrics, weights, used = result(folder)
+        metrics, weights, used, tables = result(folder)
         assert metrics == expected[0], f"killed after {moment:.2f} s"
         assert weights == expected[1]
         assert used == expected[2]
+        assert tables == expected[3]
 
 
 def test_a_run_killed_again_and_again_still_ends_the_same(unbroken: tuple, runner: Runner, tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_a_run_killed_again_and_again_still_ends_the_same(unbroken: tuple, runne
 
 
 def test_the_unbroken_run_measured_what_it_should(unbroken: tuple) -> None:
-    metrics, weights, used = unbroken[0]
+    metrics, weights, used, tables = unbroken[0]
     assert [row["step"] for row in metrics] == list(range(11))
     assert all("validation/greedy/accuracy" in metrics[step] for step in (0, 4, 8, 10))
     assert all(row["mismatch/mean"] <= 1e-5 and row["mismatch/max"] <= 1e-3 for row in metrics[1:])
@@ -170,6 +172,9 @@ def test_the_unbroken_run_measured_what_it_should(unbroken: tuple) -> None:
     assert len(used) == 11
     assert len({i for step, ids in used for i in ids}) == sum(len(ids) for _, ids in used)
     assert weights
+    steps = [json.loads(line)["step"] for line in tables["worst_tokens.jsonl"].splitlines()]
+    assert sorted(set(steps)) == list(range(1, 11))
+    assert all("mismatch/by_position/0/abs" in row for row in metrics[1:])
 
 
 if __name__ == "__main__":

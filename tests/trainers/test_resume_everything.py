@@ -143,13 +143,14 @@ def dies(run: Callable[[], Any]) -> bool:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """What a run leaves behind: metrics without times, which samples it used, every file of its last checkpoint."""
+    """What a run leaves behind: metrics without times, which samples it used, its tables, every file of its last checkpoint."""
     rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(folder / "metrics.jsonl")]
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
     events = [json.loads(line) for line in (folder / "journal" / "events.jsonl").read_text().splitlines()]
     used = {e["step"]: e["ids"] for e in events if e["event"] == "used"}
     files = {str(f.relative_to(last)): f.read_bytes() for f in sorted(last.rglob("*")) if f.is_file()}
-    return {"metrics": rows, "used": used, **files}
+    tables = {f"samples/{f.name}": f.read_bytes() for f in sorted((folder / "samples").iterdir())}
+    return {"metrics": rows, "used": used, **tables, **files}
 
 
 @pytest.fixture(scope="module", params=RUNS)

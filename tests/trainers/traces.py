@@ -92,6 +92,7 @@ def rollouts(kind: str) -> Batch:
         },
         sequence={
             "group_ids": number // 3,
+            "trajectory_ids": number,
             "key": number * 977 + 7,
             "reward": right * (0.5 + 0.5 * (number > 2) * rand(num)),
             "accuracy": right,

@@ -225,6 +225,16 @@ def test_an_update_returns_the_log_probs_it_saw_before_the_step() -> None:
     assert not torch.allclose(it.logprobs(BATCH), expected)
 
 
+@pytest.mark.parametrize("scope", ["token", "batch"])
+def test_an_update_returns_the_entropies_it_saw_where_its_loss_asks_for_them(scope: str) -> None:
+    it = learner(9)
+    expected = torch.where(BATCH.loss_mask, it.outputs(BATCH, frozenset({"entropy"}))["entropy"], 0.0)
+    found = it.update(BATCH, PolicyLoss(scope=scope)).entropy
+    assert found is not None
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    assert it.update(BATCH, NllLoss()).entropy is None
+
+
 @pytest.mark.parametrize("budget", [1, 9, 64])
 def test_outputs_add_entropies_and_squared_probabilities_where_they_are_asked_for(budget: int) -> None:
     it = learner(budget)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from burnish.algorithms.advantages.rewards import token_rewards
-from burnish.algorithms.advantages.written import Written, whitened, written
+from burnish.algorithms.advantages.written import Written, whitened_tokens, written
 from burnish.algorithms.recurrence import recurrence
 from burnish.core.batch import Batch
 
@@ -50,7 +50,7 @@ def gae(
         targets = recurrence(errors, tokens.offsets, gamma * lam_critic)
     returns = tokens.put(targets + values)
     if whiten:
-        advantages = whitened(advantages, ddof)
+        advantages = whitened_tokens(batch, tokens, advantages, ddof)
     return Estimate(tokens.put(advantages), returns)
 
 

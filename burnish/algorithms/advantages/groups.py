@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.rewards import sequence_rewards
-from burnish.algorithms.advantages.written import whitened, written_lengths
+from burnish.algorithms.advantages.written import lengths_in_loss, whitened, written_lengths
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_count, segment_max, segment_mean, segment_min, segment_sum
@@ -120,10 +120,10 @@ def rloo(batch: Batch, singleton: Literal["raw", "zero"] = "raw") -> Tensor:
 def reinforce_plus_plus_baseline(
     batch: Batch, ddof: Literal[0, 1] = 1, singleton: Literal["raw", "zero"] = "raw"
 ) -> Tensor:
-    """[S] r - group mean, whitened over all written tokens of the batch. REINFORCE++-baseline (2501.03262)."""
+    """[S] r - group mean, whitened over all tokens in the loss. REINFORCE++-baseline (2501.03262)."""
     owner, rewards, groups = group_rewards(batch)
     return whitened(
-        normalised(rewards, groups, "none", 0.0, singleton).index_select(0, owner), ddof, written_lengths(batch)
+        normalised(rewards, groups, "none", 0.0, singleton).index_select(0, owner), ddof, lengths_in_loss(batch)
     )
 
 

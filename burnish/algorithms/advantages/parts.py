@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.groups import Groups, normalised, trajectory_groups
-from burnish.algorithms.advantages.written import whitened, written_lengths
+from burnish.algorithms.advantages.written import lengths_in_loss, whitened
 from burnish.config.errors import UserError, nearest
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_mean
@@ -26,7 +26,7 @@ def gdpo(
     weights: Mapping[str, float] = EQUAL,
     ddof: Literal[0, 1] = 1,
 ) -> Tensor:
-    """[S] the weighted sum of every reward part's own group-relative advantage, whitened over all written tokens.
+    """[S] the weighted sum of every reward part's own group-relative advantage, whitened over all tokens in the loss.
 
     Normalising the sum would let a part with a wide range drown the others. The parts are the sequence columns
     `part/<name>`; a part without a weight has weight 1, and one that a reward reports beside its value (`part/<name>/<key>`)
@@ -45,7 +45,7 @@ def gdpo(
     for name in parts:
         rewards = segment_mean(batch.sequence[PREFIX + name], owner, ids.numel())
         total += weights.get(name, 1.0) * _present(rewards, ids, std, eps)
-    return whitened(total[owner], ddof, written_lengths(batch))
+    return whitened(total[owner], ddof, lengths_in_loss(batch))
 
 
 def _present(rewards: Tensor, ids: Tensor, std: str, eps: float) -> Tensor:

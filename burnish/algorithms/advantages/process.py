@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from burnish.algorithms.advantages.groups import Groups, group_rewards
-from burnish.algorithms.advantages.written import whitened, written
+from burnish.algorithms.advantages.written import whitened_tokens, written
 from burnish.algorithms.recurrence import recurrence
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum, segment_sum
@@ -39,7 +39,7 @@ def prime_rloo(
     dense = recurrence(process - tokens.spread(baseline[owner]), tokens.offsets, 1.0)
     outcome = _leave_one_out(rewards, groups)[owner].to(dense.dtype)
     advantages = process_coef * dense + outcome_coef * tokens.spread(outcome)
-    return tokens.put(whitened(advantages, ddof) if whiten else advantages)
+    return tokens.put(whitened_tokens(batch, tokens, advantages, ddof) if whiten else advantages)
 
 
 def _leave_one_out(rewards: Tensor, groups: Groups) -> Tensor:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.rewards import rewards_at, sequence_rewards
-from burnish.algorithms.advantages.written import Written, whitened, written, written_lengths, written_of
+from burnish.algorithms.advantages.written import (
+    Written,
+    lengths_in_loss,
+    whitened,
+    whitened_tokens,
+    written,
+    written_of,
+)
 from burnish.algorithms.recurrence import recurrence
 from burnish.core.batch import Batch
 
@@ -63,14 +70,14 @@ def remax(batch: Batch) -> Tensor:
 
 
 def reinforce_plus_plus(batch: Batch, gamma: float = 1.0, ddof: Literal[0, 1] = 1) -> Tensor:
-    """Return-to-go, whitened over all written tokens of the batch: no critic and no per-prompt baseline to overfit.
+    """Return-to-go, whitened over all tokens in the loss: no critic and no per-prompt baseline to overfit.
 
     REINFORCE++ (2501.03262). [S] for outcome rewards without discount, else [N].
     """
     if is_constant(batch, gamma):
-        return whitened(batch.sequence["reward"], ddof, written_lengths(batch))
+        return whitened(batch.sequence["reward"], ddof, lengths_in_loss(batch))
     tokens = written(batch)
-    return tokens.put(whitened(returns_at(batch, tokens, gamma), ddof))
+    return tokens.put(whitened_tokens(batch, tokens, returns_at(batch, tokens, gamma), ddof))
 
 
 def raft(batch: Batch) -> Tensor:

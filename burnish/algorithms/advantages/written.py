@@ -69,11 +69,16 @@ def written_lengths(batch: Batch) -> Tensor:
     return contiguous_sum(batch.action_mask.to(torch.float32), batch.offsets).long()
 
 
-def whitened(values: Tensor, ddof: int, counts: Tensor | None = None) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) over all written tokens; with one token or none, x - mean.
+def lengths_in_loss(batch: Batch) -> Tensor:
+    """[S] how many tokens of each sequence are in the loss: what the model wrote, less what a correction rejected."""
+    return contiguous_sum(batch.token.get("loss_mask", batch.action_mask).to(torch.float32), batch.offsets).long()
 
-    `values` is one a written token [M], or one a sequence [S] that stands for `counts` [S] tokens. `ddof` 1 divides the
-    variance by n - 1 (verl), 0 by n (OpenRLHF).
+
+def whitened(values: Tensor, ddof: int, counts: Tensor | None = None) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) over the tokens in the loss; with one token or none, x - mean.
+
+    `values` is one a written token [M], or one a sequence [S]; each stands for `counts` tokens, for one where none are given.
+    `ddof` 1 divides the variance by n - 1 (verl), 0 by n (OpenRLHF).
     """
     n = values.numel() if counts is None else int(counts.sum())
     if n == 0:
@@ -87,3 +92,10 @@ def whitened(values: Tensor, ddof: int, counts: Tensor | None = None) -> Tensor:
     if n == 1:
         return centred
     return centred.div_((total / (n - ddof) + 1e-8).sqrt())
+
+
+def whitened_tokens(batch: Batch, tokens: Written, values: Tensor, ddof: int) -> Tensor:
+    """`whitened` for one value a written token [M]: rejected tokens are scaled like the others but do not count."""
+    mask = batch.token.get("loss_mask", batch.action_mask)
+    in_loss = tokens.take(mask)
+    return whitened(values, ddof, None if bool(in_loss.all()) else in_loss)

@@ -12,28 +12,21 @@ from typing import Any
 from burnish.algorithms.correction.budget import BudgetState, budget_correction
 from burnish.algorithms.correction.bypass import bypass_correction
 from burnish.algorithms.correction.decoupled import decoupled_correction
-from burnish.algorithms.correction.profiles import (
-    Profile,
-    WorstTokens,
-    profile_by_position,
-    profile_by_probability,
-    worst_tokens,
-)
+from burnish.algorithms.correction.profiles import Compared, compared, gap_profiles, worst_tokens
 from burnish.algorithms.correction.seed import measured, seed_correction
 from burnish.algorithms.correction.weights import Corrected, sequence_weights
 
 __all__ = [
     "CORRECTIONS",
     "BudgetState",
+    "Compared",
     "Corrected",
-    "Profile",
-    "WorstTokens",
     "budget_correction",
     "bypass_correction",
+    "compared",
     "decoupled_correction",
+    "gap_profiles",
     "measured",
-    "profile_by_position",
-    "profile_by_probability",
     "seed_correction",
     "sequence_weights",
     "worst_tokens",

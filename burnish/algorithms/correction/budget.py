@@ -78,6 +78,14 @@ class Tolerance(NamedTuple):
     ess: float | None = None
 
 
+class BudgetError(UserError):
+    """No correction holds the budget for this batch."""
+
+    def __init__(self, text: str, batch: Batch) -> None:
+        super().__init__(text)
+        self.batch = batch
+
+
 class Measured(NamedTuple):
     """A batch under a correction."""
 
@@ -106,10 +114,10 @@ def holds(found: Measured, budget: Budget, margin: float = 1.0) -> bool:
 
 
 def search(batch: Batch, budget: Budget) -> int:
-    """The first rung under which the budget holds, by trying all; a `UserError` with a diagnosis if there is none."""
+    """The first rung under which the budget holds, by trying all; a `BudgetError` if there is none."""
     gap = _gap(batch)
     found = [_measure(gap, rung) for rung in RUNGS]
-    return _first(found, budget, range(len(RUNGS)))
+    return _first(batch, found, budget, range(len(RUNGS)))
 
 
 # --- the controller ----------------------------------------------------------------------------------------------------
@@ -129,11 +137,13 @@ class BudgetState:
 
 
 def step(state: BudgetState, batch: Batch, budget: Budget) -> tuple[BudgetState, Rung, str]:
-    """(next state, the rung to apply to this batch, why it changed or the empty string where it did not)."""
+    """(next state, the rung to apply to this batch, why it changed or the empty string where it did not); a `BudgetError`
+    where no rung holds."""
     gap, now = _gap(batch), state.rung
     found = [_measure(gap, rung) for rung in RUNGS[: now + 1]]
     if not holds(found[now], budget):
-        return _climb(state, gap, found, budget)
+        found += [_measure(gap, rung) for rung in RUNGS[now + 1 :]]
+        return _climb(state, batch, found, budget)
     streaks = [s + 1 if holds(m, budget, MARGIN) else 0 for s, m in zip(state.streaks, found[:now], strict=False)]
     streaks += [0] * (len(RUNGS) - now)
     ready = [k for k in range(now) if streaks[k] >= state.patience]
@@ -154,11 +164,10 @@ def budget_correction(
     return replace(found, metrics=metrics), state, why
 
 
-def _climb(state: BudgetState, gap: Gap, found: list[Measured], budget: Budget) -> tuple[BudgetState, Rung, str]:
+def _climb(state: BudgetState, batch: Batch, found: list[Measured], budget: Budget) -> tuple[BudgetState, Rung, str]:
     """To the next stricter rung that holds, else to a milder one: truncating less leaves a smaller gap."""
     now = state.rung
-    found = found + [_measure(gap, rung) for rung in RUNGS[now + 1 :]]
-    new = _first(found, budget, [*range(now + 1, len(RUNGS)), *range(now)])
+    new = _first(batch, found, budget, [*range(now + 1, len(RUNGS)), *range(now)])
     patience = min(LONGEST, 2 * state.patience) if state.came_down else state.patience
     why = (
         f"{RUNGS[now].name} -> {RUNGS[new].name}: {_broken(found[now], budget)}, "
@@ -167,18 +176,19 @@ def _climb(state: BudgetState, gap: Gap, found: list[Measured], budget: Budget) 
     return BudgetState(rung=new, patience=patience), RUNGS[new], why
 
 
-def _first(found: list[Measured], budget: Budget, order: range | list[int]) -> int:
-    """The first rung in `order` that holds."""
+def _first(batch: Batch, found: list[Measured], budget: Budget, order: range | list[int]) -> int:
+    """The first rung in `order` that holds the budget for a batch, `found` being what it is under each."""
     for k in order:
         if holds(found[k], budget):
             return k
     raw, last = found[0], found[-1]
     most = max(range(len(found)), key=lambda k: (found[k].share >= SHARE, -_excess(found[k], budget)))
-    raise UserError(
+    text = (
         f"no correction holds correction.budget: uncorrected, {_broken(raw, budget)}; the closest, {RUNGS[most].name}, is at "
         f"{_said(found[most])}, and the strictest keeps {last.share:.0%} of the tokens (at least {SHARE:.0%} must be left). "
-        "Engine and trainer are too far apart to be corrected: see what the health check names as the cause, or allow a larger budget"
+        "Engine and trainer are too far apart to be corrected: remove the cause, or allow a larger budget"
     )
+    raise BudgetError(text, batch)
 
 
 def _excess(found: Measured, budget: Budget) -> float:

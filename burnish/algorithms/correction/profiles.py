@@ -1,85 +1,128 @@
 """Where the gap is: by position, by how likely the engine found the token, and the worst tokens one by one.
 
-A gap that grows with position points at stale weights or precision that accumulates; one at the first tokens at a prompt
-that was encoded otherwise; one at unlikely tokens only at a truncated sampling distribution or a wrong temperature.
+A wrong temperature is alike at all positions, and of one sign at likely tokens and of the other at unlikely ones; a prompt
+that was encoded otherwise is largest at the first tokens and fades; other weights (stale, rounded, noisy) are felt at all
+probabilities, and less at the first token than later.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.gap import LARGEST, Written, refuse_nan, written_of
+from burnish.algorithms.correction.gap import LARGEST, refuse_nan
 from burnish.core.batch import Batch
+from burnish.core.segments import contiguous_sum
 
-DECADES = 8
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Gaps |old_logp - behaviour_logp| in K buckets, between one edge and the next."""
-
-    edges: Tensor  # [K+1]
-    count: Tensor  # [K] tokens
-    mean: Tensor  # [K] 0 where there are none
-    max: Tensor  # [K]
+DOUBLINGS = 24
+"""Positions up to 2^24 are told apart: longer than any completion."""
+DECADES = 6
+"""Probabilities down to 1e-6 are told apart; a token is below that by accident, and one bucket is enough for those."""
 
 
 @dataclass(frozen=True)
-class WorstTokens:
-    """The K tokens of largest gap, the worst first."""
+class Compared:
+    """M tokens the model wrote to which both engine and trainer gave a log-prob, in the order of their batch."""
 
-    sequence: Tensor  # [K] which sequence of the batch
-    position: Tensor  # [K] where in it
-    old_logp: Tensor  # [K] as the trainer has it
-    behaviour_logp: Tensor  # [K] as the engine reported it
+    batch: Batch
+    place: Tensor  # [M] where in the batch
+    trainer: Tensor  # [M] log-probs
+    engine: Tensor  # [M] log-probs
+    gap: Tensor  # [M] l = trainer - engine, in float64
 
+    @property
+    def num_tokens(self) -> int:
+        return self.place.shape[0]
 
-def profile_by_position(batch: Batch) -> Profile:
-    """Buckets [0, 1), [1, 3), [3, 7), ... of how many tokens the model had written before, up to the longest sequence."""
-    written = written_of(batch)
-    place = torch.arange(1, 1 + int(written.offsets[-1]), device=batch.tokens.device)
-    place -= torch.repeat_interleave(written.offsets[:-1], written.offsets.diff())
-    # The exponent of a float is the number of binary digits, exactly; a rounded logarithm may miss a power of two.
-    bucket = torch.frexp(place.double()).exponent.long() - 1
-    num = int(bucket.max()) + 1 if bucket.numel() else 1
-    edges = 2.0 ** torch.arange(num + 1, dtype=torch.float64, device=bucket.device) - 1
-    return _profile(_gaps(written), bucket, edges)
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[S+1] where the sequences of the batch begin among these tokens."""
+        return torch.searchsorted(self.place, self.batch.offsets)
 
+    @cached_property
+    def position(self) -> Tensor:
+        """[M] how many tokens the model had written before, in the same sequence."""
+        mask, starts = self.batch.action_mask, self.batch.offsets[:-1].clamp(max=max(0, self.batch.num_tokens - 1))
+        written = mask.cumsum(0)  # [N] with the token itself
+        before = written[starts] - mask[starts].long()  # [S]
+        return written.index_select(0, self.place) - 1 - torch.repeat_interleave(before, self.offsets.diff())
 
-def profile_by_probability(batch: Batch) -> Profile:
-    """Buckets (0.1, 1], (0.01, 0.1], ... of the engine's probability, the least likely first: all up to 1e-8 together."""
-    written = written_of(batch)
-    gaps = _gaps(written)
-    decade = (written.column("behaviour_logp").double() / -math.log(10)).floor().clamp(0, DECADES)
-    edges = 10.0 ** torch.arange(-DECADES, 1, dtype=torch.float64, device=decade.device)
-    return _profile(gaps, DECADES - decade.long(), torch.cat([edges.new_zeros(1), edges]))
-
-
-def worst_tokens(batch: Batch, num: int = 16) -> WorstTokens:
-    """The `num` tokens of largest gap, or all if there are fewer."""
-    written = written_of(batch)
-    gaps = _gaps(written)
-    worst = gaps.topk(min(num, gaps.shape[0])).indices
-    place = worst if written.where is None else written.where[worst]
-    sequence = torch.searchsorted(batch.offsets, place, right=True) - 1
-    old, behaviour = (batch.token[name][place] for name in ("old_logp", "behaviour_logp"))
-    return WorstTokens(sequence, place - batch.offsets[sequence], old, behaviour)
+    def alone(self) -> Batch:
+        """These tokens as a batch of their own, with what is reported of a gap: both log-probs, and `version` where it is known."""
+        columns = {"action_mask": torch.ones_like(self.place, dtype=torch.bool)}
+        columns |= {"old_logp": self.trainer, "behaviour_logp": self.engine}
+        if "version" in self.batch.token:
+            columns["version"] = self.batch.token["version"].index_select(0, self.place)
+        return Batch(self.batch.tokens.index_select(0, self.place), self.offsets, columns)
 
 
-def _gaps(written: Written) -> Tensor:
-    """[M] |l|, at most 600."""
-    old, behaviour = (written.column(name).clamp(-LARGEST, LARGEST).double() for name in ("old_logp", "behaviour_logp"))
-    refuse_nan(old, behaviour)
-    return old.sub_(behaviour).abs_()
+def compared(batch: Batch, trainer: Tensor, known: Tensor) -> Compared:
+    """The tokens of `known` [N], where the trainer's log-probs are those of `trainer` [N]; none of both may be nan."""
+    place = known.nonzero().squeeze(1)
+    old, behaviour = (x.detach().index_select(0, place) for x in (trainer, batch.token["behaviour_logp"]))
+    gap = old.clamp(-LARGEST, LARGEST).double().sub_(behaviour.clamp(-LARGEST, LARGEST))
+    if bool(gap.isnan().any()):
+        refuse_nan(old, behaviour)
+    return Compared(batch, place, old, behaviour, gap)
 
 
-def _profile(gaps: Tensor, bucket: Tensor, edges: Tensor) -> Profile:
-    num = edges.shape[0] - 1
-    count = torch.bincount(bucket, minlength=num)
-    mean = torch.bincount(bucket, weights=gaps, minlength=num) / count.clamp(min=1)
-    largest = gaps.new_zeros(num).scatter_reduce(0, bucket, gaps, "amax")
-    return Profile(edges, count, mean, largest)
+def gap_profiles(seen: Compared) -> dict[str, float]:
+    """Mean |l| (`abs`), mean l (`signed`) and number of tokens in each bucket that has any, by position and by probability.
+
+    Names are `mismatch/by_position/3/abs`, `mismatch/by_probability/1e-2/tokens`: a bucket is called by its lower end and
+    reaches to the next, which is 2k + 1 after position k and ten times the engine's probability; `0` holds all up to 1e-6.
+    """
+    if seen.num_tokens == 0:
+        return {}
+    table = _table(seen)
+    positions = [str(2**k - 1) for k in range(DOUBLINGS + 1)]
+    probabilities = ["0", *(f"1e-{k}" for k in range(DECADES, 0, -1))]
+    values: dict[str, float] = {}
+    for kind, names, sums in (("position", positions, table.sum(2)), ("probability", probabilities, table.sum(1))):
+        for name, size, signed, count in zip(names, *sums.tolist(), strict=True):
+            if count:
+                stem = f"mismatch/by_{kind}/{name}/"
+                values |= {stem + "abs": size / count, stem + "signed": signed / count, stem + "tokens": count}
+    return values
+
+
+def worst_tokens(seen: Compared, num: int) -> Tensor:
+    """[K] which of the M tokens have the largest |l|: the worst first, of equals the first in the batch, none with l = 0."""
+    size = seen.gap.abs()
+    if seen.num_tokens == 0:
+        return seen.place
+    least = size.topk(min(num, seen.num_tokens)).values[-1]
+    # Which of several equals topk takes is the library's business; a run that is resumed must take the same.
+    candidates = ((size >= least) & (size > 0)).nonzero().squeeze(1)
+    return candidates[size[candidates].argsort(descending=True, stable=True)[:num]]
+
+
+def _table(seen: Compared) -> Tensor:
+    """[3, DOUBLINGS + 1, DECADES + 1] the sum of |l|, the sum of l and the number of tokens, by position and decade."""
+    engine = seen.engine
+    doublings = 2 ** torch.arange(1, DOUBLINGS + 1, device=engine.device) - 1
+    decades = torch.arange(-DECADES, 0, device=engine.device, dtype=torch.float64).mul_(math.log(10)).to(engine.dtype)
+    position = torch.bucketize(seen.position, doublings, right=True)
+    bucket = position.mul_(DECADES + 1).add_(torch.bucketize(engine, decades))
+    num = (DOUBLINGS + 1) * (DECADES + 1)
+    add = _sums if engine.device.type == "cpu" else _sums_in_order
+    return add(seen.gap, bucket, num).view(3, DOUBLINGS + 1, DECADES + 1)
+
+
+def _sums(gap: Tensor, bucket: Tensor, num: int) -> Tensor:
+    """[3, num] the sum of |l|, the sum of l and the number of tokens in each bucket."""
+    count = torch.bincount(bucket, minlength=num).double()
+    return torch.stack([torch.bincount(bucket, weights=w, minlength=num) for w in (gap.abs(), gap)] + [count])
+
+
+def _sums_in_order(gap: Tensor, bucket: Tensor, num: int) -> Tensor:
+    """The same where threads add in any order, and a sum by ids would differ from one run to the next."""
+    bucket, order = bucket.sort(stable=True)
+    gap = gap[order]
+    offsets = torch.searchsorted(bucket, torch.arange(num + 1, device=bucket.device))
+    sums = [contiguous_sum(values, offsets) for values in (gap.abs(), gap)]
+    return torch.stack([*sums, offsets.diff().double()])

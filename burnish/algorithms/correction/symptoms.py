@@ -1,6 +1,12 @@
-"""What tells one cause of a gap between engine and trainer from another, beyond how large it is."""
+"""What tells one cause of a gap between engine and trainer from another, beyond how large it is.
+
+Most symptoms are a share: sum |l| over what both policies find surprising, sum -(old + behaviour). It is 0 where they
+agree, at most 1, and for one fault about the same while a policy grows sure or unsure, as a mean of |l| is not.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,48 +15,90 @@ from burnish.algorithms.correction.gap import BOUND, LARGEST, Gap, gap_of, writt
 from burnish.algorithms.correction.quantiles import quantiles
 from burnish.algorithms.correction.weights import as_floats
 from burnish.core.batch import Batch
+from burnish.core.segments import contiguous_sum
 
 FAR = 3.0
 """A token whose two probabilities differ by more than e^3 = 20 times is another token, or has another past."""
 TYPICAL = 0.95
-"""Gaps are cut at this quantile of their size, so that a few absurd tokens do not decide what is said of all."""
+"""What is said of most tokens is not decided by a few absurd ones: gaps are cut at this quantile of their size."""
+SURE = math.log(0.5)
+"""Above this log-prob a token is the likeliest of its place, whatever the others are."""
 
 
 def symptoms(batch: Batch, version: int | None = None) -> dict[str, float]:
-    """Of l = old_logp - behaviour_logp at `action_mask`, and t = l cut at the 95% quantile of |l|:
+    """Of l = old_logp - behaviour_logp at `action_mask`:
 
-    - `gap_median` of |l|; `gap_first`, the median |l| of first tokens of rows, and `gap_rest`, the mean of all others (0 if none);
-    - `far_share`, the share of |l| > 3;
-    - `balance` = sum(e^t - 1) / sum|e^t - 1|. Tokens sampled from mu have E[pi/mu] = 1 wherever mu covers pi, so this is near
-      0 for noise, staleness and temperature alike, and -1 where mu leaves out a part of pi, as top-p and top-k do;
-    - `surprise_corr`, the correlation of t with (old + behaviour) / 2 but for first tokens: 0 for noise. A temperature
-      has mu = pi^b / Z and l = (1 - b) log pi + log Z: above 0 for a hotter engine, below for a colder one;
+    - `gap_median` of |l|, and `far_share`, the share of |l| > 3;
+    - `balance` = sum(e^t - 1) / sum|e^t - 1|, t being l but no lower than minus the 95% quantile of |l| and no higher than 3.
+      Tokens sampled from mu have E[pi/mu] = 1 wherever mu covers pi, so this is near 0 for noise, staleness and temperature,
+      and -1 where mu leaves out a part of pi, as top-p and top-k do. What is cut can only move it away from -1;
+    - `sure_lean` = sum l / sum |l| of the tokens to which both give more than 1/2: near 0 for noise. A temperature moves the
+      likeliest token the same way everywhere: 1 for a hotter engine, -1 for a colder one;
+    - `share`, the median of those of rows; `first_share` of first tokens and `late_share` of the second halves of rows: a
+      changed prompt is felt most by what stands next to it;
+    - where a token is far off: `share_before` of the tokens before the first such one of their row, and `share_behind` of
+      those behind it, if any: log-probs that were paired with another text are wrong from there on;
     - where there is a column `version`: `lag_mean` of the updates since a token's weights, to `version` (None: the newest of
-      the batch); `lag_slope` of |t| on that lag, and their correlation `lag_corr`.
+      the batch); `lag_slope` of |l|, cut at its 95% quantile, on that lag, and their correlation `lag_corr`.
 
-    A correlation with something constant is 0.
+    A correlation with something constant is 0, and so is a share of nothing.
     """
     written = written_of(batch)
     old, behaviour = written.column("old_logp"), written.column("behaviour_logp")
     gap = gap_of(old, behaviour, written.offsets)
     size = gap.log_ratio.abs()
     median, cut = quantiles(size, [0.5, TYPICAL]).clamp(max=BOUND)
-    typical = gap.log_ratio.clamp(-cut, cut)
-    first = gap.offsets[:-1]
-    size_first = size[first]
-    away = typical.expm1()
-    surprise = old.detach().clamp(-LARGEST, LARGEST).double() - gap.log_ratio / 2  # the mean of the two
+    away = gap.log_ratio.clamp(max=FAR).maximum(-cut).expm1_()
+    sure = gap.log_ratio[torch.minimum(old, behaviour) > SURE]
     found = {
         "gap_median": median,
-        "gap_first": quantiles(size_first, [0.5])[0],
-        "gap_rest": (size.sum() - size_first.sum()).clamp(min=0) / max(1, gap.num_tokens - first.shape[0]),
         "far_share": gap.mean(size > FAR),
-        "balance": away.sum() / away.abs().sum().clamp(min=1e-300),
-        "surprise_corr": _slope(typical, surprise, skip=first)[1],
+        "balance": _part(away.sum(), away.abs().sum()),
+        "sure_lean": _part(sure.sum(), sure.abs().sum()),
     }
+    surprise = gap.log_ratio - 2 * old.detach().clamp(-LARGEST, LARGEST).double()  # -(old + behaviour)
+    found |= _shares(gap, size, torch.maximum(surprise, size))  # the same but for log-probs above 0, which are absurd
     if "version" in batch.token:
-        found |= _lag(gap, typical.abs(), written.column("version").double(), version)
+        found |= _lag(gap, torch.minimum(size, cut), written.column("version").double(), version)
     return as_floats("mismatch/", found)
+
+
+def _shares(gap: Gap, size: Tensor, surprise: Tensor) -> dict[str, Tensor]:
+    """The shares of rows, and of tokens by where they stand in theirs."""
+    starts, ends = gap.offsets[:-1], gap.offsets[1:]
+    # Runs that end at the middle of a row and at its end, so that every second one is a second half.
+    halves = torch.cat([torch.stack([starts, (starts + ends + 1) // 2], 1).flatten(), ends[-1:]])
+    sizes, surprises = contiguous_sum(size, halves).view(-1, 2), contiguous_sum(surprise, halves).view(-1, 2)
+    found = {
+        "share": quantiles(_part(sizes.sum(1), surprises.sum(1)), [0.5])[0],
+        "first_share": _part(size[starts].sum(), surprise[starts].sum()),
+        "late_share": _part(sizes[:, 1].sum(), surprises[:, 1].sum()),
+    }
+    where = (size > FAR).nonzero().squeeze(1)
+    if where.shape[0]:
+        behind, first = _from_first(gap, where)
+        before = (~behind).double()
+        found["share_before"] = _part(before @ size, before @ surprise)
+        behind[first] = False
+        if bool(behind.any()):
+            found["share_behind"] = _part(size[behind].sum(), surprise[behind].sum())
+    return found
+
+
+def _from_first(gap: Gap, where: Tensor) -> tuple[Tensor, Tensor]:
+    """[M] bool, the tokens of each row from the first of the places `where` on, and [K] those first places."""
+    row = torch.searchsorted(gap.offsets, where, right=True) - 1
+    is_first = torch.cat([torch.ones_like(row[:1], dtype=torch.bool), row.diff() > 0])
+    first, end = where[is_first], gap.offsets[row[is_first] + 1]
+    steps = torch.zeros(gap.num_tokens + 1, dtype=torch.int32, device=where.device)
+    one = torch.ones_like(first, dtype=torch.int32)
+    steps.index_add_(0, first, one).index_add_(0, end, -one)
+    return steps[:-1].cumsum(0, dtype=torch.int32) > 0, first
+
+
+def _part(amount: Tensor, whole: Tensor) -> Tensor:
+    """amount / whole; 0 where there is nothing of either."""
+    return amount / whole.clamp(min=1e-300)
 
 
 def _lag(gap: Gap, size: Tensor, version: Tensor, newest: int | None) -> dict[str, Tensor]:
@@ -59,18 +107,10 @@ def _lag(gap: Gap, size: Tensor, version: Tensor, newest: int | None) -> dict[st
     return {"lag_mean": gap.mean(lag), "lag_slope": slope, "lag_corr": correlation}
 
 
-def _slope(y: Tensor, x: Tensor, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(least-squares slope, correlation) of y on x but for the places `skip`; both 0 where either is constant or empty."""
-    x, y = _centred(x, skip), _centred(y, skip)
+def _slope(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(least-squares slope, correlation) of y on x; both 0 where either is constant."""
+    x, y = x - x.mean(), y - y.mean()
     xx, yy, xy = x.dot(x), y.dot(y), x.dot(y)
     varies = torch.minimum(xx, yy) > 1e-20 * x.shape[0]  # what is left of a constant is rounding
     none = torch.zeros_like(xy)
     return torch.where(varies, xy / xx, none), torch.where(varies, xy / (xx * yy).sqrt(), none)
-
-
-def _centred(x: Tensor, skip: Tensor | None) -> Tensor:
-    """x less its mean, and 0 at `skip`, which is not in the mean."""
-    if skip is None:
-        return x - x.mean()
-    mean = (x.sum() - x[skip].sum()) / max(1, x.shape[0] - skip.shape[0])
-    return (x - mean).index_fill_(0, skip, 0.0)

@@ -222,10 +222,41 @@ def test_advantages_travel_with_their_sequences(f2: Batch, order: list[int]) -> 
         torch.testing.assert_close(grpo(shuffled, std=std), grpo(f2, std=std)[index])
 
 
-@pytest.mark.parametrize("name", GROUP_NAMES)
+@pytest.mark.parametrize("name", [name for name in GROUP_NAMES if name != "reinforce_plus_plus_baseline"])
 def test_group_statistics_do_not_depend_on_the_loss_mask(f2: Batch, name: str) -> None:
     emptied = f2.with_token(loss_mask=f2.loss_mask & (f2.sequence_ids != 0))
     assert torch.equal(ADVANTAGES[name](emptied), ADVANTAGES[name](f2))
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_rejection_comes_before_whitening_and_after_the_group_baseline(f2: Batch, name: str) -> None:
+    """Rejected tokens keep their place in the group's mean, but not in the mean and deviation of the tokens left."""
+    gone = f2.sequence_ids == 0
+    emptied = f2.with_token(loss_mask=f2.loss_mask & ~gone)
+    values = f2.sequence["reward"]
+    if name == "reinforce_plus_plus_baseline":
+        groups = f2.sequence["group_ids"]
+        alike = groups[:, None] == groups
+        several = alike.sum(1) > 1
+        values = torch.where(several, values - (values * alike).sum(1) / alike.sum(1), values)
+    left = values[f2.sequence_ids][emptied.loss_mask]
+    expected = (values - left.mean()) / (left.var() + 1e-8).sqrt()
+    torch.testing.assert_close(ADVANTAGES[name](emptied), expected)
+
+
+def test_rejected_tokens_do_not_count_where_values_differ_from_token_to_token(f2: Batch) -> None:
+    random = torch.rand(f2.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batch = f2.with_token(token_rewards=torch.where(f2.action_mask, random, 0.0))
+    emptied = batch.with_token(loss_mask=batch.loss_mask & (random > 0.3))
+    raw = torch.stack([batch.token["token_rewards"][i : int(stop)].sum() for i, stop in enumerate(ends(batch))])
+    left = raw[emptied.loss_mask]
+    expected = torch.where(f2.action_mask, (raw - left.mean()) / (left.var() + 1e-8).sqrt(), 0.0)
+    torch.testing.assert_close(ADVANTAGES["reinforce_plus_plus"](emptied), expected)
+
+
+def ends(batch: Batch) -> list[int]:
+    """Where the sequence of each token ends."""
+    return batch.offsets[1:][batch.sequence_ids].tolist()
 
 
 def test_one_sequence_alone_has_its_raw_reward_whatever_the_deviation() -> None:

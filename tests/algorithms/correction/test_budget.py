@@ -16,6 +16,7 @@ from burnish.algorithms.correction.budget import (
     PATIENCE,
     RUNGS,
     SHARE,
+    BudgetError,
     BudgetState,
     Measured,
     Rung,
@@ -131,12 +132,16 @@ def test_the_state_is_plain_json() -> None:
     assert BudgetState(**json.loads(json.dumps(asdict(state)))) == state
 
 
-def test_a_gap_that_no_correction_can_bring_within_the_budget_stops_with_a_diagnosis() -> None:
-    for stop in (lambda: search(draw(1.5, 0), BUDGET), lambda: step(BudgetState(), draw(1.5, 0), BUDGET)):
-        with pytest.raises(
-            UserError, match=r"no correction holds.*is over 0.001 and ess .* is under 0.9.*health check"
-        ):
+def test_a_gap_that_no_correction_can_bring_within_the_budget_stops_with_what_was_tried() -> None:
+    batch, words = (
+        draw(1.5, 0),
+        r"no correction holds.*is over 0.001 and ess .* is under 0.9.*too far apart to be corrected",
+    )
+    for stop in (lambda: search(batch, BUDGET), lambda: step(BudgetState(), batch, BUDGET)):
+        with pytest.raises(BudgetError, match=words) as found:
             stop()
+        assert found.value.batch is batch
+        assert isinstance(found.value, UserError)
 
 
 def test_a_rung_below_is_taken_where_none_above_holds() -> None:

@@ -18,12 +18,33 @@ def of(batch: Batch, version: int | None = None) -> dict[str, float]:
     return {name.removeprefix("mismatch/"): value for name, value in symptoms(batch, version).items()}
 
 
-def test_first_tokens_rest_and_far_tokens_by_hand(build: Build) -> None:
+def test_median_far_tokens_and_shares_by_hand(build: Build) -> None:
     found = of(build([[-1.0, -2.0, -3.0], [-5.0, -1.0]], [[-1.5, -2.0, -3.0], [-1.0, -1.2]]))
-    assert found["gap_first"] == pytest.approx((0.5 + 4) / 2)
-    assert found["gap_rest"] == pytest.approx(0.2 / 3)
-    assert found["far_share"] == pytest.approx(0.2)
     assert found["gap_median"] == pytest.approx(0.2)
+    assert found["far_share"] == pytest.approx(0.2)
+    assert found["share"] == pytest.approx((0.5 / 12.5 + 4.2 / 8.2) / 2)  # of the two rows
+    assert found["first_share"] == pytest.approx(4.5 / (2.5 + 6))
+    assert found["late_share"] == pytest.approx(0.2 / (6 + 2.2))  # the last of three, the second of two
+    assert found["share_before"] == pytest.approx(0.5 / 12.5)
+    assert found["share_behind"] == pytest.approx(0.2 / 2.2)
+
+
+def test_shares_around_the_first_far_token_of_each_row(build: Build) -> None:
+    # Rows that meet at a far token, one that is far twice, one that ends with its far token.
+    old = [[-1.0, -8.0, -2.0], [-8.0, -1.0, -8.0, -3.0], [-1.0, -1.0], [-2.0, -9.0]]
+    engine = [[-1.5, -1.0, -4.0], [-1.0, -2.0, -1.0, -3.0], [-1.0, -1.25], [-2.0, -1.0]]
+    found = of(build(old, engine))
+    assert found["share_before"] == pytest.approx((0.5 + 0 + 0.25 + 0) / (2.5 + 2 + 2.25 + 4))
+    assert found["share_behind"] == pytest.approx((2 + 1 + 7 + 0) / (6 + 3 + 9 + 6))
+    last = of(build([[-1.0, -9.0]], [[-1.5, -1.0]]))
+    assert last["share_before"] == pytest.approx(0.5 / 2.5)
+    assert "share_behind" not in last
+    assert "share_before" not in of(build([[-1.0]], [[-1.5]]))
+
+
+def test_a_share_is_that_of_most_rows(build: Build) -> None:
+    old, engine = [[-1.0, -1.0]] * 5, [[-1.0, -1.0]] * 3 + [[-7.0, -9.0]] * 2
+    assert of(build(old, engine))["share"] == 0
 
 
 def test_balance_is_minus_one_where_the_engine_is_always_surer_and_nought_where_masses_agree(build: Build) -> None:
@@ -33,17 +54,25 @@ def test_balance_is_minus_one_where_the_engine_is_always_surer_and_nought_where_
     assert of(build([[x - 3 for x in even]], [[-3.0] * 100]))["balance"] == pytest.approx(0, abs=1e-9)
 
 
-def test_one_absurd_token_does_not_decide_the_balance(build: Build) -> None:
+def test_an_absurd_token_does_not_make_a_gap_one_sided_and_a_rare_one_can_balance_it(build: Build) -> None:
     even = [1e-3, -1e-3] * 50
     assert abs(of(build([[-9.0, *[x - 3 for x in even]]], [[-1.0, *[-3.0] * 100]]))["balance"]) < 0.05
+    # A colder engine: nearly every token is a likely one and falls short, the rest makes up for all of them.
+    most, rest = [math.log(0.98)] * 98, [math.log(1.98)] * 2
+    assert of(build([[x - 3 for x in most + rest]], [[-3.0] * 100]))["balance"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_temperature_in_one_context_correlates_wholly(build: Build) -> None:
-    behaviour = [-0.1, -0.5, -1.0, -2.0, -4.0] * 20
-    hot = of(build([[1.2 * x + 0.3 for x in behaviour]], [behaviour]))["surprise_corr"]
-    cold = of(build([[0.8 * x - 0.3 for x in behaviour]], [behaviour]))["surprise_corr"]
-    assert hot > 0.95
-    assert cold < -0.95
+def test_likely_tokens_all_lean_one_way_under_a_temperature(build: Build) -> None:
+    logits = torch.linspace(-3, 3, 40, dtype=torch.float64)
+    places = torch.stack([logits, -logits], 1)  # two tokens to choose from at each of 40 places
+    own = places.log_softmax(-1)
+    for temperature, lean in ((1.3, 1), (0.7, -1)):
+        engine = (places / temperature).log_softmax(-1)
+        for token in (0, 1):
+            found = of(build([own[:, token].tolist()], [engine[:, token].tolist()]))
+            assert found["sure_lean"] == pytest.approx(lean)
+    up_and_down = of(build([[-0.2, -0.3, -4.0]], [[-0.3, -0.2, -9.0]]))
+    assert up_and_down["sure_lean"] == pytest.approx(0)
 
 
 def test_slope_with_the_version_lag_by_hand(build: Build) -> None:
@@ -58,7 +87,7 @@ def test_slope_with_the_version_lag_by_hand(build: Build) -> None:
 def test_a_constant_correlates_with_nothing(build: Build) -> None:
     same = build([[-0.1] * 7], [[-0.4] * 7]).with_token(version=torch.arange(7))
     found = of(same)
-    assert (found["surprise_corr"], found["lag_corr"], found["lag_slope"]) == (0, 0, 0)
+    assert (found["lag_corr"], found["lag_slope"]) == (0, 0)
 
 
 def test_the_same_policy_has_no_symptoms(build: Build) -> None:
@@ -76,12 +105,17 @@ def test_every_symptom_is_finite_for_any_batch(ragged: Callable[..., Batch], see
     assert all(math.isfinite(v) for v in of(batch.with_token(old_logp=old)).values())
 
 
-def test_rows_of_one_token_have_nothing_after_the_first(build: Build) -> None:
+def test_a_share_is_never_above_one(build: Build) -> None:
+    found = of(build([[-math.inf, -0.0], [-1.0, -0.0]], [[-1.0, -math.inf], [-math.inf, -0.0]]))
+    assert all(0 <= v <= 1 for k, v in found.items() if "share" in k)
+
+
+def test_rows_of_one_token_have_no_second_half(build: Build) -> None:
     found = of(build([[-1.0], [-2.0]], [[-1.5], [-2.0]]))
-    assert (found["gap_first"], found["gap_rest"], found["surprise_corr"]) == (0.25, 0, 0)
+    assert (found["first_share"], found["late_share"]) == pytest.approx((0.5 / 6.5, 0))
 
 
 def test_what_the_model_did_not_write_is_not_looked_at(build: Build) -> None:
     masks = [[False, True, False, True], [False, False]]
     found = of(build([[0, -1.0, 0, -2.0], [0, 0]], [[0, -1.5, 0, -2.1], [0, 0]], masks))
-    assert (found["gap_first"], found["gap_rest"]) == pytest.approx((0.5, 0.1))
+    assert (found["first_share"], found["late_share"]) == pytest.approx((0.5 / 2.5, 0.1 / 4.1))

@@ -1,0 +1,279 @@
+"""Rollout throughput of the native engine on one GPU: the works R1 to R5, and what a group and ragged lengths cost.
+
+python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--profile]
+
+Random weights of the named shapes in bfloat16, prompts of 128 random tokens, temperature 1, no stop token, the log-prob
+of every sampled token, prefill included. `--transformers` runs `generate` beside it on R1, `--profile` prints where the
+device's time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import save, table
+
+from burnish.core.engine import Request, SamplingOptions
+from burnish.core.keys import fold
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder
+from burnish.rollout.native.paged import PagedEngine
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5B": {"hidden_size": 1536, "mlp_size": 8960, "num_layers": 28, "num_heads": 12, "num_kv_heads": 2, "vocab_size": 151936, "tied": True},
+    "7B": {"hidden_size": 3584, "mlp_size": 18944, "num_layers": 28, "num_heads": 28, "num_kv_heads": 4, "vocab_size": 152064, "tied": False},
+}  # fmt: skip
+COPY, FLOPS = 4.3e12, 790e12  # bytes and operations a second of an H200, measured
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of an engine."""
+
+    shape: str
+    requests: int
+    new: int
+    prompt: int = 128
+    group: int = 1
+    ragged: bool = False
+
+
+WORKS = {
+    "R1": Work("1.5B", 256, 256),
+    "R2": Work("1.5B", 1024, 256),
+    "R3": Work("1.5B", 512, 2048),
+    "R4": Work("7B", 256, 256),
+    "R5": Work("7B", 256, 1024),
+    "ragged": Work("1.5B", 2048, 2048, ragged=True),
+    "group of 1": Work("1.5B", 32, 1, prompt=2048),
+    "group of 8": Work("1.5B", 256, 1, prompt=2048, group=8),
+}
+
+
+def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    """A decoder of the shape with random weights, made on the GPU."""
+    arch = Architecture(
+        family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **SHAPES[shape]
+    )
+    with torch.device("meta"):
+        model = Decoder(arch)
+    model = model.to(dtype).to_empty(device="cuda")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.02)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
+
+
+def requests_of(work: Work, vocab: int, tag: str) -> list[Request]:
+    """The requests of a work, every one with its own key."""
+    random = np.random.default_rng(0)
+    lengths = np.full(work.requests, work.new)
+    if work.ragged:  # geometric, mean 256
+        lengths = np.minimum(random.geometric(1 / 256, work.requests), work.new)
+    prompts = [tuple(random.integers(0, vocab, work.prompt).tolist()) for _ in range(work.requests // work.group)]
+    return [
+        Request(f"{tag}{i}", prompts[i // work.group], SamplingOptions(max_tokens=int(lengths[i])), fold(tag, i))
+        for i in range(work.requests)
+    ]
+
+
+def drain(engine: PagedEngine, wanted: Sequence[Request]) -> tuple[int, float]:
+    """(tokens, seconds) from the submission to the last completion."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    engine.submit(wanted)
+    tokens = sum(len(completion.tokens) for completion in engine.stream())
+    torch.cuda.synchronize()
+    return tokens, time.perf_counter() - started
+
+
+def limit_s(work: Work, model: Decoder) -> float:
+    """Seconds that matmuls at full rate and keys and values at full bandwidth take, one after the other."""
+    arch = model.arch
+    body = sum(
+        p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(("emb", "head"))
+    )
+    head = arch.vocab_size * arch.hidden_size
+    token_bytes = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim
+    prefill = 2 * body * work.prompt * work.requests / work.group / FLOPS
+    step = max(2 * (body + head) * work.requests / FLOPS, 2 * (body + head) / COPY)
+    past = token_bytes * work.requests * (work.prompt + work.new / 2) / COPY
+    return prefill + (work.new - 1) * (step + past)
+
+
+def measure(name: str, work: Work, model: Decoder, repeats: int) -> dict[str, Any]:
+    """Median over repeats after one that compiles and captures."""
+    rows = min(work.requests, 256 if work.ragged else 1024)
+    engine = PagedEngine(model, max_rows=rows)
+    vocab = model.arch.vocab_size
+    started = time.perf_counter()
+    short = [
+        Request(r.id, r.tokens, SamplingOptions(max_tokens=min(work.new, 12)), r.key)
+        for r in requests_of(work, vocab, "warm")
+    ]
+    engine.submit(requests_of(Work(work.shape, 1, work.new, work.prompt), vocab, "longest"))
+    list(engine.stream())
+    drain(engine, short[: 2 * rows])
+    ready_s = time.perf_counter() - started
+    runs = []
+    for k in range(repeats):
+        engine.load(k + 1, ())  # as after an update: nothing cached counts
+        waited_s = engine.stats.waited_s
+        tokens, wall_s = drain(engine, requests_of(work, vocab, f"run{k}-"))
+        runs.append((wall_s, tokens, wall_s - (engine.stats.waited_s - waited_s)))
+    wall_s, tokens, host_s = sorted(runs)[(len(runs) - 1) // 2]
+    torch.cuda.synchronize()
+    row = {
+        "work": name,
+        "system": "burnish",
+        "tokens": tokens,
+        "wall_s": wall_s,
+        "tokens_per_s": tokens / wall_s,
+        "host_s": host_s,
+        "first_run_s": ready_s,
+        "prefilled_tokens": engine.stats.prefilled_tokens,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+    if not work.ragged:
+        row["limit_share"] = limit_s(work, model) / wall_s
+    return row
+
+
+def with_transformers(model: Decoder, work: Work) -> dict[str, Any]:
+    """transformers' own generate on the same shape and work, with scores, as RL needs them."""
+    import transformers
+
+    arch = model.arch
+    config = transformers.Qwen2Config(
+        vocab_size=arch.vocab_size, hidden_size=arch.hidden_size, intermediate_size=arch.mlp_size, num_hidden_layers=arch.num_layers,
+        num_attention_heads=arch.num_heads, num_key_value_heads=arch.num_kv_heads, tie_word_embeddings=arch.tied,
+    )  # fmt: skip
+    theirs: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    prompt = torch.randint(0, arch.vocab_size, (work.requests, work.prompt), device="cuda")
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "pad_token_id": 0, "eos_token_id": None}
+    theirs.generate(prompt[:8], max_new_tokens=4, **options)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    out = theirs.generate(prompt, max_new_tokens=work.new, min_new_tokens=work.new, **options)
+    torch.cuda.synchronize()
+    wall_s = time.perf_counter() - started
+    tokens = work.requests * (out.shape[1] - work.prompt)
+    return {
+        "work": "R1",
+        "system": f"transformers {transformers.__version__}",
+        "tokens": tokens,
+        "wall_s": wall_s,
+        "tokens_per_s": tokens / wall_s,
+    }
+
+
+def sleep_and_wake(model: Decoder) -> dict[str, Any]:
+    """Seconds to give the cache back and to take it again, and that the graphs still run afterwards."""
+    engine = PagedEngine(model, max_rows=1024)
+    work = Work("1.5B", 1024, 2048)
+    engine.submit(requests_of(work, model.arch.vocab_size, "room"))
+    engine.abort([f"room{i}" for i in range(work.requests)], keep=False)
+    few = Work("1.5B", 64, 32)
+    first = drain(engine, requests_of(few, model.arch.vocab_size, "few"))
+    assert engine.runner.arena is not None
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        engine.sleep()
+        torch.cuda.synchronize()
+        asleep = time.perf_counter()
+        free = torch.cuda.mem_get_info()[0]
+        woken = time.perf_counter()
+        engine.wake()
+        torch.cuda.synchronize()
+        times.append((asleep - started, time.perf_counter() - woken, free))
+    again = drain(engine, requests_of(few, model.arch.vocab_size, "few"))
+    sleep_s, wake_s = (sorted(t[k] for t in times)[2] for k in (0, 1))
+    row = {"work": "sleep and wake", "system": "burnish", "cache_gib": engine.runner.arena.size.value / 2**30}
+    return row | {"sleep_s": sleep_s, "wake_s": wake_s, "before_s": first[1], "after_s": again[1]}
+
+
+def since_start() -> float:
+    """Seconds since this process was started."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - started
+
+
+def first_token(imported_s: float) -> dict[str, Any]:
+    """Seconds from the start of the process to the first token, and where they go."""
+    model = random_model("1.5B")
+    torch.cuda.synchronize()
+    made_s = since_start()
+    engine = PagedEngine(model, max_rows=256)
+    heard: list[float] = []
+    engine.listener = lambda name, token: heard.append(since_start()) if not heard else None
+    drain(engine, requests_of(WORKS["R1"], model.arch.vocab_size, "first"))
+    row = {"work": "first token", "system": "burnish", "imports_s": imported_s, "model_s": made_s - imported_s}
+    return row | {"engine_s": heard[0] - made_s, "first_token_s": heard[0], "all_s": since_start()}
+
+
+def profile(model: Decoder, work: Work) -> None:
+    """The kernels of one run by the device time they take."""
+    engine = PagedEngine(model, max_rows=work.requests)
+    for tag in ("warm", "seen"):
+        context = torch.profiler.profile() if tag == "seen" else None
+        if context is not None:
+            with context:
+                drain(engine, requests_of(work, model.arch.vocab_size, tag))
+            print(context.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=60))
+        else:
+            drain(engine, requests_of(work, model.arch.vocab_size, tag))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="+", choices=[*WORKS, "sleep and wake"], default=[*WORKS, "sleep and wake"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--first-token", action="store_true", help="only the time from process start to the first token"
+    )
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if args.first_token:
+        rows.append(first_token(since_start()))
+        print(table(rows, list(rows[0])))
+        return
+    for shape in SHAPES:
+        names = [name for name in args.works if name in WORKS and WORKS[name].shape == shape]
+        if not names:
+            continue
+        model = random_model(shape)
+        for name in names:
+            torch.cuda.reset_peak_memory_stats()
+            rows.append(measure(name, WORKS[name], model, args.repeats))
+            print(table(rows[-1:], list(rows[-1])), flush=True)
+        if "sleep and wake" in args.works and shape == "1.5B":
+            rows.append(sleep_and_wake(model))
+            print(table(rows[-1:], list(rows[-1])), flush=True)
+        if args.profile:
+            profile(model, WORKS[names[0]])
+        if args.transformers and "R1" in names:
+            rows.append(with_transformers(model, WORKS["R1"]))
+        del model
+    print(table(rows, ["work", "system", "tokens_per_s", "wall_s", "limit_share", "host_s", "first_run_s", "peak_gib"]))
+    print(f"saved {save('rollout', rows)}")
+
+
+if __name__ == "__main__":
+    main()
