@@ -99,7 +99,9 @@ class Decoder(nn.Module):
         ):
             size = max(256, 1 << (num_positions - 1).bit_length())
             inverse = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
-            self._table = table = rotation_table(size, inverse.to(weight.device), weight.dtype)
+            # Made on the CPU: a GPU's sines differ in the last bit, and one model has one table.
+            cos, sin = rotation_table(size, inverse, weight.dtype)
+            self._table = table = cos.to(weight.device), sin.to(weight.device)
         return table
 
     def hidden(self, tokens: Tensor, offsets: Tensor) -> Tensor:

@@ -89,6 +89,15 @@ def test_a_row_is_not_heard_before_another_one_that_was_drawn_earlier(tools: Any
     assert [len(c.tokens) for c in engine.stream()] == sorted(lengths)
 
 
+def test_a_row_that_only_the_host_can_end_writes_nothing_afterwards(tools: Any, native: Any, model: Decoder) -> None:
+    """Its pages are others' by then."""
+    stops = (*range(100, 100 + STOPS), *range(13))  # any token, but none that the device knows
+    wanted = tools.requests([TEXT[:14], TEXT[20:32], TEXT[40:51], TEXT[60:70]], max_tokens=60)
+    wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=60, stop_tokens=stops))
+    engine = PagedEngine(model, max_rows=4, window=4)
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+
+
 # --- few pages ---------------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +155,8 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_n
     engine = PagedEngine(model, max_rows=2, num_pages=1 + 4)
     with pytest.raises(UserError, match=r"request 0\.0: 60 prompt tokens \+ 12 new ones need 5 pages of 16.*has 4"):
         engine.submit(tools.requests([TEXT[:60]]))
-    wanted = tools.requests([TEXT[:3], TEXT[:5]], max_tokens=25)
+    wanted = tools.requests([TEXT[:3], TEXT[:5]], max_tokens=45)
+    wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=10))
     engine.submit(wanted)
     stream = iter(engine.stream())
     got = {}
@@ -217,6 +227,18 @@ def test_the_bucket_of_a_step_is_never_larger_than_the_rows(tools: Any, native: 
 
 
 # --- abort -------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_request_keeps_also_what_the_host_had_not_read(tools: Any, native: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=1, window=3, listener=lambda *what: engine.interrupt())
+    (wanted,) = tools.requests([TEXT[:5]], max_tokens=40)
+    engine.submit([wanted])
+    assert list(engine.stream()) == []
+    assert engine.stats.tokens == 4, "of two windows one was read"
+    (part,) = engine.abort([wanted.id], keep=True)
+    assert len(part.tokens) == 1 + engine.stats.decode_steps == 7
+    engine.listener = None
+    assert tools.run(engine, [wanted])[wanted.id].tokens.tolist()[:7] == part.tokens.tolist()
 
 
 def rest_of(request: Request, part: Completion) -> Request:
