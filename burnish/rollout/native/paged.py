@@ -4,7 +4,7 @@ The host works in windows: it admits waiting requests into free rows, has the de
 run it reads what the window before has drawn. No step waits for the host; a row that ends is noticed a window later and
 idles until then. Prompts that begin alike share the pages of their common beginning. When pages run out the youngest
 rows give theirs back and wait again with what they have; their keys and values are computed anew later, their tokens
-stay. `device` says where: the same code runs on a CPU, step by step.
+stay. On a CPU the same code runs, step by step instead of by graphs.
 """
 
 from __future__ import annotations
