@@ -267,6 +267,12 @@ def check(request: Request, model: Decoder, decode: Callable[[list[int]], str] |
     """Raise for a request that can never run on the model."""
     if not request.tokens:
         raise UserError(f"request {request.id}: the prompt has no tokens")
+    vocab = model.arch.vocab_size
+    if (
+        min(request.tokens) < 0 or max(request.tokens) >= vocab
+    ):  # a GPU would only say that an assertion failed somewhere
+        strange = next(token for token in request.tokens if not 0 <= token < vocab)
+        raise UserError(f"request {request.id}: token {strange} is not one of the model's, 0 to {vocab - 1}")
     longest = len(request.tokens) + request.sampling.max_tokens
     if longest > model.arch.max_positions:
         raise UserError(

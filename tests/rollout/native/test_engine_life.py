@@ -297,3 +297,11 @@ def test_two_requests_of_one_id_are_refused_also_within_one_call(tools: Any, mak
     with pytest.raises(ValueError, match=r"0\.0"):
         engine.submit(tools.requests([(3,)]) * 2)
     assert list(engine.stream()) == []
+
+
+@pytest.mark.parametrize("tokens", [(3, 13), (-1, 3)])
+def test_a_token_that_the_model_does_not_have_is_refused(tools: Any, make: Any, tokens: tuple[int, ...]) -> None:
+    engine = make(tools.decoder())
+    with pytest.raises(UserError, match="is not one of the model's, 0 to 12"):
+        engine.submit([Request("strange", tokens, SamplingOptions(max_tokens=2), 0)])
+    assert list(engine.stream()) == []
