@@ -25,6 +25,12 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpu, "cpu": cpu, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
+def on_this_gpu(name: str) -> str:
+    """The name with the GPU's last word behind it, `rollout-h200`; without a GPU as it is."""
+    gpu = machine()["gpu"]
+    return name if gpu is None else f"{name}-{gpu.split()[-1].lower()}"
+
+
 def save(name: str, rows: list[dict[str, Any]], path: Path | None = None) -> Path:
     """Write `bench/results/<name>.json`, or another file."""
     RESULTS.mkdir(exist_ok=True)

@@ -2,8 +2,8 @@
 
 python bench/exact.py [--steps 200] [--device cpu]
 
-A GRPO run of the built-in task with `rollout.exact=true` beside the same run without, and the engine's rate in both modes:
-on a GPU on R1's work (1.5B shape, 256 x 256 tokens), on a CPU on the default job's model.
+A GRPO run of the built-in task with `rollout.exact=true` beside the same run without; on a GPU also the engine's rate in both
+modes on R1's work (1.5B shape, 256 x 256 tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save, table
+from common import on_this_gpu, save, table
 from rollout import WORKS, drain, random_model, requests_of
 
 from burnish.rollout.native.paged import PagedEngine
@@ -74,7 +74,7 @@ def main() -> None:
     if torch.cuda.is_available():
         rows += [rate(exact) for exact in (False, True)]
     print(table(rows, ["work", "system", "wall_s", "step_s", "steps_with_a_gap", "largest_gap", "tokens_per_s"]))
-    print(f"saved {save('exact-h200' if torch.cuda.is_available() else 'exact', rows)}")
+    print(f"saved {save(on_this_gpu('exact'), rows)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from common import save, table
+from common import on_this_gpu, save, table
 from rollout import FLOPS, Work, random_model, requests_of
 
 from burnish.algorithms.aggregation import aggregation_weights
@@ -84,7 +84,7 @@ def main() -> None:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
     print(table([row], list(row)))
-    print(f"saved {save('grpo_step-h200', [row])}")
+    print(f"saved {save(on_this_gpu('grpo_step'), [row])}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import save, table
+from common import on_this_gpu, save, table
 
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.keys import fold
@@ -272,7 +272,7 @@ def main() -> None:
             rows.append(with_transformers(model, WORKS["R1"]))
         del model
     print(table(rows, ["work", "system", "tokens_per_s", "wall_s", "limit_share", "host_s", "first_run_s", "peak_gib"]))
-    print(f"saved {save('rollout', rows)}")
+    print(f"saved {save(on_this_gpu('rollout'), rows)}")
 
 
 if __name__ == "__main__":

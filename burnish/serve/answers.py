@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from burnish.serve.schema import ChatRequest, CompletionRequest
 Json = dict[str, Any]
 
 
-class Answer:
+class Answer(ABC):
     """What both shapes share. A subclass says what a choice looks like."""
 
     object = chunk_object = ""
@@ -74,11 +75,13 @@ class Answer:
     def _framed(self, kind: str, choices: list[Json]) -> Json:
         return {**self.head, "object": kind, "choices": choices}
 
+    @abstractmethod
     def _choice(self, delta: Delta) -> Json:
-        raise NotImplementedError
+        """A choice of a whole answer."""
 
+    @abstractmethod
     def _part(self, delta: Delta, is_first: bool) -> Json:
-        raise NotImplementedError
+        """A choice of one event."""
 
     def _prompt(self) -> Json:
         return {}

@@ -3,7 +3,7 @@
 python examples/mismatch/run.py [--seed 0] [--steps-behind 16] [--correction token_tis] [--chart docs/mismatch-example.svg]
                                 [key=value ...]      overrides of recipe.yaml, such as training.steps=50
 
-Two runs at once, one core each: two minutes.
+Two runs at once, one core each: about three minutes.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_a_character_of_several_tokens_is_the_last_ones_text(place: int, shown: 
     worst = WorstToken(0, 0, tokens[place], tokens[:place], tokens[place + 1 :], -1.0, -2.0, -1.0, None)
     sequence = TokenSequence(np.array([0]), np.array([True]), np.zeros(1, np.float32), np.zeros(1, np.int32))
     scored = Scored([], [Trajectory("p", 0, 0, [sequence], "stop", "", 1.0)], 0.0, 0.0)
-    (row,) = observe.worst_rows(scored, [worst], Bytes())  # type: ignore[arg-type]
+    (row,) = observe.worst_rows(scored, [worst], Bytes())
     assert (row["before"], row["text"], row["after"]) == shown
 
 

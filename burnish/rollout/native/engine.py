@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.core.noise import uniforms
 from burnish.core.segments import offsets_from_lengths
@@ -25,6 +24,7 @@ from burnish.models.ops.attention import PackedAttention
 from burnish.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from burnish.rollout.native.rows import Rows
 from burnish.rollout.native.sampler import sample
+from burnish.rollout.native.shared import EngineStats, check_requests, take_weights
 
 PREFILL_TOKENS = 8192  # prompts packed into one forward, at most (a longer prompt goes alone)
 
@@ -36,22 +36,6 @@ class Prefilled:
     keys: Tensor  # [layers, length, kv_heads, head_dim]
     values: Tensor
     logits: Tensor  # [vocab], of the first new token
-
-
-@dataclass
-class EngineStats:
-    """Work done so far."""
-
-    prefilled_tokens: int = 0
-    decode_steps: int = 0
-    row_steps: int = 0
-    """Rows decoded, summed over steps: the tokens produced besides each sample's first, which the prefill gives, and in the
-    paged engine the steps of a window that a row did not need."""
-    tokens: int = 0
-    preemptions: int = 0
-    """Rows that gave their pages back and waited again."""
-    waited_s: float = 0.0
-    """Seconds the host waited for the device; 0 where the device waits for the host, or is the host."""
 
 
 class NativeEngine:
@@ -82,14 +66,8 @@ class NativeEngine:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known, fresh = self._ids | {completion.id for completion in self.ready}, set[str]()
-        for request in requests:
-            check(request, self.model, self.decode)
-            if request.id in known:
-                raise ValueError(f"request {request.id} is already running")
-            if request.id in fresh:
-                raise ValueError(f"two of the requests are called {request.id}")
-            fresh.add(request.id)
+        known = self._ids | {completion.id for completion in self.ready}
+        fresh = check_requests(requests, known, self.model, self.decode)
         self.waiting.update(request.tokens for request in requests)
         self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
         self._ids |= fresh
@@ -131,10 +109,7 @@ class NativeEngine:
             raise RuntimeError(
                 f"new weights while {len(self.rows)} rows are running: their cache would be stale; finish or abort first"
             )
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                parameters[name].copy_(tensor)
+        take_weights(self.model, named_tensors)
         self.version = version
 
     def sleep(self) -> None:
@@ -261,26 +236,6 @@ class NativeEngine:
         if last != row:
             self.cache.move(last, row, int(self.rows.position[row]))
         return completion
-
-
-def check(request: Request, model: Decoder, decode: Callable[[list[int]], str] | None) -> None:
-    """Raise for a request that can never run on the model."""
-    if not request.tokens:
-        raise UserError(f"request {request.id}: the prompt has no tokens")
-    vocab = model.arch.vocab_size
-    if (
-        min(request.tokens) < 0 or max(request.tokens) >= vocab
-    ):  # a GPU would only say that an assertion failed somewhere
-        strange = next(token for token in request.tokens if not 0 <= token < vocab)
-        raise UserError(f"request {request.id}: token {strange} is not one of the model's, 0 to {vocab - 1}")
-    longest = len(request.tokens) + request.sampling.max_tokens
-    if longest > model.arch.max_positions:
-        raise UserError(
-            f"request {request.id}: {len(request.tokens)} prompt tokens + {request.sampling.max_tokens} new ones = {longest}, "
-            f"but the model is made for {model.arch.max_positions} positions; lower max_tokens"
-        )
-    if request.sampling.stop and decode is None:
-        raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
 
 
 def _no_tokens() -> np.ndarray:

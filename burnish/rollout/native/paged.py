@@ -21,10 +21,10 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.models.decoder import Decoder
 from burnish.rollout.native.admission import admit
-from burnish.rollout.native.engine import EngineStats, check
 from burnish.rollout.native.pages import Pages
 from burnish.rollout.native.runner import Runner
 from burnish.rollout.native.seats import Flight, Seat, Seats
+from burnish.rollout.native.shared import EngineStats, check_requests, take_weights
 from burnish.rollout.native.state import RING
 
 PAGE = 16  # tokens a page
@@ -64,14 +64,8 @@ class PagedEngine:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known, fresh = self._ids.keys() | {completion.id for completion in self.ready}, set[str]()
-        for request in requests:
-            check(request, self.model, self.decode)
-            if request.id in known:
-                raise ValueError(f"request {request.id} is already running")
-            if request.id in fresh:
-                raise ValueError(f"two of the requests are called {request.id}")
-            fresh.add(request.id)
+        known = self._ids.keys() | {completion.id for completion in self.ready}
+        check_requests(requests, known, self.model, self.decode)
         if requests:
             self._make_room(requests)
             self.wake()
@@ -117,10 +111,7 @@ class PagedEngine:
             raise RuntimeError(
                 f"new weights while {begun} rows are running: their cache would be stale; finish or abort first"
             )
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                parameters[name].copy_(tensor)
+        take_weights(self.model, named_tensors)
         self.version = version
         self.pages.forget()
 
