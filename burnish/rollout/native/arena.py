@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.config.errors import UserError
+
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -85,6 +87,12 @@ class Arena:
             return
         handle = ctypes.c_uint64()
         torch.cuda.empty_cache()  # what torch keeps for later may be what is wanted here
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < self.size.value:
+            raise UserError(
+                f"the engine's cache needs {self.size.value / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
+                "lower rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
+            )
         _call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
         _call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         access = _Access(self._location, _READ_WRITE)
