@@ -33,7 +33,8 @@ def make_model() -> Callable[..., Decoder]:
 def make_batch() -> Callable[..., Batch]:
     """`make_batch(shapes, seed)`: sequences as (group, prompt length, written length).
 
-    Some written tokens are out of the loss, one sequence may be out of it altogether; all columns are made up.
+    Prompts of a group begin alike. Some written tokens are out of the loss, one sequence may be out of it altogether; all
+    columns are made up.
     """
 
     def build(shapes: list[tuple[int, int, int]], seed: int = 0, mode: str = "token-mean") -> Batch:
@@ -46,8 +47,9 @@ def make_batch() -> Callable[..., Batch]:
         n, s = mask.numel(), len(shapes)
         dropped = rand(n) < 0.2
         dropped[mask.nonzero()[0]] = False
+        prompts = torch.tensor([(group + 5 * i) % VOCAB for group, a, b in shapes for i in range(a + b)])
         batch = Batch(
-            tokens=torch.randint(VOCAB, (n,), generator=generator),
+            tokens=torch.where(mask, torch.randint(VOCAB, (n,), generator=generator), prompts),
             offsets=offsets_from_lengths(torch.tensor([a + b for _, a, b in shapes])),
             token={
                 "action_mask": mask,

@@ -1,8 +1,8 @@
-"""Micro-batches: a partition under the budget, and the way back to the whole batch."""
+"""Micro-batches: a partition under the budget, balanced, and the way back to the whole batch."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
 
 import pytest
 import torch
@@ -11,54 +11,92 @@ from hypothesis import strategies as st
 
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.training.forward import element_positions, split
-from burnish.training.packing import micro_batches
+from burnish.training.forward import Packing, element_positions, pieces
+from burnish.training.packing import Unit, group_units, micro_batches, single_units
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=15)
+GROUPED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=14)
 
 
-@given(LENGTHS, st.integers(1, 60))
-def test_every_sequence_is_in_one_micro_batch_under_the_budget(lengths: list[int], budget: int) -> None:
-    parts = micro_batches(lengths, budget)
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+def members(part: list[Unit]) -> list[int]:
+    return [i for unit in part for i in unit.members]
+
+
+@given(LENGTHS, st.integers(1, 60), st.integers(0, 4))
+def test_every_sequence_is_in_one_micro_batch_under_the_budget(lengths: list[int], budget: int, at_least: int) -> None:
+    parts = micro_batches(single_units(lengths), budget, at_least)
+    assert sorted(i for part in parts for i in members(part)) == list(range(len(lengths)))
+    assert len(parts) >= at_least
     for part in parts:
-        assert len(part) == 1 or sum(lengths[i] for i in part) <= budget
+        assert len(part) < 2 or sum(lengths[i] for i in members(part)) <= budget
 
 
 @given(LENGTHS, st.integers(1, 60))
-def test_similar_lengths_share_a_micro_batch(lengths: list[int], budget: int) -> None:
-    order = [lengths[i] for part in micro_batches(lengths, budget) for i in part]
-    assert order == sorted(lengths)
+def test_there_are_never_more_than_one_and_a_half_times_the_fewest(lengths: list[int], budget: int) -> None:
+    parts = micro_batches(single_units(lengths), budget)
+    alone = sum(length >= budget for length in lengths)
+    fewest = math.ceil(sum(length for length in lengths if length < budget) / budget)
+    assert len(parts) <= alone + 2 * fewest
 
 
-@given(LENGTHS, st.integers(1, 60))
-def test_no_two_neighbours_could_be_one(lengths: list[int], budget: int) -> None:
-    parts = micro_batches(lengths, budget)
-    for part, following in pairwise(parts):
-        assert sum(lengths[i] for i in part) + lengths[following[0]] > budget
+def test_micro_batches_cost_about_the_same() -> None:
+    lengths = [100 + (37 * i) % 400 for i in range(256)]
+    parts = micro_batches(single_units(lengths), 8192)
+    costs = [sum(unit.cost for unit in part) for part in parts]
+    assert len(parts) == math.ceil(sum(lengths) / 8192)
+    assert max(costs) < 1.01 * min(costs)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "budget", "expected"),
-    [
-        ([4, 2, 3, 2], 5, [[1, 3], [2], [0]]),
-        ([4, 2, 3, 2], 11, [[1, 3, 2, 0]]),
-        ([9, 1, 1], 4, [[1, 2], [0]]),
-        ([5], 1, [[0]]),
-        ([], 8, []),
-    ],
-)
-def test_pinned(lengths: list[int], budget: int, expected: list[list[int]]) -> None:
-    assert micro_batches(lengths, budget) == expected
+def test_a_long_sequence_counts_for_its_attention() -> None:
+    """By tokens 600 and three of 100 are half of it all; with attention 600 costs 1200, and each 100 only 117."""
+    lengths = [600, *[100] * 12]
+    by_tokens, by_cost = (micro_batches(single_units(lengths, b), 1200) for b in (0.0, 1 / 600))
+    assert sorted(len(part) for part in by_tokens) == [4, 9]
+    assert sorted(len(part) for part in by_cost) == [2, 11]
+
+
+@given(GROUPED, st.integers(1, 40), st.integers(0, 6))
+def test_units_of_groups_hold_every_sequence_once_and_stay_under_the_budget(
+    drawn: list[tuple[int, int]], budget: int, prompt: int
+) -> None:
+    groups, lengths = [g for g, _ in drawn], [prompt + length for _, length in drawn]
+    alone = {g for g in groups if groups.count(g) == 1}
+    shared = [0 if g in alone else prompt for g in groups]
+    units = group_units(lengths, groups, shared, budget)
+    assert sorted(i for unit in units for i in unit.members) == list(range(len(groups)))
+    for unit in units:
+        trunk = shared[unit.members[0]]
+        assert len({groups[i] for i in unit.members}) == 1
+        assert unit.num_tokens == trunk + sum(lengths[i] - trunk for i in unit.members)
+        assert len(unit.members) == 1 or unit.num_tokens <= budget
+
+
+def test_a_shared_prompt_is_paid_once() -> None:
+    (unit,) = group_units([12, 13, 15], [4, 4, 4], [10, 10, 10], 100, attention_cost=0.5)
+    assert unit.num_tokens == 10 + 2 + 3 + 5
+    assert unit.cost == 20 + 0.5 * (100 + (144 - 100) + (169 - 100) + (225 - 100))
+
+
+@pytest.mark.parametrize(("lengths", "budget", "sizes"), [([9, 1, 1], 4, [9, 2]), ([5], 1, [5]), ([], 8, [])])
+def test_a_sequence_above_the_budget_is_alone(lengths: list[int], budget: int, sizes: list[int]) -> None:
+    parts = micro_batches(single_units(lengths), budget)
+    assert sorted((sum(unit.num_tokens for unit in part) for part in parts), reverse=True) == sizes
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 20))
-def test_what_is_computed_on_parts_goes_back_to_its_tokens(lengths: list[int], budget: int) -> None:
-    batch = Batch(torch.arange(sum(lengths)) * 3, offsets_from_lengths(torch.tensor(lengths)))
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 20), st.booleans())
+def test_what_is_computed_on_parts_goes_back_to_its_tokens(lengths: list[int], budget: int, shares: bool) -> None:
+    n = sum(lengths)
+    mask = torch.arange(n) % 3 == 1
+    groups = torch.arange(len(lengths)) % 2
+    batch = Batch(
+        torch.arange(n) * 3, offsets_from_lengths(torch.tensor(lengths)), {"loss_mask": mask}, {"group_ids": groups}
+    )
     found = torch.full_like(batch.tokens, -1)
-    for part, micro in split(batch, budget):
-        positions = element_positions(batch, part)
-        assert bool((found[positions] == -1).all())
-        found[positions] = micro.tokens
-    assert torch.equal(found, batch.tokens)
+    for piece in pieces(batch, Packing(budget, shares=shares), "loss_mask"):
+        assert bool((found[piece.positions] == -1).all())
+        assert torch.equal(piece.batch.tokens[piece.wanted], batch.tokens[piece.positions])
+        found[piece.positions] = batch.tokens[piece.positions]
+    assert torch.equal(found, torch.where(mask, batch.tokens, -1))
+    everything = torch.arange(len(lengths))
+    assert torch.equal(element_positions(batch, everything), torch.arange(n))

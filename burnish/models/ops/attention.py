@@ -1,8 +1,13 @@
 """Causal attention on packed sequences: no sequence sees its neighbour.
 
-In half types on a GPU torch has a kernel for it. Elsewhere sequences of similar length are stacked for one call
-of torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask tensor is needed. Padding lives inside this function
-alone. Buckets are cut so that at most about a quarter of a stack is padding.
+In half types on a GPU torch has a kernel for it. Elsewhere sequences of similar length are stacked for one call of
+torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask
+tensor is needed. Padding lives inside this function alone. Buckets are cut so that at most about a quarter of a stack is
+padding.
+
+Where sequences share their beginnings (`ops/trunks.py`) queries, keys and values are rows of their own only. Every
+sequence gets the keys and values of its whole past; the kernel takes queries that are fewer than keys, the stacks take
+the queries of shared rows too and leave their results alone.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.models.ops.trunks import Rows, spread
 from burnish.models.ops.varlen import has_varlen, varlen_attention
 
 SHORT = 256  # on a CPU, sequences up to this length go through explicit scores
@@ -20,9 +26,10 @@ WASTE = 1.25  # a bucket's longest sequence over its shortest
 class PackedAttention:
     """Attention for one packing; planned once, called by every layer as `attend(layer, q, k, v)`."""
 
-    def __init__(self, offsets: Tensor, window: int | None = None) -> None:
+    def __init__(self, offsets: Tensor, window: int | None = None, rows: Rows | None = None) -> None:
         self.offsets = offsets
         self.window = window
+        self.rows = rows
         self.lengths = offsets.diff().tolist()
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
@@ -35,7 +42,20 @@ class PackedAttention:
         return self._buckets
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[N, heads, D] queries against [N, kv_heads, D] keys and values."""
+        """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
+        if self.rows is not None:
+            return self._shared(self.rows, q, k, v)
+        return self._whole(q, k, v)
+
+    def _shared(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = spread(k, rows), spread(v, rows)
+        if has_varlen(q):
+            bounds = rows.offsets.int(), self.offsets.int()
+            longest = int(rows.offsets.diff().max()), max(self.lengths)
+            return varlen_attention(q, k, v, bounds, longest, self.window)
+        return self._whole(spread(q, rows), k, v).index_select(0, rows.own)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.uniform:
             shape = (-1, self.uniform)
             q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
