@@ -18,4 +18,4 @@ class Critic(Record):
     clip: float | None = Field(0.5, gt=0)
     """A value may move this far from the one the batch was prepared with before its loss is clipped; null is off."""
     optimizer: Optimizer = Optimizer(lr=1e-5)
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""

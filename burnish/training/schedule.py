@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 
 
-def factor(update: int, total: int, schedule: str, warmup: int, final: float) -> float:
+def num_warmup(warmup: int | float, total: int) -> int:
+    """Warm-up in updates: a number below 1 is a fraction of `total`."""
+    return round(warmup * total) if warmup < 1 else int(warmup)
+
+
+def factor(update: int, total: int, schedule: str, warmup: int | float, final: float, decay: float = 0.2) -> float:
     """Linear from 1/warmup to 1 over `warmup` updates, then constant, or down to `final` at the last of `total`.
 
-    A single update after warm-up is made at the peak.
+    wsd (MiniCPM, 2404.06395) stays at the peak until the last `decay` of all updates, and falls linearly in those. A
+    single update after warm-up is made at the peak.
     """
+    warmup = num_warmup(warmup, total)
     if update < warmup:
         return (update + 1) / warmup
+    if schedule == "wsd":
+        falling = max(1, round(decay * total))
+        return 1 + (final - 1) * min(1.0, max(0, update - (total - falling) + 1) / falling)
     progress = min(1.0, (update - warmup) / max(1, total - warmup - 1))
     if schedule == "constant":
         return 1.0

@@ -38,7 +38,20 @@ def test_cosine_ends_at_final_on_the_last_update() -> None:
     assert factors(5, "cosine", 0, 0.1) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_wsd_stays_at_the_peak_and_falls_in_the_last_part() -> None:
+    found = [factor(update, 10, "wsd", 2, 0.2, 0.4) for update in range(10)]
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert [factor(update, 5, "wsd", 0, 0.0, 0.2) for update in range(5)] == [1, 1, 1, 1, 0]
+    assert [factor(update, 3, "wsd", 0, 0.5, 0.01) for update in range(3)] == [1, 1, 0.5], "one update at least"
+
+
+def test_a_fraction_of_warm_up_is_of_all_updates() -> None:
+    assert factors(10, "constant", 0.4, 0.0) == factors(10, "constant", 4, 0.0)
+    assert factors(10, "wsd", 0.4, 0.0) == factors(10, "wsd", 4, 0.0)
+    assert factors(3, "linear", 0.1, 0.0) == factors(3, "linear", 0, 0.0), "less than half an update is none"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
 def test_past_the_end_the_rate_stays_at_final(schedule: str) -> None:
     assert factor(50, 10, schedule, 2, 0.25) == pytest.approx(0.25)
 

@@ -1,4 +1,4 @@
-"""AdamW on parameters of a half type: updates too small for the type add up, and survive a checkpoint."""
+"""AdamW: torch's, bit for bit; on parameters of a half type updates too small for it add up, and survive a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.optimizer import Optimizer
-from burnish.training.adamw import AdamW
+from burnish.training.optimizers.adamw import AdamW
 
 CONFIG = Optimizer(lr=1e-4)
 
@@ -70,3 +70,23 @@ def test_a_backward_is_absorbed_once() -> None:
     assert torch.equal(optimizer.gradients()["p"], torch.full((3, 2), 1 + 2**-8))
     optimizer.zero_grad()
     assert optimizer.gradients() == {}
+
+
+def test_it_is_torchs_fused_adamw_bit_for_bit() -> None:
+    config = Optimizer(lr=3e-3, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
+    torch.manual_seed(0)
+    mine = {"matrix": torch.randn(7, 5), "scale": torch.randn(5), "number": torch.randn(())}
+    theirs = {name: value.clone() for name, value in mine.items()}
+    ours = AdamW(mine, config)
+    groups = [
+        {"params": [theirs["matrix"]], "weight_decay": 0.1},
+        {"params": [theirs["scale"], theirs["number"]], "weight_decay": 0.0},
+    ]
+    peer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.95), eps=1e-7, fused=True)
+    for _ in range(5):
+        for name in mine:
+            mine[name].grad = torch.randn_like(mine[name])
+            theirs[name].grad = mine[name].grad.clone()
+        ours.step(3e-3)
+        peer.step()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -1,0 +1,138 @@
+"""Optimizer state in host memory, brought through the device a batch at a time.
+
+All of it lies in one block of host memory, page-locked where the device is a GPU. While one batch is worked on, the next one
+arrives on a stream of its own and the last one leaves on another; two buffers on the device are all the memory it
+takes there. The order of the copies is kept by the device, so the host never waits. On a CPU the same copies are
+made one after the other. Numbers are only moved, so they are the same as without.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.config.errors import UserError
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""The shape and type of a tensor."""
+State = dict[str, Tensor]
+
+ALIGNMENT = 256
+
+
+def size_of(spec: Spec) -> int:
+    """Bytes a tensor takes."""
+    shape, dtype = spec
+    return math.prod(shape) * dtype.itemsize
+
+
+def _room(specs: Sequence[Spec]) -> int:
+    return sum(-(-size_of(spec) // ALIGNMENT) * ALIGNMENT for spec in specs)
+
+
+def carve(block: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """Tensors of these shapes one after the other in a block of bytes, aligned."""
+    tensors, start = [], 0
+    for spec in specs:
+        shape, dtype = spec
+        tensors.append(block[start : start + size_of(spec)].view(dtype).view(shape))
+        start += _room([spec])
+    return tensors
+
+
+class HostStates:
+    """State tensors by name, zeros at first, that rest in host memory."""
+
+    def __init__(self, specs: Mapping[str, Spec], device: torch.device) -> None:
+        self.device = device
+        block = torch.zeros(_room(list(specs.values())), dtype=torch.uint8)
+        self.tensors = dict(zip(specs, carve(block, list(specs.values())), strict=True))
+        self.streams: tuple[Any, Any] | None = None
+        if device.type == "cuda":
+            _page_lock(block, self)
+            self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def settle(self) -> None:
+        """Wait until everything that was on the device is back: to be called before the host reads."""
+        if self.streams is not None:
+            self.streams[1].synchronize()
+
+    def visits(self, batches: Sequence[list[State]]) -> Iterator[list[State]]:
+        """The states of each batch on the device, in turn; they go back as the work left them when the next is asked for."""
+        if not batches:
+            return
+        room = max(_room(_specs(batch)) for batch in batches)
+        buffers = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in batches[:2]]
+        gone: list[Any] = [None] * len(buffers)
+        if self.streams is not None:
+            self.streams[0].wait_stream(torch.cuda.current_stream(self.device))
+        arriving = self._bring(batches[0], buffers[0], None)
+        for number, batch in enumerate(batches):
+            states, arrived = arriving
+            if number + 1 < len(batches):
+                free = (number + 1) % 2
+                arriving = self._bring(batches[number + 1], buffers[free], gone[free])
+            if arrived is not None:
+                torch.cuda.current_stream(self.device).wait_event(arrived)
+            yield states
+            gone[number % 2] = self._take_back(batch, states)
+        if self.streams is not None:  # the buffers go back to the allocator, which knows only this stream
+            torch.cuda.current_stream(self.device).wait_stream(self.streams[1])
+
+    def _bring(self, batch: list[State], buffer: Tensor, is_free: Any) -> tuple[list[State], Any]:
+        """Copies of a batch in a buffer, once what was in it has left; and the event of their arrival."""
+        here = iter(carve(buffer, _specs(batch)))
+        states = [{key: next(here) for key in state} for state in batch]
+        if self.streams is None:
+            _copy(batch, states)
+            return states, None
+        with torch.cuda.stream(self.streams[0]):
+            if is_free is not None:
+                self.streams[0].wait_event(is_free)
+            _copy(batch, states)
+            return states, self.streams[0].record_event()
+
+    def _take_back(self, batch: list[State], states: list[State]) -> Any:
+        if self.streams is None:
+            _copy(states, batch)
+            return None
+        self.streams[1].wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.streams[1]):
+            _copy(states, batch)
+            return self.streams[1].record_event()
+
+
+def _specs(batch: list[State]) -> list[Spec]:
+    return [(tuple(t.shape), t.dtype) for state in batch for t in state.values()]
+
+
+def _copy(sources: list[State], targets: list[State]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        for key, tensor in source.items():
+            target[key].copy_(tensor, non_blocking=True)
+
+
+def _page_lock(block: Tensor, owner: HostStates) -> None:
+    """Lock a block in memory for as long as its owner lives.
+
+    Not `pin_memory`: that rounds sizes up to a power of two, which may double what is taken of the host's memory.
+    """
+    runtime: Any = torch.cuda.cudart()
+    with torch.cuda.device(owner.device):
+        code = runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0)
+    if int(code) != 0:
+        raise UserError(
+            f"optimizer.offload: {block.numel() / 2**30:.1f} GiB of host memory cannot be page-locked "
+            f"({runtime.cudaGetErrorString(code)}): free host memory, raise `ulimit -l`, or use optimizer.name=adam8bit"
+        )
+    weakref.finalize(owner, _unlock, runtime, block).atexit = False  # the end of the process unlocks it too
+
+
+def _unlock(runtime: Any, block: Tensor) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    runtime.cudaHostUnregister(block.data_ptr())

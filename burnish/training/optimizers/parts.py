@@ -1,0 +1,48 @@
+"""Rows of a parameter on their way through an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from burnish.training.optimizers.offload import State
+from burnish.training.optimizers.rounding import generator_for, to_bfloat16
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [start, stop) of a parameter."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass
+class Part:
+    """Some rows of a parameter with all that an update of them needs, on the device."""
+
+    span: Span
+    parameter: Tensor
+    weight: Tensor
+    """What the update is added to: the master copy, the parameter itself where its type is wide, or a wide copy to be rounded."""
+    gradient: Tensor
+    """In the type of the weight."""
+    state: State
+    lr: float
+    decay: float
+    updates: int
+    """Updates of this parameter, this one included."""
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Randomness of this part in this update."""
+        return generator_for(self.weight.device, purpose, self.span.name, self.updates, self.span.start)
+
+    def write(self) -> None:
+        """The weight into the parameter."""
+        if "master" in self.state:
+            self.parameter.copy_(self.weight)
+        elif self.weight.dtype != self.parameter.dtype:
+            self.parameter.copy_(to_bfloat16(self.weight, self.generator("weight")))
