@@ -15,14 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burnish.config.lora import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.ops.attention import PackedAttention
+from burnish.models.ops.kl import Distribution, head_kl
 from burnish.models.ops.logprob import head_logprob, head_statistics
 from burnish.models.ops.norm import RMSNorm
 from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
+from burnish.models.ops.split import Attend, Cut, Split, Uncut
 from burnish.models.ops.swiglu import swiglu
+from burnish.models.ops.trunks import Trunks, rows_of
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+LayerPolicy = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
 ExactLogprobs = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(tokens [N], offsets [S + 1], wanted [M], temperature) -> log-probs [M]."""
 
@@ -43,20 +47,46 @@ class Layer(nn.Module):
         if arch.qk_norm:
             self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps)
             self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps)
+        self.policy: LayerPolicy | None = None
+        """How a forward pass with gradient is made where not all is kept (`models/activations.py`)."""
+        self.body: LayerPolicy | None = None
+        """What runs instead of the code below (`models/compiled.py`)."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.out(self._attention(self.attention_norm(x), cos, sin, attend))
+        if self.policy is not None and torch.is_grad_enabled():
+            return self.policy(self, x, cos, sin, attend)
+        return self.run(x, cos, sin, attend)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The forward pass, with all that the backward pass reads kept."""
+        return self.plain(x, cos, sin, attend) if self.body is None else self.body(self, x, cos, sin, attend)
+
+    def plain(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The same as it is written."""
+        qk, v = self.heads(self.qkv(self.attention_norm(x)))
+        x = x + self.out(self.mix(self.rotated(qk, cos, sin), v, attend))
         return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
 
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a projection [N, all heads * D]: query and key heads [N, q + k, D], value heads."""
         arch = self.arch
-        heads = self.qkv(x).view(x.shape[0], -1, arch.head_dim)  # [N, q + k + v heads, D]
-        qk, v = heads.split([arch.num_heads + arch.num_kv_heads, arch.num_kv_heads], 1)
+        qk, v = qkv.view(qkv.shape[0], -1, arch.head_dim).split(
+            [arch.num_heads + arch.num_kv_heads, arch.num_kv_heads], 1
+        )
+        return qk, v
+
+    def rotated(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Query and key heads by their positions, normed before where the family does so."""
+        arch = self.arch
         if arch.qk_norm:
             q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
-        q, k = rotate(qk, cos, sin).split([arch.num_heads, arch.num_kv_heads], 1)
-        return attend(self.index, q, k, v).reshape(x.shape[0], -1)
+        return rotate(qk, cos, sin)
+
+    def mix(self, qk: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """[N, query heads * D]: attention of rotated queries and keys over the values."""
+        q, k = qk.split([self.arch.num_heads, self.arch.num_kv_heads], 1)
+        return attend(self.index, q, k, v).reshape(qk.shape[0], -1)
 
 
 class Decoder(nn.Module):
@@ -70,8 +100,22 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         self._table: tuple[Tensor, Tensor] | None = None
+        self.activations = "keep"
+        """What its layers keep for the backward pass (`models/activations.py`)."""
+        self.lora: Lora | None = None
+        """The adapters of its layers (`models/lora.py`), where they have any."""
         self.exact: ExactLogprobs | None = None
         """Where set, log-probs have the values it gives (`models/exact.py`), and the gradient of the usual forward."""
+        self.split: Split | None = None
+        """Where set, this process computes some rows of a micro-batch, and its peers the others."""
+
+    @property
+    def attention_cost(self) -> float:
+        """What attention costs: a sequence of L tokens takes L + attention_cost L^2 times the matmuls of one token."""
+        arch = self.arch
+        width = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+        matmuls = arch.hidden_size * (width + arch.num_heads * arch.head_dim + 3 * arch.mlp_size)
+        return arch.num_heads * arch.head_dim / matmuls
 
     @property
     def head_weight(self) -> Tensor:
@@ -104,37 +148,84 @@ class Decoder(nn.Module):
             self._table = table = cos.to(weight.device), sin.to(weight.device)
         return table
 
-    def hidden(self, tokens: Tensor, offsets: Tensor) -> Tensor:
-        """Final hidden states of packed sequences."""
+    def hidden(self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, trunks: Trunks | None = None) -> Tensor:
+        """Final hidden states of packed sequences, of all tokens or of those `at` [M]; beginnings in common are computed once."""
+        everywhere = torch.arange(tokens.shape[0], device=tokens.device)
+        return self.states(tokens, offsets, everywhere if at is None else at, trunks)[0]
+
+    def states(self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: Trunks | None = None) -> tuple[Tensor, Cut]:
+        """Final hidden states [m] of those of the tokens `at` [M] that this process computes, and which those are."""
         lengths = offsets.diff()
         starts = torch.repeat_interleave(offsets[:-1], lengths)
         positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
-        attend = PackedAttention(offsets, self.arch.window)
-        return self(tokens, positions, attend, int(lengths.max()))
+        rows = None if trunks is None else rows_of(offsets, trunks)
+        attend = PackedAttention(offsets, self.arch.window, rows)
+        if rows is not None:
+            tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
+        cut = Uncut(at) if self.split is None else self.split(tokens.shape[0], at)
+        hidden = self(cut.rows(tokens), cut.rows(positions), cut.attention(attend), int(lengths.max()))
+        return hidden[cut.at], cut
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, vocab]; for a few rows at a time."""
         return functional.linear(hidden, self.head_weight)
 
     def token_logprobs(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        trunks: Trunks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence), and entropies."""
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         if exact is not None and not torch.is_grad_enabled() and not with_entropy:
             return exact, None
-        hidden = self.hidden(tokens, offsets)
-        logp, entropy = head_logprob(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature, with_entropy)
+        hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
+        targets = cut.mine(tokens[wanted])
+        logp, entropy = head_logprob(hidden, self.head_weight, targets, temperature, with_entropy)
+        logp, entropy = cut.whole(logp), cut.whole(entropy)
         # The exact value with this forward's gradient: what is added is 0.
         return (logp if exact is None else exact + (logp - logp.detach())), entropy
 
     @torch.no_grad()
+    def distribution(
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None
+    ) -> Distribution:
+        """What may stand at the `wanted` positions that this process computes, as hidden states and an output head, without gradient."""
+        return Distribution(self.hidden(tokens, offsets, wanted - 1, trunks), self.head_weight)
+
+    def token_kl(
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        reference: Distribution,
+        temperature: float = 1.0,
+        trunks: Trunks | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies and the KL to a reference's distributions at the `wanted` positions, in one pass."""
+        hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
+        found = head_kl(hidden, self.head_weight, cut.mine(tokens[wanted]), reference, temperature)
+        logp, entropy, kl = map(cut.whole, found)
+        exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
+        return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl
+
+    @torch.no_grad()
     def token_statistics(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        trunks: Trunks | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
-        hidden = self.hidden(tokens, offsets)
-        logp, entropy, squares = head_statistics(hidden[wanted - 1], self.head_weight, tokens[wanted], temperature)
+        hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
+        found = head_statistics(hidden, self.head_weight, cut.mine(tokens[wanted]), temperature)
+        logp, entropy, squares = map(cut.whole, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else logp
         return exact, entropy, squares
 

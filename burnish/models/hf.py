@@ -7,7 +7,10 @@ from its logits, so the memory of [tokens, vocab] is paid here.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +19,14 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.core.batch import from_padded, to_padded
+from burnish.core.local import gathered, local, shard_of
+from burnish.models.ops.split import Cut, Uncut
+from burnish.models.ops.trunks import Trunks
 from burnish.models.weights import weight_files
+from burnish.run.contents import Content, Sums, file_sums
+from burnish.run.parts import part_of
+from burnish.run.staging import HostCopy, Stage
+from burnish.run.tensor_file import TensorBytes
 
 
 def _read(directory: Path, dtype: torch.dtype) -> Any:
@@ -77,19 +87,32 @@ class TransformersPolicy(nn.Module):
                 raise UserError(f"{directory} does not fit the model: {name} is {shapes}")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(read[name])
+                held = shard_of(tensor)
+                block = tuple(slice(start, start + size) for start, size in zip(held.offsets, held.sizes, strict=True))
+                local(tensor).copy_(read[name][block])
 
     def token_logprobs(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        trunks: Trunks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(token given its past) at the `wanted` positions, and entropies if asked."""
+        """log p(token given its past) at the `wanted` positions, and entropies if asked; beginnings are not shared here."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
         logp = log_p.gather(1, tokens[wanted][:, None]).squeeze(1)
         return logp, -(log_p.exp() * log_p).sum(-1) if with_entropy else None
 
     @torch.no_grad()
     def token_statistics(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        trunks: Trunks | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -104,9 +127,37 @@ class TransformersPolicy(nn.Module):
             logits = logits.float()
         return (logits / temperature).log_softmax(-1)
 
-    def save(self, directory: Path) -> None:
-        """A Hugging Face directory (weights and configs)."""
-        self.inner.save_pretrained(str(directory))
+    def contents(self, stage: Stage) -> Content:
+        """A Hugging Face directory (weights and configs); of a model that is spread over processes the first's is whole."""
+        part = part_of(self.parameters())
+        if part.count > 1 and not isinstance(stage, HostCopy):
+            stage = HostCopy()  # what is gathered is gone when the next tensor is
+        held: dict[int, TensorBytes] = {}  # tied tensors stay one, or both would be written
+        state: dict[str, TensorBytes] = {}
+        for name, tensor in self.inner.state_dict(keep_vars=True).items():
+            if id(tensor) not in held:
+                whole = gathered(tensor)
+                held[id(tensor)] = stage(whole if part.index == 0 else whole[:0])
+            state[name] = held[id(tensor)]
+        return PretrainedFiles(self.inner, state)
+
+
+@dataclass(frozen=True)
+class PretrainedFiles:
+    """A model of transformers to be saved, with the weights it had: only transformers knows the names of its files."""
+
+    inner: Any
+    state: Mapping[str, TensorBytes]
+
+    def write(self, folder: Path) -> Sums:
+        with TemporaryDirectory(dir=folder) as own:
+            self.inner.save_pretrained(own, state_dict={name: held.tensor for name, held in self.state.items()})
+            written = sorted(path for path in Path(own).rglob("*") if path.is_file())
+            names = [str(path.relative_to(own)) for path in written]
+            for path, name in zip(written, names, strict=True):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                path.rename(folder / name)
+        return {name: file_sums(folder / name) for name in names}
 
 
 class TransformersBackbone(nn.Module):
@@ -122,9 +173,10 @@ class TransformersBackbone(nn.Module):
             )
         self.inner = copy.deepcopy(base).eval()
 
-    def hidden(self, tokens: Tensor, offsets: Tensor) -> Tensor:
-        """Final hidden states of packed sequences."""
-        return from_padded(_packed_call(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
+    def states(self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: Trunks | None = None) -> tuple[Tensor, Cut]:
+        """Final hidden states of the tokens `at` of packed sequences; beginnings are not shared here, nor is work divided."""
+        hidden = from_padded(_packed_call(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
+        return hidden[at], Uncut(at)
 
 
 def _packed_call(inner: Any, tokens: Tensor, offsets: Tensor) -> Any:

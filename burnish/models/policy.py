@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.config.lora import Lora
 from burnish.config.schema import Model
+from burnish.core.local import gathered
+from burnish.models.adapters import adapter_contents, base_of, describe, is_adapter, load_adapter, read_lora
 from burnish.models.architecture import from_nothing, read_config, why_not_native
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.hf import TransformersPolicy
+from burnish.models.lora import add_lora, lora_parameters, merged_tensors, wrap_layers
+from burnish.models.saving import decoder_contents, save_decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import fill, load_decoder, save_decoder, stored_tensors
+from burnish.models.weights import fill, load_decoder, stored_tensors
+from burnish.run.contents import Content, Part, write_contents
+from burnish.run.parts import part_of
+from burnish.run.staging import Stage, leave
 
 
 @dataclass
@@ -32,20 +42,60 @@ class PolicyModel:
             return self.module.arch.max_positions
         return getattr(self.module.inner.config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters the model has; then they alone are trained, saved and loaded."""
+        return self.module.lora if isinstance(self.module, Decoder) else None
+
     def save(self, directory: Path) -> None:
-        """Weights, configs and tokenizer as a Hugging Face directory."""
+        """Weights, configs and tokenizer as a Hugging Face directory; of a model with adapters those, as PEFT saves them."""
+        write_contents(directory, self.contents(leave))
+
+    def contents(self, stage: Stage) -> list[Content]:
+        """The same as files to be; of a model that is spread over processes, those that this one writes."""
+        tokenizer, is_first = self.tokenizer, self.part.index == 0
+        if isinstance(self.module, Decoder) and self.module.lora is None:
+            each = decoder_contents(self.module, stage, self.source, tokenizer.eos_ids, tokenizer.pad_id)
+            return [*each, *(tokenizer.contents() if is_first else ())]
         if isinstance(self.module, Decoder):
-            save_decoder(self.module, directory, self.source, self.tokenizer.eos_ids, self.tokenizer.pad_id)
+            whole = adapter_contents(self.module, stage, self.source)
         else:
-            self.module.save(directory)
-        self.tokenizer.save(directory)
+            whole = [self.module.contents(stage)]
+        return [*whole, *tokenizer.contents()] if is_first else []
+
+    @property
+    def part(self) -> Part:
+        """Which of the processes that hold the model this is."""
+        return part_of(self.module.parameters())
 
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of a saved directory into the module in place; tensors keep their addresses."""
-        if isinstance(self.module, Decoder):
+        if isinstance(self.module, Decoder) and self.module.lora is not None:
+            load_adapter(self.module, directory)
+        elif isinstance(self.module, Decoder):
             fill(self.module, stored_tensors(directory), str(directory))
         else:
             self.module.load_weights(directory)
+
+
+def whole_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names, with adapters added in: what any other engine of the model takes."""
+    if isinstance(policy.module, Decoder):
+        yield from merged_tensors(policy.module)
+        return
+    seen: set[int] = set()
+    for name, tensor in policy.module.inner.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:  # a tied tensor has two names, and its files one
+            seen.add(id(tensor))
+            yield name, gathered(tensor)
+
+
+def save_merged(policy: PolicyModel, directory: Path) -> None:
+    """A whole Hugging Face directory of a model with adapters, which are added into the weights."""
+    assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
+    ends, pad = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
+    save_decoder(policy.module, directory, policy.source, ends, pad, merged_tensors(policy.module))
+    policy.tokenizer.save(directory)
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,8 +115,18 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_policy(config: Model, path: Path | None, alphabet: str | None, seed: int) -> PolicyModel:
-    """The policy of a config: from `path` if given (the resolved model directory), else `model.new` from nothing."""
+def load_policy(
+    config: Model, path: Path | None, alphabet: str | None, seed: int, adapter: Path | None = None
+) -> PolicyModel:
+    """The policy of a config: from `path` if given (the resolved model directory), else `model.new` from nothing.
+
+    With `adapter`, a PEFT directory, or a `path` that is one, it has those adapters; with `model.lora` new ones.
+    """
+    if adapter is None and path is not None and is_adapter(path):
+        adapter = path
+        path = base_of(path)
+    if adapter is not None and path is None:
+        path = base_of(adapter)
     dtype, device = getattr(torch, config.dtype), pick_device(config.device)
     if path is None:
         return _new(config, alphabet, seed, dtype, device)
@@ -74,12 +134,30 @@ def load_policy(config: Model, path: Path | None, alphabet: str | None, seed: in
     if config.backend == "native" and reason:
         raise UserError(f"model.backend=native, but {path} cannot run on it: {reason}")
     if config.backend == "transformers" or reason:
-        note = f"forward by transformers, slower than the native decoder ({reason or 'model.backend=transformers'})"
+        why = reason or "model.backend=transformers"
+        if config.lora is not None or adapter is not None:
+            raise UserError(f"adapters need the native decoder, and {path} runs through transformers ({why})")
+        note = f"forward by transformers, slower than the native decoder ({why})"
         other = TransformersPolicy.load(path, dtype, device)
         return PolicyModel(other, _tokenizer(path, other.inner.get_input_embeddings().num_embeddings), path, note)
     module = load_decoder(path, dtype, device)
     tokenizer = _tokenizer(path, module.arch.vocab_size)
-    return PolicyModel(module, tokenizer, path, f"native decoder, {module.arch.num_parameters:,} parameters")
+    note = f"native decoder, {module.arch.num_parameters:,} parameters{_adapt(module, config.lora, adapter, seed)}"
+    return PolicyModel(module, tokenizer, path, note)
+
+
+def _adapt(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:
+    """Give a model the adapters of a directory, or new ones, or none; what to say of it."""
+    if adapter is not None:
+        lora = read_lora(adapter)
+        wrap_layers(module, lora)
+        load_adapter(module, adapter)
+    elif lora is not None:
+        add_lora(module, lora, seed)
+    else:
+        return ""
+    come = f" from {adapter}" if adapter is not None else ""
+    return f", {describe(lora)}{come} ({lora_parameters(module.arch, lora):,} parameters)"
 
 
 def _tokenizer(path: Path, num_embeddings: int) -> Tokenizer:

@@ -10,10 +10,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.text import read_json_object
+from burnish.run.contents import Blob, Content, write_contents
 
 PAD, EOS = "<pad>", "<eos>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -37,6 +39,7 @@ class Tokenizer:
         self.pad_id: int = _first(inner.pad_token_id, *self.eos_ids, 0)
         self.vocab_size: int = len(inner)
         self.has_chat_template: bool = inner.chat_template is not None
+        self._contents: list[Content] | None = None  # as it is saved; it never changes
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
@@ -79,15 +82,24 @@ class Tokenizer:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Write files that `transformers.AutoTokenizer` loads unchanged.
+        """Write files that `transformers.AutoTokenizer` loads unchanged."""
+        write_contents(Path(directory), self.contents())
+
+    def contents(self) -> Sequence[Content]:
+        """The same as data: a thread that writes it does not meet the one that encodes.
 
         The end tokens of generation_config.json travel along, unless the directory already says its own: a
         checkpoint that forgot them would never stop.
         """
-        self._inner.save_pretrained(str(directory))
-        path = Path(directory) / GENERATION_CONFIG
-        if self._generation_config and not path.exists():
-            path.write_text(json.dumps(self._generation_config, indent=2) + "\n")
+        if self._contents is None:
+            with TemporaryDirectory() as folder:
+                self._inner.save_pretrained(folder)
+                files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+                self._contents = [Blob(str(path.relative_to(folder)), path.read_bytes()) for path in files]
+            if self._generation_config:
+                text = json.dumps(self._generation_config, indent=2) + "\n"
+                self._contents.append(Blob(GENERATION_CONFIG, text, if_absent=True))
+        return self._contents
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text; `special` adds what the tokenizer puts before a text (its BOS), never an end token."""

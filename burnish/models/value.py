@@ -13,16 +13,25 @@ from torch import Tensor, nn
 
 from burnish.models.decoder import Decoder
 from burnish.models.hf import TransformersBackbone, TransformersPolicy
+from burnish.models.lora import adapter_weights, wrap_layers
+from burnish.models.meta import without_memory
+from burnish.models.ops.trunks import Trunks
 
 
 def backbone_of(policy: Decoder | TransformersPolicy) -> Decoder | TransformersBackbone:
-    """A copy of a policy without its output head, of which no copy is ever made; an embedding tied to it stays."""
+    """A copy of a policy without its output head, of which no copy is ever made; an embedding tied to it stays.
+
+    Of a policy with adapters these alone are copied: the frozen weights below are the policy's own tensors.
+    """
     if isinstance(policy, TransformersPolicy):
         return TransformersBackbone(policy)
-    with torch.device("meta"):
+    with without_memory():
         copy = Decoder(replace(policy.arch, tied=True))
-    state = {name: t.clone() for name, t in policy.state_dict().items() if not name.startswith("head.")}
-    copy.load_state_dict(state, assign=True)
+        if policy.lora is not None:
+            wrap_layers(copy, policy.lora)
+    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("head.")}
+    own = state if policy.lora is None else adapter_weights(policy)
+    copy.load_state_dict({name: t.clone() if name in own else t for name, t in state.items()}, assign=True)
     return copy
 
 
@@ -37,7 +46,13 @@ class ValueModel(nn.Module):
         wide = torch.promote_types(out.dtype, torch.float32)
         self.head = nn.Parameter(torch.zeros(1, out.shape[1], dtype=wide, device=out.device))
 
-    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor) -> Tensor:
+    @property
+    def attention_cost(self) -> float | None:
+        """The backbone's; None where it does not say."""
+        return getattr(self.backbone, "attention_cost", None)
+
+    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
         """[M] the value of the state before each `wanted` token (none may be first in its sequence)."""
-        hidden = self.backbone.hidden(tokens, offsets)[wanted - 1]
-        return (hidden.to(self.head.dtype) @ self.head.t()).squeeze(1)
+        hidden, cut = self.backbone.states(tokens, offsets, wanted - 1, trunks)
+        # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
+        return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: safetensors only, checked tensor by tensor.
+"""Hugging Face directories in: safetensors only, checked tensor by tensor (out: `models/saving.py`).
 
 Each Hugging Face tensor is a block of rows of one of our parameters (query, key and value are rows of `qkv`), so one
 table serves loading and saving.
@@ -7,22 +7,24 @@ table serves loading and saving.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.errors import UserError, nearest
-from burnish.models.architecture import Architecture, from_hf, read_config, to_hf, why_not_native
+from burnish.core.local import gathered, local, shard_of
+from burnish.core.shards import Shard, Slices, alone, in_usual_order, overlap
+from burnish.models.architecture import Architecture, from_hf, read_config, why_not_native
 from burnish.models.decoder import Decoder
+from burnish.models.meta import without_memory
+from burnish.models.row_order import Order, order_of, usual
 
-SHARD_BYTES = 4 << 30
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -34,6 +36,12 @@ class Block:
     ours: str
     start: int = 0
     stop: int | None = None
+
+    def shard(self, parameters: Mapping[str, Tensor]) -> Shard:
+        """The same, as a block of the whole parameter."""
+        shape = tuple(parameters[self.ours].shape)
+        stop = shape[0] if self.stop is None else self.stop
+        return Shard(shape, (self.start, *(0 for _ in shape[1:])), (stop - self.start, *shape[1:]))
 
 
 def blocks(arch: Architecture) -> list[Block]:
@@ -105,94 +113,110 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     if reason:
         raise UserError(f"{directory} cannot run on the native decoder: {reason}; set model.backend=transformers")
     arch = from_hf(config, str(directory / "config.json"))
-    with torch.device("meta"):
+    with without_memory():
         model = Decoder(arch)
     model.to(dtype).to_empty(device=device)  # in this order no float32 copy of the model is ever made
     fill(model, stored_tensors(directory), str(directory))
     return model
 
 
-def fill(model: Decoder, tensors: Iterator[tuple[str, Tensor]], where: str) -> None:
+def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTensor]], where: str) -> None:
     """Copy named Hugging Face tensors into the model in place; every one must be known, fit, and none may miss."""
-    table = {b.theirs: b for b in blocks(model.arch)}
-    parameters = dict(model.named_parameters())
-    waiting = set(table)
+
+    def is_spare(name: str) -> bool:
+        """Some exporters write the tied head a second time; old exports carry a derived buffer of the rotation."""
+        return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
+
+    wanted = ((name, tensor) for name, tensor in tensors if not is_spare(name))
+    fill_blocks(
+        dict(model.named_parameters()),
+        blocks(model.arch),
+        wanted,
+        where,
+        "config.json implies",
+        partial(order_of, model),
+    )
+
+
+def fill_blocks(
+    parameters: Mapping[str, Tensor],
+    table: Iterable[Block],
+    tensors: Iterable[tuple[str, Tensor | StoredTensor]],
+    where: str,
+    whose: str,
+    order: Order | None = None,
+) -> None:
+    """Copy named tensors into the blocks of parameters they are; `whose` are the shapes, in an error.
+
+    Of parameters that are spread over processes each reads what it holds. `order` tells of a parameter whose rows do not
+    stand in the usual order.
+    """
+    known = {block.theirs: block for block in table}
+    waiting = set(known)
     for name, tensor in tensors:
-        if name == "lm_head.weight" and model.arch.tied:
-            continue  # some exporters write the tied head a second time
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # old exports carry this derived buffer
-        if name not in table:
-            raise UserError(f"{where}: unexpected tensor {name!r}{nearest(name, table)}")
-        block = table[name]
-        target = parameters[block.ours].data[block.start : block.stop]
-        if target.shape != tensor.shape:
-            raise UserError(f"{where}: {name} is {tuple(tensor.shape)} but config.json implies {tuple(target.shape)}")
-        target.copy_(tensor)
+        if name not in known:
+            raise UserError(f"{where}: unexpected tensor {name!r}{nearest(name, known)}")
+        parameter, stored = parameters[known[name].ours], known[name].shard(parameters)
+        if stored.sizes != tuple(tensor.shape):
+            raise UserError(f"{where}: {name} is {tuple(tensor.shape)} but {whose} {stored.sizes}")
+        rows = None if order is None else order(known[name].ours)
+        for block in in_usual_order(shard_of(parameter), None if rows is None else rows.tolist()):
+            if (common := overlap(block, alone(stored))) is not None:
+                local(parameter)[common.target].copy_(tensor[common.source])
         waiting.discard(name)
     if waiting:
         raise UserError(f"{where}: {len(waiting)} tensors are missing, first {sorted(waiting)[0]}")
 
 
-def stored_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model directory under their Hugging Face names, one at a time."""
+class StoredTensor:
+    """A tensor in an open safetensors file: read as far as it is asked for."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle, self._name, self._slice = handle, name, handle.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+
+    def __getitem__(self, block: Slices) -> Tensor:
+        if block == tuple(slice(0, length) for length in self.shape):
+            return self.whole()
+        part: Tensor = self._slice[block]
+        return part
+
+    def whole(self) -> Tensor:
+        tensor: Tensor = self._handle.get_tensor(self._name)
+        return tensor
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a model directory under their Hugging Face names, to be read one at a time or in part."""
     for file in weight_files(directory):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
-                    yield name, handle.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+        yield from file_tensors(file)
+
+
+def file_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of one safetensors file, likewise."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
+                yield name, StoredTensor(handle, name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, as views of our parameters."""
-    parameters = dict(model.named_parameters())
-    for block in blocks(model.arch):
-        yield block.theirs, parameters[block.ours].detach()[block.start : block.stop]
+    """The weights under Hugging Face's names, as views of our parameters.
 
-
-def save_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """safetensors files of at most SHARD_BYTES each, with an index when there are several."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + num_bytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.to("cpu").contiguous()
-        size += num_bytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / name, metadata={"format": "pt"})
-    total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def save_decoder(
-    model: Decoder, directory: Path, source: Path | None, eos_ids: tuple[int, ...] = (), pad_id: int | None = None
-) -> None:
-    """A Hugging Face directory that transformers loads unchanged (the tokenizer is saved by its own class).
-
-    A model that came from a directory keeps that directory's config.json (with the dtype it now has) and
-    generation_config.json; a new one gets both written.
+    Those of a model that is spread over processes are gathered one parameter at a time: all must ask for all of them.
     """
-    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    if source is not None:
-        config: dict[str, Any] = read_config(source)
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype
-        if (source / "generation_config.json").is_file():
-            shutil.copy(source / "generation_config.json", directory / "generation_config.json")
-    else:
-        config = to_hf(model.arch, dtype, eos_ids, pad_id)
-        generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": pad_id, "do_sample": True}
-        (directory / "generation_config.json").write_text(json.dumps(generation, indent=1))
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
-    save_tensors(directory, hf_tensors(model))
+    yield from block_tensors(dict(model.named_parameters()), blocks(model.arch), partial(order_of, model))
+
+
+def block_tensors(
+    parameters: Mapping[str, Tensor], table: Iterable[Block], order: Order | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The blocks of parameters under the others' names, in the order of the table."""
+    name, tensor = "", torch.empty(0)
+    for block in table:
+        if block.ours != name:
+            name, tensor = block.ours, gathered(parameters[block.ours])
+            tensor = tensor if order is None else usual(tensor, order(name))
+        yield block.theirs, tensor[block.start : block.stop]

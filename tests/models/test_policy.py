@@ -21,6 +21,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import load_policy, pick_device
 from burnish.models.tokenizer import Tokenizer
+from burnish.run.staging import HostCopy
 from burnish.training.learner import Learner
 
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -136,6 +137,23 @@ def test_weights_are_loaded_in_place(tiny_other: TinyOther, directory: Path, tmp
     policy.load_weights(tmp_path / "saved")
     assert [p.data_ptr() for p in policy.module.parameters()] == addresses
     assert all(torch.equal(p, before[name]) for name, p in policy.module.named_parameters())
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_model_of_transformers_is_saved_as_it_was_taken_in_its_own_files(
+    tiny_other: TinyOther, tmp_path: Path, kind: str
+) -> None:
+    inner = tiny_other(kind)
+    inner.save_pretrained(tmp_path / "theirs")
+    taken = TransformersPolicy(inner).contents(HostCopy())
+    with torch.no_grad():
+        for parameter in inner.parameters():
+            parameter.add_(1.0)
+    (tmp_path / "ours").mkdir()
+    sums = taken.write(tmp_path / "ours")
+    theirs = {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "ours").iterdir()} == theirs
+    assert {name: entry["size"] for name, entry in sums.items()} == {name: len(data) for name, data in theirs.items()}
 
 
 def test_weights_of_another_model_are_refused(other: Path, directory: Path) -> None:

@@ -13,15 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.models.ops.device import use_kernels
+from burnish.models.ops.lora import LoraLinear
 from burnish.models.ops.paged import Placement
+from burnish.models.ops.swiglu import swiglu
 
 TILE = 64  # rows of a matmul
 CHUNK = 1024  # tokens whose keys are gathered at once, on a CPU
 
 
 def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer on rows [N, in]."""
-    return _linear(x, layer.weight, layer.bias)
+    """The layer on rows [N, in], with its adapters where it has any."""
+    y = _linear(x, layer.weight, layer.bias)
+    if isinstance(layer, LoraLinear) and layer.is_on:
+        z = _linear(x, layer.lora_a, None)
+        for ((start, stop), _, b), part in zip(layer.blocks(), z.split(layer.rank, 1), strict=True):
+            y[:, start:stop] += layer.scale * _linear(part.contiguous(), b, None)
+    return y
 
 
 def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -37,6 +44,15 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     padded = functional.pad(x, (0, 0, 0, -rows % TILE))
     return torch.cat([functional.linear(tile, weight, bias) for tile in padded.split(TILE)])[:rows]
+
+
+def exact_swiglu(gate_up: Tensor) -> Tensor:
+    """The gated activation of rows [N, 2 * size]."""
+    if use_kernels(gate_up):
+        return swiglu(gate_up)
+    # torch's silu rounds the end of each thread's stretch otherwise than the rest; its exponential does not.
+    gate, up = gate_up.chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
 
 
 def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:

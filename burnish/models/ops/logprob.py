@@ -13,16 +13,18 @@ from torch import Tensor
 
 from burnish.models.ops.device import use_kernels
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Logits held at once: 32 MiB in float32, small enough for a cache; a GPU needs more rows to be busy (half a GiB in bfloat16)."""
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Logits held at once: 32 MiB in float32, small enough for a cache; a GPU needs more rows to be busy (a quarter of a GiB in bfloat16)."""
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+def chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+    """First and last row of each chunk."""
     rows, size = hidden.shape[0], max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """hidden @ weight.T / temperature, in float32 at least."""
     logits = hidden @ weight.t()
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -41,8 +43,8 @@ class _HeadLogprob(torch.autograd.Function):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = hidden.new_zeros(hidden.shape[0] if with_entropy else 0, dtype=dtype)
-        for i, j in _chunks(hidden, weight):
-            log_p = _logits(hidden[i:j], weight, temperature).log_softmax(-1)
+        for i, j in chunks(hidden, weight):
+            log_p = scaled_logits(hidden[i:j], weight, temperature).log_softmax(-1)
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             if with_entropy:
                 entropy[i:j] = -(log_p.exp() * log_p).sum(-1)
@@ -59,8 +61,8 @@ class _HeadLogprob(torch.autograd.Function):
         # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for i, j in _chunks(hidden, weight):
-            log_p = _logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
+        for i, j in chunks(hidden, weight):
+            log_p = scaled_logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if grad_logp is None:
@@ -86,7 +88,7 @@ def _kernel_forward(
 
     parts = [
         head.summarise(hidden[i:j] @ weight.t(), targets[i:j], ctx.temperature, with_entropy)
-        for i, j in _chunks(hidden, weight)
+        for i, j in chunks(hidden, weight)
     ]
     logp, total, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     ctx.save_for_backward(hidden, weight, targets, total, entropy)
@@ -101,7 +103,7 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
         grad_entropy = None
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-    for i, j in _chunks(hidden, weight):
+    for i, j in chunks(hidden, weight):
         of_logp, of_entropy = (None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy))
         logits = hidden[i:j] @ weight.t()
         slope = head.slopes_(logits, targets[i:j], total[i:j], entropy[i:j], of_logp, of_entropy, ctx.temperature)
@@ -126,8 +128,8 @@ def head_statistics(
     """log p(target), the entropy and sum_v p_v^2 of softmax(hidden @ weight.T / temperature); [M] each, no gradient."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logp, entropy, sum_p2 = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
-    for i, j in _chunks(hidden, weight):
-        log_p = _logits(hidden[i:j], weight, temperature).log_softmax(-1)
+    for i, j in chunks(hidden, weight):
+        log_p = scaled_logits(hidden[i:j], weight, temperature).log_softmax(-1)
         p = log_p.exp()
         logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
         entropy[i:j] = -(p * log_p).sum(-1)

@@ -21,7 +21,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         normal, scale, weight = ctx.saved_tensors
-        grad_weight = (grad * normal).flatten(0, -2).sum(0)
+        grad_weight = (grad * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         # d x = scale * (g - normal * mean(g * normal)), g the gradient of the normalised input
         slope = grad * weight
         mean = torch.linalg.vecdot(slope, normal).unsqueeze(-1).div_(-normal.shape[-1])

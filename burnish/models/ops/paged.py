@@ -1,6 +1,6 @@
 """The operations of a forward pass over a paged cache: Triton kernels on a GPU, their torch twins elsewhere.
 
-Pages are [P, kv_heads, page, D], one tensor for keys and one for values a layer; `table` [rows, width] names the pages
+Pages are [P, kv_heads, page, D], one tensor (or its 8-bit form) for keys and one for values a layer; `table` [rows, width] names the pages
 of each row in order. A token is located by its row and position; position -1 means a row that is not there: it sees
 nothing, and what it writes goes to page 0.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.ops.device import use_kernels
+from burnish.models.ops.quantised import Pages, read, write
 from burnish.models.ops.rope import rotate
 
 
@@ -31,13 +32,13 @@ Norms = tuple[Tensor, Tensor, float]
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += delta in place (if there is one), then the RMS norm of x; [N, hidden]."""
+    """x += delta in place (if there is one), then the RMS norm of x; [N, hidden]. Parts [P, N, hidden] are added up first."""
     if use_kernels(x):
         from burnish.models.ops.kernels import rows
 
         return rows.add_norm(x, delta, weight, eps)
     if delta is not None:
-        x += delta
+        x += delta if delta.dim() == 2 else delta.sum(0, dtype=torch.promote_types(delta.dtype, torch.float32))
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -47,8 +48,8 @@ def rotate_store(
     sin: Tensor,
     place: Placement,
     norms: Norms | None,
-    keys: Tensor,
-    values: Tensor,
+    keys: Pages,
+    values: Pages,
 ) -> Tensor:
     """Rotated queries [N, heads, D] of a fused projection [N, heads * D]; keys and values go to their cache slots."""
     if use_kernels(qkv):
@@ -63,8 +64,9 @@ def rotate_store(
         q, k = (functional.rms_norm(x, (dim,), weight, norms[2]) for x, weight in ((q, norms[0]), (k, norms[1])))
     q, k = (rotate(x, cos[position], sin[position]) for x in (q, k))
     where = place.table[place.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
-    keys[where, :, position % page] = k
-    values[where, :, position % page] = v
+    at = (where, slice(None), position % page)
+    write(keys, at, k)
+    write(values, at, v)
     return q
 
 
@@ -74,12 +76,16 @@ def decode_attention(
     sin: Tensor,
     place: Placement,
     norms: Norms | None,
-    keys: Tensor,
-    values: Tensor,
+    keys: Pages,
+    values: Pages,
     window: int | None,
 ) -> Tensor:
     """[rows, heads * D]: each row's new token, as its fused projection, against what the row holds and itself."""
-    q = rotate_store(qkv, cos, sin, place, norms, keys, values)
+    return attend_pages(rotate_store(qkv, cos, sin, place, norms, keys, values), keys, values, place, window)
+
+
+def attend_pages(q: Tensor, keys: Pages, values: Pages, place: Placement, window: int | None) -> Tensor:
+    """[rows, heads * D]: each row's query [rows, heads, D] against the pages it holds."""
     if use_kernels(q):
         from burnish.models.ops.kernels import decode_attention as kernel
 
@@ -89,7 +95,7 @@ def decode_attention(
     longest = int(position.max()) + 1
     if longest <= 0:
         return q.new_zeros(rows, heads * dim)
-    k, v = (gather_pages(x, table[:rows], longest) for x in (keys, values))  # [rows, kv_heads, longest, D]
+    k, v = (gather_pages(x, table[:rows], longest, q.dtype) for x in (keys, values))  # [rows, kv_heads, longest, D]
     column = torch.arange(longest, device=q.device)
     seen = column <= position[:, None]
     if window is not None:
@@ -102,8 +108,8 @@ def decode_attention(
     return (weights @ v).view(rows, heads * dim)
 
 
-def gather_pages(pages: Tensor, table: Tensor, length: int) -> Tensor:
+def gather_pages(pages: Pages, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The first `length` tokens of every row as [rows, kv_heads, length, D]."""
     page = pages.shape[2]
-    found = pages[table[:, : -(-length // page)].long()]  # [rows, pages, kv_heads, page, D]
+    found = read(pages, table[:, : -(-length // page)].long(), dtype)  # [rows, pages, kv_heads, page, D]
     return found.transpose(1, 2).flatten(2, 3)[:, :, :length]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.ops.paged import Norms, Placement, rotate_store
+from burnish.models.ops.quantised import Pages, read
 from burnish.models.ops.transfer import send
 from burnish.models.ops.varlen import has_varlen, varlen_attention
 
@@ -43,12 +44,14 @@ class PrefillAttention:
             send(np.concatenate([[0], np.cumsum(x)]).astype(np.int32), device) for x in (lengths, ends)
         )
 
-    def __call__(self, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
         q = rotate_store(qkv, *self.rotations, self.place, norms, keys, values)
         return self._attention(q, keys, values).flatten(1)
 
-    def _attention(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k, v = (x[self.pages, :, self.offset] for x in (keys, values))  # [all ends, kv_heads, D]
+    def _attention(self, q: Tensor, keys: Pages, values: Pages) -> Tensor:
+        k, v = (
+            read(x, (self.pages, slice(None), self.offset), q.dtype) for x in (keys, values)
+        )  # [all ends, kv_heads, D]
         if has_varlen(q):
             longest = max(self.lengths), max(self.ends)
             return varlen_attention(q, k, v, (self.q_bounds, self.k_bounds), longest, self.window)

@@ -28,11 +28,12 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if len(ctx.saved_tensors) == 1:
+        gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        if not rest:
             from burnish.models.ops.kernels import rows
 
-            return rows.gate_backward(grads[0], *ctx.saved_tensors)
-        gate_up, activated = ctx.saved_tensors
+            return rows.gate_backward(grads[0], gate_up)
+        activated = rest[0]
         gate, up = gate_up.chunk(2, -1)
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, -1)

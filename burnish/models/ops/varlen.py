@@ -30,7 +30,12 @@ def varlen_attention(
 
     `bounds` are the int32 offsets of the sequences among the queries and among the keys, `longest` their greatest lengths.
     """
+    reach = (-1 if window is None else window - 1, 0)
+    if not torch.is_grad_enabled():
+        # The operation itself: torch's module around it, which adds the gradient, takes a second or two to import.
+        operation = torch.ops.aten._flash_attention_forward
+        options = {"window_size_left": reach[0], "window_size_right": reach[1]}
+        return cast(Tensor, operation(q, k, v, *bounds, *longest, 0.0, window is None, False, **options)[0])
     from torch.nn.attention.varlen import varlen_attn
 
-    reach = (-1 if window is None else window - 1, 0)
     return cast(Tensor, varlen_attn(q, k, v, *bounds, *longest, window_size=reach, **_options()))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.models.ops.paged import Placement
+from burnish.models.ops.quantised import Pages, Quantised
 
 BLOCK = 64  # keys a step of the loop
 FULL = 132 * 4  # programs that fill a large GPU
@@ -23,6 +24,8 @@ def _decode(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     table_ptr,
     owner_ptr,
     position_ptr,
@@ -40,6 +43,7 @@ def _decode(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -64,16 +68,21 @@ def _decode(
         index = begin + tl.arange(0, BLOCK)
         seen = index < stop
         page = tl.load(pages_ptr + index // PAGE, mask=seen, other=0).to(tl.int64)
-        at = ((page * KV_HEADS + head) * PAGE + index % PAGE)[:, None] * DIM + dim[None, :]
+        slot = (page * KV_HEADS + head) * PAGE + index % PAGE
+        at = slot[:, None] * DIM + dim[None, :]
         inside = seen[:, None] & (dim < DIM)[None, :]
-        k = tl.load(keys_ptr + at, mask=inside, other=0.0)
+        k = tl.load(keys_ptr + at, mask=inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if QUANTISED:
+            scores *= tl.load(key_scale_ptr + slot, mask=seen, other=0.0)[None, :]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         top = tl.maximum(best, tl.max(scores, 1))
         weight = tl.exp2(scores - top[:, None])
         shrink = tl.exp2(best - top)
         total = total * shrink + tl.sum(weight, 1)
-        v = tl.load(values_ptr + at, mask=inside, other=0.0)
+        v = tl.load(values_ptr + at, mask=inside, other=0.0).to(q.dtype)
+        if QUANTISED:
+            weight *= tl.load(value_scale_ptr + slot, mask=seen, other=0.0)[None, :]
         sums = sums * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         best = top
 
@@ -116,12 +125,13 @@ def splits_for(rows: int, kv_heads: int) -> int:
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None, splits: int | None = None
+    q: Tensor, keys: Pages, values: Pages, place: Placement, window: int | None, splits: int | None = None
 ) -> Tensor:
     """[rows, heads, D]: each query against the pages of its row as one kernel, or two."""
     rows, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     shared, splits = heads // kv_heads, splits or splits_for(rows, kv_heads)
+    (keys, key_scale), (values, value_scale) = (x if isinstance(x, Quantised) else (x, q) for x in (keys, values))
     out = torch.empty_like(q)
     partial = q.new_empty(rows * kv_heads * splits * shared * (dim + 2) if splits > 1 else 0, dtype=torch.float32)
     block = triton.next_power_of_2(dim)
@@ -129,6 +139,8 @@ def decode_attention(
         q,
         keys,
         values,
+        key_scale,
+        value_scale,
         place.table,
         place.owner,
         place.position,
@@ -146,6 +158,7 @@ def decode_attention(
         BLOCK=BLOCK,
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        QUANTISED=key_scale is not q,
         num_warps=2,
         num_stages=3 if q.dtype != torch.float32 else 2,
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.models.ops.paged import Norms, Placement
+from burnish.models.ops.quantised import LARGEST, Pages, Quantised
 
 
 @triton.jit
@@ -18,7 +19,8 @@ def _add_norm(
     out_ptr,
     size,
     eps,
-    HAS_DELTA: tl.constexpr,
+    part_stride,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -26,10 +28,13 @@ def _add_norm(
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
-    if HAS_DELTA:
-        x = (x.to(tl.float32) + tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)).to(
-            x.dtype
-        )
+    if PARTS > 0:
+        delta = tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            delta += tl.load(delta_ptr + part * part_stride + row * size + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
+        x = (x.to(tl.float32) + delta).to(x.dtype)
         tl.store(x_ptr + row * size + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
@@ -37,8 +42,9 @@ def _add_norm(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += delta in place (if there is one), then the RMS norm of x."""
+    """x += delta in place (if there is one; parts are added up), then the RMS norm of x."""
     rows, size = x.shape
+    parts = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     _add_norm[(rows,)](
@@ -48,11 +54,21 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
         out,
         size,
         eps,
-        HAS_DELTA=delta is not None,
+        rows * size,
+        PARTS=parts,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
     )
     return out
+
+
+@triton.jit
+def _eight_bits(low, high, LARGEST: tl.constexpr):
+    """The halves of vectors [heads, half] as e4m3, and the vectors' scales [heads, 1]."""
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))[:, None]
+    scale = tl.where(largest > 0, largest * (1 / LARGEST), 1.0)
+    return tl.div_rn(low, scale).to(tl.float8e4nv), tl.div_rn(high, scale).to(tl.float8e4nv), scale
 
 
 @triton.jit
@@ -68,6 +84,8 @@ def _rotate_store(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     eps,
     table_stride,
     Q_HEADS: tl.constexpr,
@@ -77,6 +95,8 @@ def _rotate_store(
     HALF_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     QK_NORM: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     DIM: tl.constexpr = 2 * HALF
@@ -114,10 +134,17 @@ def _rotate_store(
     page = tl.where(position >= 0, page, 0)
     slot = page * KV_HEADS * PAGE + known % PAGE
     is_key = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    is_value = inside & (head >= Q_HEADS + KV_HEADS)
+    if QUANTISED:
+        turned_low, turned_high, scale = _eight_bits(turned_low, turned_high, LARGEST)
+        to = key_scale_ptr + slot + (head - Q_HEADS) * PAGE
+        tl.store(to, scale, mask=(head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))
+        first, second, scale = _eight_bits(first, second, LARGEST)
+        to = value_scale_ptr + slot + (head - Q_HEADS - KV_HEADS) * PAGE
+        tl.store(to, scale, mask=(head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS))
     to = keys_ptr + (slot + (head - Q_HEADS) * PAGE) * DIM + column
     tl.store(to, turned_low, mask=is_key)
     tl.store(to + HALF, turned_high, mask=is_key)
-    is_value = inside & (head >= Q_HEADS + KV_HEADS)
     to = values_ptr + (slot + (head - Q_HEADS - KV_HEADS) * PAGE) * DIM + column
     tl.store(to, first, mask=is_value)
     tl.store(to + HALF, second, mask=is_value)
@@ -129,8 +156,8 @@ def rotate_store(
     sin: Tensor,
     place: Placement,
     norms: Norms | None,
-    keys: Tensor,
-    values: Tensor,
+    keys: Pages,
+    values: Pages,
 ) -> Tensor:
     """`burnish.models.ops.paged.rotate_store` as one kernel, a program a token."""
     rows = qkv.shape[0]
@@ -138,6 +165,7 @@ def rotate_store(
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(rows, q_heads, dim)
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    (keys, key_scale), (values, value_scale) = (x if isinstance(x, Quantised) else (x, q) for x in (keys, values))
     heads_block = triton.next_power_of_2(q_heads + 2 * kv_heads)
     half_block = triton.next_power_of_2(dim // 2)
     _rotate_store[(rows,)](
@@ -152,6 +180,8 @@ def rotate_store(
         q,
         keys,
         values,
+        key_scale,
+        value_scale,
         eps,
         place.table.stride(0),
         Q_HEADS=q_heads,
@@ -161,6 +191,8 @@ def rotate_store(
         HALF_BLOCK=half_block,
         PAGE=page,
         QK_NORM=norms is not None,
+        QUANTISED=key_scale is not q,
+        LARGEST=LARGEST,
         num_warps=max(1, min(8, heads_block * half_block // 256)),
     )
     return q

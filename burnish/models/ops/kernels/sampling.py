@@ -2,10 +2,14 @@
 
 By inversion of the cumulative distribution in vocabulary order with one uniform number from (key, position): the first
 kernel sums exponentials over chunks of the vocabulary, the second finds the chunk the number falls into and reads that
-chunk again, so the logits are read once and never widened in memory. `burnish.core.noise` gives the same numbers.
+chunk again, so the logits are read once and never widened in memory. `burnish.core.noise` gives the same numbers. A row's
+bias and its truncation (`truncation.py`) are applied to what is read; the sums of the model's own distribution, where
+someone wants them, are made in the same pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.core.keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+from burnish.models.ops.kernels.logits import cut_off, load_logits
+from burnish.models.ops.kernels.truncation import Bias
 
 CHUNK = 4096
 
@@ -23,22 +29,55 @@ def _sum_chunks(
     source_ptr,
     row_ptr,
     temperature_ptr,
+    bias_token_ptr,
+    bias_value_ptr,
+    bias_count_ptr,
+    cut_value_ptr,
+    cut_last_ptr,
     best_ptr,
     total_ptr,
+    raw_best_ptr,
+    raw_total_ptr,
     vocab,
     chunks,
     CHUNK: tl.constexpr,
+    BIASED: tl.constexpr,
+    BIASES: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    RAW: tl.constexpr,
 ):
     index, chunk = tl.program_id(0), tl.program_id(1)
     source = tl.load(source_ptr + index).to(tl.int64)
-    temperature = tl.load(temperature_ptr + tl.load(row_ptr + index)).to(tl.float32)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + source * vocab + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-    x = x / tl.where(temperature == 0, 1.0, temperature)
+    row = tl.load(row_ptr + index)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    raw, x = load_logits(
+        logits_ptr + source * vocab, chunk * CHUNK, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr,
+        CHUNK, BIASED, BIASES,
+    )  # fmt: skip
+    if TRUNCATED:
+        x = cut_off(x, chunk * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+    # Division by the rounding of IEEE: the plain one is an approximation that differs from kernel to kernel.
+    x = tl.div_rn(x, tl.where(temperature == 0, 1.0, temperature))
     best = tl.max(x, 0)
     total = tl.sum(tl.exp(x - tl.where(best == -float("inf"), 0.0, best)), 0)
     tl.store(best_ptr + index * chunks + chunk, best)
     tl.store(total_ptr + index * chunks + chunk, total)
+    if RAW:
+        best = tl.max(raw, 0)
+        total = tl.sum(tl.exp(raw - tl.where(best == -float("inf"), 0.0, best)), 0)
+        tl.store(raw_best_ptr + index * chunks + chunk, best)
+        tl.store(raw_total_ptr + index * chunks + chunk, total)
+
+
+@triton.jit
+def _joined(best_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
+    """Of a row's chunks: the largest logit of each, the mass of each beside the largest of all, that largest, all mass."""
+    part = tl.arange(0, CHUNKS)
+    bests = tl.load(best_ptr + part, mask=part < chunks, other=-float("inf"))
+    totals = tl.load(total_ptr + part, mask=part < chunks, other=0.0)
+    best = tl.max(bests, 0)
+    masses = totals.to(tl.float64) * tl.exp((bests - best).to(tl.float64))
+    return bests, masses, best, tl.sum(masses, 0)
 
 
 @triton.jit
@@ -54,17 +93,29 @@ def _draw(
     source_ptr,
     row_ptr,
     temperature_ptr,
+    bias_token_ptr,
+    bias_value_ptr,
+    bias_count_ptr,
+    cut_value_ptr,
+    cut_last_ptr,
     best_ptr,
     total_ptr,
+    raw_best_ptr,
+    raw_total_ptr,
     ints_ptr,
     stop_ptr,
     ring_token_ptr,
     ring_logp_ptr,
+    ring_raw_ptr,
     vocab,
     chunks,
     ints_stride,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BIASED: tl.constexpr,
+    BIASES: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    RAW: tl.constexpr,
     STOPS: tl.constexpr,
     RING: tl.constexpr,
     GOLDEN: tl.constexpr,
@@ -85,11 +136,7 @@ def _draw(
         temperature = tl.load(temperature_ptr + row).to(tl.float32)
         greedy = temperature == 0
         part = tl.arange(0, CHUNKS)
-        bests = tl.load(best_ptr + index * chunks + part, mask=part < chunks, other=-float("inf"))
-        totals = tl.load(total_ptr + index * chunks + part, mask=part < chunks, other=0.0)
-        best = tl.max(bests, 0)
-        masses = totals.to(tl.float64) * tl.exp((bests - best).to(tl.float64))
-        total = tl.sum(masses, 0)
+        bests, masses, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
         ends = tl.cumsum(masses, 0)
 
         drawn = tl.load(drawn_at)
@@ -106,9 +153,13 @@ def _draw(
         before = tl.sum(tl.where(part < here, masses, 0.0), 0)
 
         column = tl.arange(0, CHUNK)
-        inside = here * CHUNK + column < vocab
-        x = tl.load(logits_ptr + source * vocab + here * CHUNK + column, mask=inside, other=-float("inf"))
-        x = x.to(tl.float32) / tl.where(greedy, 1.0, temperature)
+        raw, x = load_logits(
+            logits_ptr + source * vocab, here * CHUNK, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr,
+            CHUNK, BIASED, BIASES,
+        )  # fmt: skip
+        if TRUNCATED:
+            x = cut_off(x, here * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+        x = tl.div_rn(x, tl.where(greedy, 1.0, temperature))
         running = before + tl.cumsum(tl.exp((x - best).to(tl.float64)), 0)
         passed = tl.sum((running < goal).to(tl.int32), 0)
         # Rounding may leave the goal beyond the last sum: then the last token that can be drawn is it.
@@ -122,6 +173,12 @@ def _draw(
         slot = row * RING + produced % RING
         tl.store(ring_token_ptr + slot, token.to(tl.int32))
         tl.store(ring_logp_ptr + slot, chosen - best - tl.log(total).to(tl.float32))
+        if RAW:
+            _, _, raw_best, raw_total = _joined(
+                raw_best_ptr + index * chunks, raw_total_ptr + index * chunks, chunks, CHUNKS
+            )
+            chosen = tl.sum(tl.where(column == found, raw, 0.0), 0)
+            tl.store(ring_raw_ptr + slot, chosen - raw_best - tl.log(raw_total).to(tl.float32))
         stops = tl.load(stop_ptr + row * STOPS + tl.arange(0, STOPS))
         stopped = tl.sum((stops == token).to(tl.int32), 0) > 0
         goes_on = (stopped == 0) & (produced + 1 < tl.load(limit_at))
@@ -130,6 +187,41 @@ def _draw(
         tl.store(last_at, token)
         tl.store(position_at, tl.where(goes_on, tl.load(position_at) + 1, -1))
         tl.store(live_at, goes_on.to(tl.int64))
+
+
+def _sums(
+    logits: Tensor,
+    source: Tensor,
+    row: Tensor,
+    temperature: Tensor,
+    cut: tuple[Tensor, Tensor] | None = None,
+    bias: Bias | None = None,
+    raw: bool = False,
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Biases and cuts as the kernels take them; the best logit and the mass of every chunk, then both of the model itself."""
+    count, vocab = source.shape[0], logits.shape[1]
+    chunks = triton.cdiv(vocab, CHUNK)
+    options = (*(bias or (row, row, row)), *(cut or (row, row)))
+    # Tensors of their own: where one begins decides how a kernel reads it, and with that the order of its sums.
+    sums = [torch.empty(count, chunks, dtype=torch.float32, device=logits.device) for _ in range(4 if raw else 2)]
+    sums = sums if raw else [*sums, *sums]
+    _sum_chunks[(count, chunks)](
+        logits,
+        source,
+        row,
+        temperature,
+        *options,
+        *sums,
+        vocab,
+        chunks,
+        CHUNK=CHUNK,
+        BIASED=bias is not None,
+        BIASES=bias[0].shape[1] if bias is not None else 1,
+        TRUNCATED=cut is not None,
+        RAW=raw,
+        num_warps=4,
+    )
+    return options, sums
 
 
 def draw(
@@ -141,29 +233,35 @@ def draw(
     stop: Tensor,
     ring_token: Tensor,
     ring_logp: Tensor,
+    cut: tuple[Tensor, Tensor] | None = None,
+    bias: Bias | None = None,
+    ring_raw: Tensor | None = None,
 ) -> None:
-    """`burnish.rollout.native.state.RowState.draw` as two kernels; see there."""
+    """`burnish.rollout.native.state.RowState.draw` as two kernels; see there. `cut` is of each row of `row`, `bias` of all."""
     count, vocab = source.shape[0], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
-    best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
-    total = torch.empty_like(best)
-    _sum_chunks[(count, chunks)](logits, source, row, temperature, best, total, vocab, chunks, CHUNK=CHUNK, num_warps=4)
+    options, sums = _sums(logits, source, row, temperature, cut, bias, ring_raw is not None)
     _draw[(count,)](
         logits,
         source,
         row,
         temperature,
-        best,
-        total,
+        *options,
+        *sums,
         ints,
         stop,
         ring_token,
         ring_logp,
+        ring_logp if ring_raw is None else ring_raw,
         vocab,
         chunks,
         ints.stride(0),
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(chunks),
+        BIASED=bias is not None,
+        BIASES=bias[0].shape[1] if bias is not None else 1,
+        TRUNCATED=cut is not None,
+        RAW=ring_raw is not None,
         STOPS=stop.shape[1],
         RING=ring_token.shape[1],
         GOLDEN=GOLDEN,
@@ -176,12 +274,9 @@ def draw(
 @triton.jit
 def _score(logits_ptr, token_ptr, temperature, best_ptr, total_ptr, out_ptr, vocab, chunks, CHUNKS: tl.constexpr):
     index = tl.program_id(0)
-    part = tl.arange(0, CHUNKS)
-    bests = tl.load(best_ptr + index * chunks + part, mask=part < chunks, other=-float("inf"))
-    totals = tl.load(total_ptr + index * chunks + part, mask=part < chunks, other=0.0)
-    best = tl.max(bests, 0)
-    total = tl.sum(totals.to(tl.float64) * tl.exp((bests - best).to(tl.float64)), 0)
-    chosen = tl.load(logits_ptr + index.to(tl.int64) * vocab + tl.load(token_ptr + index)).to(tl.float32) / temperature
+    _, _, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
+    chosen = tl.load(logits_ptr + index.to(tl.int64) * vocab + tl.load(token_ptr + index)).to(tl.float32)
+    chosen = tl.div_rn(chosen, temperature)
     tl.store(out_ptr + index, chosen - best - tl.log(total).to(tl.float32))
 
 
@@ -189,13 +284,9 @@ def score(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probs [N] of given tokens under logits [N, vocab], by the same sums in the same order as `draw` reports them."""
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
-    total = torch.empty_like(best)
     every = torch.arange(count, device=logits.device)
     heat = torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
-    _sum_chunks[(count, chunks)](
-        logits, every, torch.zeros_like(every), heat, best, total, vocab, chunks, CHUNK=CHUNK, num_warps=4
-    )
+    _, (best, total, _, _) = _sums(logits, every, torch.zeros_like(every), heat)
     out = torch.empty(count, dtype=torch.float32, device=logits.device)
     # As many warps as `_draw` has: a sum's order follows from how its terms lie in them.
     _score[(count,)](

@@ -1,0 +1,54 @@
+"""The order of rows in matrices that hold several, when each of a number of ranks shall have one block of rows.
+
+Query, key and value rows are one matrix here, as are gate and up. A rank with some heads needs its rows of each to stand
+together, so a model whose layers are cut (`training/parallel/tensor.py`) has them in another order than usual: all
+of the first rank, then all of the second. Whoever takes weights out of such a model puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, Layer
+
+FUSED = ("qkv", "gate_up")
+Order = Callable[[str], "Tensor | None"]
+"""Of a parameter's name: the order its rows have; None is the usual one."""
+
+
+def heights(arch: Architecture, module: str) -> tuple[int, ...]:
+    """Rows of each matrix that a fused one holds."""
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    return (q, kv, kv) if module == "qkv" else (arch.mlp_size, arch.mlp_size)
+
+
+def row_order(sizes: tuple[int, ...], parts: int) -> Tensor:
+    """Which row stands where when each part's rows of every matrix stand together: row i of the result is row order[i]."""
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    blocks = [
+        torch.arange(start + part * size // parts, start + (part + 1) * size // parts)
+        for part in range(parts)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    return torch.cat(blocks)
+
+
+def num_parts(model: Decoder) -> int:
+    """Into how many parts the layers of a model are cut: each knows the architecture of its own part."""
+    return model.arch.num_heads // cast(Layer, model.layers[0]).arch.num_heads
+
+
+def order_of(model: Decoder, name: str) -> Tensor | None:
+    """The order that the rows of a parameter have in a model; None where it is the usual one."""
+    parts, module = num_parts(model), name.split(".")[-2:][0]
+    return row_order(heights(model.arch, module), parts) if parts > 1 and module in FUSED else None
+
+
+def usual(whole: Tensor, order: Tensor | None) -> Tensor:
+    """A whole parameter with its rows in the usual order, given the one they have."""
+    return whole if order is None else whole[order.argsort().to(whole.device)]

@@ -1,0 +1,163 @@
+"""Counted operations against torch's own counter on every family, and the pairs of attention against a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from burnish.config.lora import Lora
+from burnish.models.activations import set_activations
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.flops import Counts, Flops, backward, causal_pairs, forward, packed_counts, recomputed
+from burnish.models.lora import add_lora
+from burnish.models.ops.trunks import Trunks, rows_of
+from burnish.models.value import ValueModel
+
+BASE = Architecture("llama", 61, 32, 2, 4, 2, 8, 48, 512)
+FAMILIES = {
+    "llama": BASE,
+    "llama-bias": replace(BASE, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen2-tied": replace(BASE, family="qwen2", qkv_bias=True, tied=True),
+    "qwen3": replace(BASE, family="qwen3", qk_norm=True, head_dim=16),
+    "mistral-window": replace(BASE, family="mistral", window=5),
+}
+SEQUENCES, LENGTH = 3, 12
+
+
+def batch_of(sequences: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, offsets and the wanted positions: every second token."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(61, (sequences * length,), generator=generator)
+    offsets = torch.arange(sequences + 1) * length
+    positions = torch.arange(sequences * length)
+    return tokens, offsets, positions[(positions % length > 0) & (positions % 2 == 1)]
+
+
+def model_of(arch: Architecture) -> Decoder:
+    model = Decoder(arch)
+    initialise(model, seed=0)
+    return model
+
+
+def counted(counter: FlopCounterMode) -> dict[str, int]:
+    """torch's counts as products of weights and products of attention: on short sequences those are batched."""
+    found = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    batched = sum(count for op, count in found.items() if "bmm" in op)
+    return {"weights": sum(found.values()) - batched, "attention": batched}
+
+
+def product_in_place(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """What torch's counter does not know: an addmm into its first argument, by shapes."""
+    return int(2 * left[0] * left[1] * right[1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forward_and_backward_are_what_torch_counts(name: str) -> None:
+    arch = FAMILIES[name]
+    model = model_of(arch)
+    tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
+    # The stacked scores of a CPU are whole squares, masked afterwards.
+    squares = Counts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
+    with FlopCounterMode(display=False) as counter:
+        logp, _ = model.token_logprobs(tokens, offsets, wanted)
+    expected = forward(arch, squares)
+    assert counted(counter) == {"weights": expected.matmul + expected.head, "attention": expected.attention}
+    with FlopCounterMode(display=False) as counter:
+        logp.sum().backward()
+    expected = backward(arch, squares) + recomputed(arch, squares)
+    assert counted(counter) == {"weights": expected.matmul + expected.head, "attention": expected.attention}
+
+
+def test_long_sequences_cost_the_same_products_of_weights() -> None:
+    model = model_of(BASE)
+    tokens, offsets, wanted = batch_of(
+        1, 300
+    )  # longer than the stacked scores go: torch's counter is blind to the kernel
+    with FlopCounterMode(display=False) as counter:
+        model.token_logprobs(tokens, offsets, wanted)[0].sum().backward()
+    counts = packed_counts([300], wanted.numel())
+    expected = forward(BASE, counts) + backward(BASE, counts) + recomputed(BASE, counts)
+    assert counter.get_total_flops() == expected.matmul + expected.head
+
+
+def test_a_critic_has_one_output_a_token_and_keeps_it() -> None:
+    critic = ValueModel(model_of(BASE))
+    tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
+    with FlopCounterMode(display=False) as counter:
+        critic.token_values(tokens, offsets, wanted).sum().backward()
+    squares = Counts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
+    expected = forward(BASE, squares, 1) + backward(BASE, squares, 1) + recomputed(BASE, squares, 1)
+    assert counter.get_total_flops() == expected.total
+
+
+def test_a_shared_prompt_goes_through_the_layers_once() -> None:
+    model = model_of(BASE)
+    tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
+    trunks = Trunks(torch.tensor([0, 0, 2]), torch.tensor([5, 5, 5]))
+    tokens[LENGTH : LENGTH + 5] = tokens[:5]
+    with FlopCounterMode(display=False) as counter:
+        model.token_logprobs(tokens, offsets, wanted, trunks=trunks)[0].sum().backward()
+    counts = packed_counts([LENGTH] * SEQUENCES, wanted.numel(), shared=[0, 5, 0])
+    assert counts.tokens == rows_of(offsets, trunks).num_rows == 3 * LENGTH - 5
+    expected = forward(BASE, counts) + backward(BASE, counts) + recomputed(BASE, counts)
+    assert counted(counter)["weights"] == expected.matmul + expected.head
+
+
+@pytest.mark.parametrize("activations", ["keep", "selective", "recompute", "offload"])
+@pytest.mark.parametrize(
+    "targets", [None, "all-linear", ["q_proj", "v_proj"], ["o_proj"], ["up_proj", "gate_proj"], ["down_proj"]]
+)
+def test_adapters_and_recomputation_are_what_torch_counts(targets: Any, activations: str) -> None:
+    model, lora = model_of(BASE), None if targets is None else Lora(rank=3, targets=targets)
+    if lora is not None:
+        add_lora(model, lora, seed=0)
+    set_activations(model, activations)
+    tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product_in_place}) as counter:
+        model.token_logprobs(tokens, offsets, wanted)[0].sum().backward()
+    squares = Counts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
+    expected = forward(BASE, squares, lora=lora) + backward(BASE, squares, lora=lora)
+    expected += recomputed(BASE, squares, lora=lora, activations=activations)
+    assert counted(counter)["attention"] == expected.attention
+    assert counter.get_total_flops() == expected.total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 40) | st.none())
+def test_pairs_are_those_that_causality_and_the_window_leave(length: int, window: int | None) -> None:
+    visible = torch.ones(length, length).tril()
+    assert causal_pairs(length, window) == int((visible if window is None else visible.triu(1 - window)).sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), max_size=5), st.integers(1, 6) | st.none())
+def test_shared_beginnings_leave_the_queries_of_the_rest(rows: list[tuple[int, int]], window: int | None) -> None:
+    rows = [(length, min(start, length - 1)) for length, start in rows]
+    counts = packed_counts([length for length, _ in rows], 7, window, [start for _, start in rows])
+    tokens = [position for length, start in rows for position in range(start, length)]
+    looks = [min(position + 1, window or position + 1) for position in tokens]
+    assert counts == Counts(len(tokens), sum(looks), 7)
+
+
+def test_the_sums_add_up() -> None:
+    assert Counts(1, 2, 3) + Counts(10, 20, 30) == Counts(11, 22, 33)
+    both = Flops(1, 2, 3, 4) + Flops(10, 20, 30, 40)
+    assert (both, both.total) == (Flops(11, 22, 33, 44), 110)
+
+
+def test_the_1_5b_shape_by_hand() -> None:
+    arch = Architecture("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, 32768, qkv_bias=True, tied=True)
+    body = 28 * (1536 * (12 + 4) * 128 + 1536 * 1536 + 3 * 1536 * 8960)
+    counts = packed_counts([384] * 256, 256 * 256)
+    once = forward(arch, counts)
+    assert once.matmul == 2 * 98304 * body
+    assert once.head == 2 * 65536 * 1536 * 151936
+    assert once.attention == 4 * 256 * (384 * 385 // 2) * 28 * 12 * 128
+    assert backward(arch, counts).total == 2 * once.total

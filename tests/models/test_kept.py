@@ -1,0 +1,182 @@
+"""The bytes that wait for the backward pass are those the formulas say: counted on a CPU, and with a GPU's kernels stood in for."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from burnish.config.lora import Lora
+from burnish.models import activations
+from burnish.models.activations import set_activations
+from burnish.models.architecture import FAMILIES, Architecture
+from burnish.models.decoder import Decoder
+from burnish.models.kept import Forward
+from burnish.models.lora import add_lora
+from burnish.models.ops import attention, kernels, norm, swiglu
+from burnish.models.ops.trunks import Trunks
+from tests.alive import Alive
+
+POLICIES = ("keep", "selective", "recompute", "offload")
+LENGTH, SEQUENCES = 12, 3
+TOKENS = torch.arange(LENGTH * SEQUENCES) % 7  # all sequences begin alike, so that they can share
+OFFSETS = torch.arange(SEQUENCES + 1) * LENGTH
+SHARED = Trunks(torch.zeros(SEQUENCES, dtype=torch.long), torch.tensor([0, 5, 5]))
+ROWS_SHARED = LENGTH * SEQUENCES - 2 * 5
+
+
+def arch_of(family: str, num_layers: int) -> Architecture:
+    kind = FAMILIES[family]
+    window = 5 if kind.sliding_window else None
+    sizes = (61, 32, num_layers, 4, 2, 8, 96, 64)
+    return Architecture(family, *sizes, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm, window=window)
+
+
+def kept(arch: Architecture, dtype: torch.dtype, policy: str, lora: Lora | None, trunks: Trunks | None) -> int:
+    """Bytes that the forward pass leaves, without its result."""
+    model = Decoder(arch).to(dtype)
+    if lora is not None:
+        add_lora(model, lora, 0)
+    set_activations(model, policy)
+    model.rotations(64)
+    with Alive(*model.parameters(), TOKENS, OFFSETS) as alive:
+        out = model.hidden(TOKENS, OFFSETS, trunks=trunks)
+        return alive.bytes - out.nbytes
+
+
+def of_a_layer(family: str, dtype: torch.dtype, policy: str, lora: Lora | None, trunks: Trunks | None) -> int:
+    """By the difference that a third layer makes; the first reads an embedding that may be frozen."""
+    three, two = (kept(arch_of(family, n), dtype, policy, lora, trunks) for n in (3, 2))
+    return three - two
+
+
+ADAPTERS = [
+    None,
+    Lora(rank=3),
+    Lora(rank=2, targets=["q_proj", "v_proj"]),
+    Lora(rank=2, targets=["down_proj", "o_proj"]),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_on_a_cpu_keeps_what_the_formula_says(family: str, policy: str) -> None:
+    cases = [*product([torch.float32], ADAPTERS, (None, SHARED)), (torch.float64, None, None)]
+    for dtype, lora, trunks in cases:
+        rows = ROWS_SHARED if trunks is not None else TOKENS.numel()
+        forward = Forward(arch_of(family, 3), dtype.itemsize, False, lora, trunks is not None, LENGTH)
+        # On a CPU the host's copy of an offloaded input is counted with the rest.
+        expected = forward.layer("recompute" if policy == "offload" else policy).of(rows, TOKENS.numel())
+        found = of_a_layer(family, dtype, policy, lora, trunks)
+        assert found == expected, (dtype, lora, trunks is not None, found, expected)
+
+
+# --- a GPU's kernels, by what they keep ----------------------------------------------------------------------------------
+
+
+class Norm(torch.autograd.Function):
+    """torch's fused norm keeps its input and the inverse root, float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        root = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, root, weight)
+        return (x.float() * root).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Varlen(torch.autograd.Function):
+    """The attention kernel keeps what it reads, its result, and a float32 for each query of each head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q).contiguous()
+        ctx.save_for_backward(q, k, v, out, torch.zeros(q.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gate(gate_up: Tensor) -> Tensor:
+        return gate_up[:, ::2].contiguous()
+
+    rows = ModuleType("rows")
+    rows.gate = gate  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "burnish.models.ops.kernels.rows", rows)
+    monkeypatch.setattr(kernels, "rows", rows, raising=False)
+    monkeypatch.setattr(swiglu, "use_kernels", lambda x: True)
+    monkeypatch.setattr(attention, "has_varlen", lambda q: True)
+    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *_: Varlen.apply(q, k, v))
+    monkeypatch.setattr(attention.PackedAttention, "__init__", _ragged(attention.PackedAttention.__init__))
+    monkeypatch.setattr(norm.functional, "rms_norm", lambda x, _, weight, eps: Norm.apply(x, weight, eps))
+    assert activations.swiglu is swiglu.swiglu
+    assert functional.rms_norm is norm.functional.rms_norm
+
+
+def _ragged(init: Any) -> Any:
+    def wrapped(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.uniform = None
+
+    return wrapped
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_on_a_gpu_keeps_what_the_formula_says(family: str, policy: str) -> None:
+    for lora, trunks in product(ADAPTERS, (None, SHARED)):
+        rows = ROWS_SHARED if trunks is not None else TOKENS.numel()
+        forward = Forward(arch_of(family, 3), 2, True, lora, trunks is not None, LENGTH)
+        expected = forward.layer("recompute" if policy == "offload" else policy).of(rows, TOKENS.numel())
+        found = of_a_layer(family, torch.bfloat16, policy, lora, trunks)
+        assert found == expected, (lora, trunks is not None, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"), [("keep", "4 h + 3 q + 3 k + 3 m"), ("selective", "2 h + 2 q + 2 k + 2 m")]
+)
+def test_the_formula_in_the_text_is_the_one_that_counts(policy: str, text: str) -> None:
+    assert text in str(activations.__doc__)
+    h, q, k, m, heads = 1536, 1536, 256, 8960, 12
+    arch = Architecture("qwen2", 151936, h, 28, heads, 2, 128, m, 32768, qkv_bias=True, tied=True)
+    factors = [int(term.split()[0]) for term in text.split(" + ")]
+    expected = 2 * sum(f * width for f, width in zip(factors, (h, q, k, m), strict=True))
+    assert Forward(arch, 2, True).layer(policy).row == expected + 4 * (heads + (2 if policy == "keep" else 0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_layer_on_a_real_gpu_keeps_what_the_formula_says(family: str, policy: str) -> None:
+    kind = FAMILIES[family]
+    held = []
+    lengths = torch.arange(100, 164)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda()
+    for num_layers in (5, 4):
+        arch = Architecture(
+            family, 512, 512, num_layers, 8, 2, 64, 1536, 512, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm
+        )
+        model = Decoder(arch).to("cuda", torch.bfloat16)
+        set_activations(model, policy)
+        tokens = torch.arange(int(offsets[-1]), device="cuda") % 512
+        model.hidden(tokens, offsets)  # tables, workspaces
+        before = torch.cuda.memory_allocated()
+        out = model.hidden(tokens, offsets)
+        held.append(torch.cuda.memory_allocated() - before)
+        del out
+    expected = Forward(arch, 2, True).layer(policy).of(tokens.numel(), tokens.numel())
+    assert held[0] - held[1] == pytest.approx(expected, rel=0.01, abs=8192)
