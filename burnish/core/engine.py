@@ -7,7 +7,7 @@ equal prompts share the work of the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -26,11 +26,15 @@ class SamplingOptions:
     top_k: int = 0
     min_p: float = 0.0
     """Tokens less likely than this times the likeliest are not drawn."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit) before temperature and truncation."""
     max_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
     """A stop token is part of the completion."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these strings."""
+    raw_logprobs: bool = False
+    """Also report log-probs of the model itself: at temperature 1, without truncation or bias."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Completion:
     finish: Finish
     version: int
     """Version of the weights that wrote it."""
+    raw_logp: np.ndarray | None = field(default=None, kw_only=True)
+    """float32, under the model itself, where the request asked for it."""
 
 
 class Engine(Protocol):

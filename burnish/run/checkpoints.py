@@ -1,7 +1,8 @@
 """Checkpoints: which exist, which are whole, which stay.
 
 A checkpoint is a folder `step-000050`, written under a temporary name and renamed. Its manifest `burnish.json`, written
-last, holds the step, the score, and the size and CRC-32 of every file, so a damaged one is found before it is loaded.
+last, holds the step, the score, and of every file its size, its CRC-32 and whether it is part of the model or of what
+training needs besides; so a damaged one is found before it is loaded.
 The newest `keep_last` and the best stay; the others go, and only after the new one is on disk. `index.json` says the
 same for people and other tools; the manifests are what counts.
 """
@@ -12,17 +13,17 @@ import json
 import math
 import re
 import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.run.contents import Snapshot, Sums, file_sums, write_file
 from burnish.run.files import atomic_directory, atomic_write, remove
+from burnish.run.parts import whole_folder, write_part
 
 MANIFEST = "burnish.json"
-CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,23 @@ class Checkpoint:
     score: float | None
 
 
-def file_crc(path: Path) -> int:
-    """CRC-32 of a file's content, read in pieces."""
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+def damage(path: Path, contents: bool = True, of: str | None = None) -> str | None:
+    """Why a checkpoint cannot be used, or None. Without `contents` only names and sizes are compared, which is quick.
 
-
-def damage(path: Path, contents: bool = True) -> str | None:
-    """Why a checkpoint cannot be used, or None. Without `contents` only names and sizes are compared, which is quick."""
-    manifest = _manifest(path)
+    With `of` only the files of the `model`, or those of the `state` of training, are looked at.
+    """
+    manifest = read_manifest(path)
     if manifest is None:
         return f"{MANIFEST} is missing or unreadable"
     for name, entry in manifest["files"].items():
+        if of is not None and entry["of"] != of:
+            continue
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
-        if contents and file_crc(file) != entry["crc32"]:
+        if contents and file_sums(file)["crc32"] != entry["crc32"]:
             return f"{name} has another checksum than when it was written"
     return None
 
@@ -78,33 +75,35 @@ class Checkpoints:
         self.keep_last = keep_last
         self.report = report
 
-    def write(self, step: int, writer: Callable[[Path], None], score: float | None = None) -> Path:
-        """Let `writer` fill a folder, make it the checkpoint of `step`, then prune. Returns its path.
+    def write(self, step: int, snapshot: Snapshot, score: float | None = None) -> Path:
+        """Make a snapshot the checkpoint of `step`, then prune. Returns its path.
 
-        Checkpoints of later steps go too: a run that writes step 40 has turned back from them.
+        Checkpoints of later steps go too: a run that writes step 40 has turned back from them. Of several processes
+        each calls this with its part, and the first, which also prunes, returns when the checkpoint is whole.
         """
         path = self.folder / f"step-{step:06d}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        if score is not None and not math.isfinite(score):
-            score = None
-        with atomic_directory(path, replace=True) as temporary:
-            writer(temporary)
-            files = sorted(f for f in temporary.rglob("*") if f.is_file())
-            listed = {str(f.relative_to(temporary)): {"size": f.stat().st_size, "crc32": file_crc(f)} for f in files}
-            manifest = {"step": step, "score": score, "files": listed}
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if snapshot.part.count == 1:
+            with atomic_directory(path, replace=True) as folder:
+                _write_manifest(folder, step, score, snapshot.write(folder))
+        else:
+            write_part(path, snapshot)
+            if snapshot.part.index != 0:
+                return path
+            with whole_folder(path, snapshot.part) as (folder, sums):
+                _write_manifest(folder, step, score, sums)
         kept = self._kept(step)
         self._write_index(kept)
-        for folder in self._folders():
-            if folder not in [c.path for c in kept]:
-                remove(folder)
+        for old in self.folders():
+            if old not in [c.path for c in kept]:
+                remove(old)
         return path
 
     def all(self) -> list[Checkpoint]:
         """Every checkpoint with a readable manifest, oldest first; contents are not checked."""
         found = []
-        for path in self._folders():
-            if manifest := _manifest(path):
+        for path in self.folders():
+            if manifest := read_manifest(path):
                 found.append(Checkpoint(path, manifest["step"], manifest["score"]))
         return found
 
@@ -114,7 +113,7 @@ class Checkpoints:
         A damaged one is reported and the one before is taken; if all are damaged that is a `UserError`.
         """
         reasons = []
-        for path in reversed(self._folders()):
+        for path in reversed(self.folders()):
             reason = damage(path)
             if reason is None:
                 return next(c for c in self.all() if c.path == path)
@@ -149,14 +148,22 @@ class Checkpoints:
         index = {"checkpoints": rows, "latest": kept[-1].step, "best": best.step if best else None}
         atomic_write(self.folder / "index.json", json.dumps(index, indent=1) + "\n")
 
-    def _folders(self) -> list[Path]:
+    def folders(self) -> list[Path]:
+        """Every folder of a checkpoint, whole or not, oldest first."""
         if not self.folder.is_dir():
             return []
         found = [p for p in self.folder.iterdir() if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
+def _write_manifest(folder: Path, step: int, score: float | None, sums: Sums) -> None:
+    finite = score if score is not None and math.isfinite(score) else None
+    manifest = {"step": step, "score": finite, "files": dict(sorted(sums.items()))}
+    write_file(folder, MANIFEST, [json.dumps(manifest, indent=1).encode()])
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of itself; None where it says nothing that can be read."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):

@@ -25,11 +25,23 @@ MAX_SHOWN_KEYS = 12
 MAY_CHANGE = (
     "run.directory",
     "run.name",
+    "run.save",
     "run.save_every",
     "run.keep_last",
     "run.samples_every",
     "run.trackers",
     "reward.workers",
+    "parallel.replicate",
+    "parallel.shard",
+    "parallel.sequence",
+    "parallel.offload",
+    "placement.name",
+    "placement.workers",
+    "placement.engines",
+    "placement.cpus",
+    "placement.layout",
+    "placement.sync",
+    "placement.timeout_s",
 )
 _held: set[int] = set()
 

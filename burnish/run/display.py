@@ -22,7 +22,7 @@ FEW_STEPS = 20  # a run this short shows every step
 
 
 def summarise(values: dict[str, Any]) -> dict[str, float]:
-    """The few numbers worth a line, by the names people say: reward, accuracy, loss, length, tokens/s."""
+    """The few numbers worth a line, by the names people say: reward, accuracy, loss, length, tokens/s, mfu."""
     accuracies = [n for n in values if n.startswith("validation/") and n.endswith("/accuracy")]
     names = {
         "reward": ("reward/mean",),
@@ -30,6 +30,7 @@ def summarise(values: dict[str, Any]) -> dict[str, float]:
         "loss": ("sft/loss", "loss"),
         "length": ("rollout/length_mean",),
         "tokens/s": ("time/tokens_per_s",),
+        "mfu": ("performance/mfu",),
     }
     found = {label: next((values[n] for n in options if n in values), None) for label, options in names.items()}
     return {label: float(value) for label, value in found.items() if isinstance(value, int | float)}
@@ -47,6 +48,8 @@ def duration(seconds: float) -> str:
 
 def number(label: str, value: float) -> str:
     """A value in the precision its kind deserves."""
+    if label == "mfu":
+        return f"{value:.1%}"
     return f"{value:,.0f}" if label == "tokens/s" else f"{value:.1f}" if label == "length" else f"{value:.3f}"
 
 

@@ -91,14 +91,22 @@ def atomic_directory(path: Path, replace: bool = False) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for folder, _, names in os.walk(temporary, topdown=False):
-            for name in names:
-                fsync_path(Path(folder, name))
-            fsync_path(Path(folder))
-        aside = _set_aside(path)
-        os.rename(temporary, path)
+        commit_directory(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def commit_directory(temporary: Path, path: Path) -> None:
+    """Make a filled folder `path`, durably; what was there goes when it has been replaced, and not before."""
+    for folder, _, names in os.walk(temporary, topdown=False):
+        for name in names:
+            fsync_path(Path(folder, name))
+        fsync_path(Path(folder))
+    aside = _set_aside(path)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
         _restore(path.with_name(ASIDE + path.name))
         raise
     fsync_path(path.parent)

@@ -53,7 +53,8 @@ def decode(line: bytes) -> dict[str, Any] | None:
 class Journal:
     """The events of one run, in order; opening replays them and cuts a last line that a kill tore.
 
-    `events` holds those from the newest checkpoint on: the work a resumed run may take up. `num_events` counts all.
+    `events` holds the newest checkpoint and the events of later steps: the work a resumed run may take up. `num_events`
+    counts all.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,8 +122,8 @@ class Journal:
                 file.unlink()
 
     def _hold(self, record: dict[str, Any]) -> None:
-        if record["event"] == "checkpoint":
-            self.events.clear()
+        if record["event"] == "checkpoint":  # which was written while later steps went on
+            self.events = [event for event in self.events if event.get("step", -1) > record["step"]]
         self.events.append(record)
         self.num_events += 1
 

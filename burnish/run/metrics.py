@@ -1,8 +1,8 @@
 """metrics.jsonl: one line a step, the numbers a run is judged by.
 
 A float is written so that it reads back bit for bit. NaN and infinities, which JSON does not have, are the strings
-"nan", "inf" and "-inf" and read back as floats. Names that start with `time/` are the only ones that differ between two
-runs of one config.
+"nan", "inf" and "-inf" and read back as floats. Names that start with one of `MEASURED` are the only ones that differ
+between two runs of one config.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from burnish.config.errors import UserError
 from burnish.run.files import append_durably, atomic_write, truncate
 
 Value = float | int | str
+MEASURED = ("time/", "performance/", "memory/", "controller/")
+"""Of the machine, not of the computation."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -2,13 +2,14 @@
 
 The order of writes is what makes a kill harmless: a step's metrics and journal records are on disk before the next
 step starts, a checkpoint is whole or absent, and `resume` takes everything back to the newest checkpoint, so that the
-steps after it are made again, identically.
+steps after it are made again, identically. A checkpoint is written while the next steps are made; the journal hears of
+it when it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import time
+from types import TracebackType
 from typing import Any
 
 from burnish.config.schema import Run as RunConfig
@@ -18,6 +19,7 @@ from burnish.run.display import Display
 from burnish.run.journal import Journal
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
+from burnish.run.saving import Saving, Take
 from burnish.run.trackers import make_trackers
 from burnish.run.worst_tokens import WorstTokens
 
@@ -32,7 +34,9 @@ class Run:
         self.metrics = Metrics(directory.metrics)
         self.worst_tokens = WorstTokens(directory.worst_tokens)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
+        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
+        self._cost: dict[str, float] = {}  # of saving, since the last step's metrics
 
     def resume(self) -> Checkpoint | None:
         """The checkpoint to go on from, with metrics, worst tokens and journal taken back to it; None for a fresh start."""
@@ -46,7 +50,12 @@ class Run:
         return latest
 
     def commit(self, step: int, values: dict[str, Any], used: list[str]) -> None:
-        """One step is done: its metrics, and which trajectories its loss used."""
+        """One step is done: its metrics, and which trajectories its loss used.
+
+        A checkpoint that could not be written since the last step is an error here.
+        """
+        self._record(wait=False)
+        values, self._cost = values | self._cost, {}
         self.metrics.append(step, values)
         self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step})])
         for tracker in self.trackers:
@@ -57,23 +66,49 @@ class Run:
         """A table of samples."""
         write_samples(self.directory.samples, step, kind, rows)
 
-    def checkpoint(self, step: int, writer: Callable[[Path], None], score: float | None) -> Path:
-        """A checkpoint; what the journal kept to redo the steps before it is no longer needed."""
+    def checkpoint(self, step: int, take: Take, score: float | None) -> None:
+        """Take a snapshot and have it written; the journal hears of it when it is on disk (`wait`, or a later step)."""
+        started = time.perf_counter()
         self.worst_tokens.sync()
-        path = self.checkpoints.write(step, writer, score)
-        self.journal.append("checkpoint", step=step, path=path.name, score=score)
-        self.journal.drop_attachments(lambda name: int(name.split("-")[1]) > step)
-        return path
+        self.wait()
+        self.saving.begin(step, take, score)
+        if not self.saving.in_background:
+            self.wait()
+        self._cost["time/checkpoint_blocked_s"] = time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written any more."""
+        self._record(wait=True)
+
+    def _record(self, wait: bool) -> None:
+        """What a finished checkpoint leaves in the journal; what that kept to redo the steps before it is not needed now."""
+        saved = self.saving.collect(wait)
+        if saved is None:
+            return
+        self._cost["time/checkpoint_write_s"] = saved.write_s
+        self.journal.append("checkpoint", step=saved.step, path=saved.path.name, score=saved.score)
+        self.journal.drop_attachments(lambda name: int(name.split("-")[1]) > saved.step)
 
     def close(self) -> None:
-        """Give back the terminal, the trackers and the lock."""
-        self.display.stop()
-        for tracker in self.trackers:
-            tracker.close()
-        self.directory.close()
+        """Wait for a checkpoint that is being written; give back the terminal, the trackers and the lock."""
+        try:
+            self.wait()
+        finally:
+            self.display.stop()
+            for tracker in self.trackers:
+                tracker.close()
+            self.directory.close()
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self.wait()
+        except Exception as other:  # noqa: BLE001 -- the error that ended the run must not be hidden by a second one
+            self.display.note(f"{type(other).__name__}: {other}")
+        finally:
+            self.close()

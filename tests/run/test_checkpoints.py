@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
 from burnish.run.checkpoints import MANIFEST, Checkpoints, damage
+from burnish.run.contents import Blob, Snapshot, Sums
 
 
-def writer(text: str):
-    def write(folder: Path) -> None:
-        (folder / "model.safetensors").write_text(text)
-        (folder / "state").mkdir()
-        (folder / "state" / "trainer.json").write_text("{}")
-
-    return write
+def snapshot(text: str) -> Snapshot:
+    return Snapshot([Blob("model.safetensors", text)], [Blob("state/trainer.json", "{}")])
 
 
 def steps(checkpoints: Checkpoints) -> list[int]:
@@ -30,18 +26,22 @@ def test_a_checkpoint_is_written_and_found(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     assert checkpoints.latest() is None
     assert checkpoints.best() is None
-    path = checkpoints.write(50, writer("weights"), score=0.5)
+    path = checkpoints.write(50, snapshot("weights"), score=0.5)
     assert path == tmp_path / "step-000050"
     latest = checkpoints.latest()
     assert latest is not None
     assert (latest.path, latest.step, latest.score) == (path, 50, 0.5)
-    assert sorted(json.loads((path / MANIFEST).read_text())["files"]) == ["model.safetensors", "state/trainer.json"]
+    files = json.loads((path / MANIFEST).read_text())["files"]
+    assert {name: entry["of"] for name, entry in files.items()} == {
+        "model.safetensors": "model",
+        "state/trainer.json": "state",
+    }
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     for step, score in [(10, 0.1), (20, 0.9), (30, 0.9), (40, None), (50, 0.3)]:
-        checkpoints.write(step, writer("w"), score)
+        checkpoints.write(step, snapshot("w"), score)
     assert steps(checkpoints) == [20, 40, 50]  # of the two at 0.9 the earlier
     best = checkpoints.best()
     assert best is not None
@@ -61,7 +61,7 @@ def test_pruning_keeps_exactly_the_policys_checkpoints(
 ) -> None:
     checkpoints = Checkpoints(tmp_path_factory.mktemp("checkpoints"), keep)
     for step, score in enumerate(scores):
-        checkpoints.write(step, writer("w"), score)
+        checkpoints.write(step, snapshot("w"), score)
     expected = set(range(len(scores))[-keep:])
     known = [s for s in scores if s is not None]
     if known:
@@ -71,8 +71,8 @@ def test_pruning_keeps_exactly_the_policys_checkpoints(
 
 def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.write(1, writer("w"), 0.2)
-    checkpoints.write(2, writer("w"), float("nan"))
+    checkpoints.write(1, snapshot("w"), 0.2)
+    checkpoints.write(2, snapshot("w"), float("nan"))
     best = checkpoints.best()
     assert best is not None
     assert best.step == 1
@@ -80,21 +80,22 @@ def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path) -> None:
 
 def test_a_writer_that_fails_changes_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.write(1, writer("w"))
+    checkpoints.write(1, snapshot("w"))
 
-    def fails(folder: Path) -> None:
-        (folder / "half").write_text("x")
-        raise OSError("disk full")
+    class Fails:
+        def write(self, folder: Path) -> Sums:
+            (folder / "half").write_text("x")
+            raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        checkpoints.write(2, fails)
+        checkpoints.write(2, Snapshot([Fails()]))
     assert steps(checkpoints) == [1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["index.json", "step-000001"]
 
 
 def test_nothing_is_removed_before_the_new_one_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.write(1, writer("w"))
+    checkpoints.write(1, snapshot("w"))
     removed = []
 
     def watch(path: Path) -> None:
@@ -102,7 +103,7 @@ def test_nothing_is_removed_before_the_new_one_is_in_place(tmp_path: Path, monke
         assert damage(tmp_path / "step-000002") is None
 
     monkeypatch.setattr("burnish.run.checkpoints.remove", watch)
-    checkpoints.write(2, writer("w"))
+    checkpoints.write(2, snapshot("w"))
     assert removed == ["step-000001"]
 
 
@@ -134,8 +135,8 @@ def lose_manifest(path: Path) -> None:
 def test_a_damaged_newest_is_reported_and_the_one_before_is_used(tmp_path: Path, break_it, reason: str) -> None:
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep_last=2, report=said.append)
-    checkpoints.write(1, writer("weights"), 0.1)
-    checkpoints.write(2, writer("weights"), 0.2)
+    checkpoints.write(1, snapshot("weights"), 0.1)
+    checkpoints.write(2, snapshot("weights"), 0.2)
     break_it(tmp_path / "step-000002")
     latest = checkpoints.latest()
     assert latest is not None
@@ -150,7 +151,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_is_used(tmp_path: Path,
 
 def test_only_damaged_checkpoints_is_an_error_that_lists_them(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2, report=lambda _: None)
-    for path in [checkpoints.write(step, writer("weights")) for step in (1, 2)]:
+    for path in [checkpoints.write(step, snapshot("weights")) for step in (1, 2)]:
         break_size(path)
     with pytest.raises(UserError, match=r"(?s)step-000002: model.*step-000001: model.*restore"):
         checkpoints.latest()
@@ -158,11 +159,11 @@ def test_only_damaged_checkpoints_is_an_error_that_lists_them(tmp_path: Path) ->
 
 def test_an_earlier_step_written_again_outlives_a_damaged_future(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1, report=lambda _: None)
-    checkpoints.write(25, writer("weights"))
+    checkpoints.write(25, snapshot("weights"))
     checkpoints.keep_last = 2
-    break_content(checkpoints.write(50, writer("weights"), 0.9))
+    break_content(checkpoints.write(50, snapshot("weights"), 0.9))
     checkpoints.keep_last = 1
-    checkpoints.write(40, writer("weights"), 0.1)
+    checkpoints.write(40, snapshot("weights"), 0.1)
     assert steps(checkpoints) == [40]
     latest = checkpoints.latest()
     assert latest is not None
@@ -171,7 +172,7 @@ def test_an_earlier_step_written_again_outlives_a_damaged_future(tmp_path: Path)
 
 def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.write(1, writer("old"))
-    path = checkpoints.write(1, writer("new one"))
+    checkpoints.write(1, snapshot("old"))
+    path = checkpoints.write(1, snapshot("new one"))
     assert (path / "model.safetensors").read_text() == "new one"
     assert damage(path) is None

@@ -1,0 +1,108 @@
+"""What a checkpoint holds, as data: taken in a moment, written later, by whoever has the time.
+
+Saving has two phases. A snapshot says which files there will be and holds what goes into them, out of reach of the
+training that goes on (`staging.py`); it writes nothing. Writing then needs nothing but the snapshot and a folder, so a
+thread can do it. Sizes and checksums are those of what was meant to be written: they also catch a disk that wrote
+something else.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from burnish.config.errors import UserError
+
+CHUNK = 1 << 22
+Sums = dict[str, dict[str, Any]]
+"""Size and CRC-32 of each file, by its name in the folder."""
+
+
+class Content(Protocol):
+    """One or more files to be."""
+
+    def write(self, folder: Path) -> Sums:
+        """Make the files in a folder, on disk when this returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of how many processes that save together."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint to be: what makes the model, and what it takes besides to go on training."""
+
+    model: Sequence[Content]
+    state: Sequence[Content] = ()
+    part: Part = Part()
+    """Of a model that is spread over processes, this process's part."""
+
+    def write(self, folder: Path) -> Sums:
+        """All files; each is marked with what it is `of`."""
+        sums: Sums = {}
+        for of, contents in (("model", self.model), ("state", self.state)):
+            for name, entry in write_contents(folder, contents).items():
+                sums[name] = {**entry, "of": of}
+        return sums
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file whose bytes are known."""
+
+    name: str
+    data: bytes | str
+    if_absent: bool = False
+    """Only where no other content has made a file of this name."""
+
+    def write(self, folder: Path) -> Sums:
+        if self.if_absent and (folder / self.name).exists():
+            return {}
+        return write_file(folder, self.name, [self.data.encode() if isinstance(self.data, str) else self.data])
+
+
+def write_contents(folder: Path, contents: Iterable[Content]) -> Sums:
+    """Make the files of several contents."""
+    sums: Sums = {}
+    for content in contents:
+        sums |= content.write(folder)
+    return sums
+
+
+def file_sums(path: Path) -> dict[str, Any]:
+    """Size and CRC-32 of a file, read in pieces."""
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return {"size": size, "crc32": crc}
+
+
+def write_file(folder: Path, name: str, chunks: Iterable[bytes | memoryview]) -> Sums:
+    """A file made of chunks, on disk when this returns; while it works other threads can run.
+
+    What the system refuses (a full disk, a quota) is an error that names the file.
+    """
+    path, size, crc = folder / name, 0, 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb", buffering=0) as file:
+            for chunk in chunks:
+                rest = memoryview(chunk).cast("B")
+                crc, size = zlib.crc32(rest, crc), size + len(rest)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; make room and start again") from error
+    return {name: {"size": size, "crc32": crc}}
