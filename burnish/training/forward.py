@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -9,22 +10,41 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.batch import Batch
-from burnish.training.packing import micro_batches
+from burnish.models.decoder import Decoder
+from burnish.models.ops.kl import Distribution
+from burnish.models.ops.trunks import Trunks
+from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_batches, single_units
+from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.sharing import pays, shared_prefixes
 
 Needs = frozenset[str]
-"""What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy` or `sum_p2` if named."""
+"""What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy`, `kl` or `sum_p2` if named."""
 
 
 class Policy(Protocol):
-    """What the learner asks of a policy: our decoder and `models/hf.py` both have it."""
+    """What the learner asks of a policy: our decoder and `models/hf.py` both have it.
+
+    `trunks` says which sequences begin with another's tokens; one that shares nothing may leave it unread.
+    """
 
     def token_logprobs(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        trunks: Trunks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions, and entropies if asked."""
 
     def token_statistics(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        trunks: Trunks | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities, without gradient."""
 
@@ -32,8 +52,25 @@ class Policy(Protocol):
 class Values(Protocol):
     """What the learner asks of a critic's model."""
 
-    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor) -> Tensor:
+    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
         """The value of the state before each `wanted` token."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model's micro-batches are made."""
+
+    token_budget: int
+    attention_cost: float = ATTENTION_COST
+    """b / a of the cost a L + b L^2 of a sequence of L tokens."""
+    shares: bool = False
+    """Whether the model computes tokens that the samples of a group begin with once."""
+
+    @staticmethod
+    def of(model: nn.Module, token_budget: int, share_prompts: bool = True) -> Packing:
+        """As suits a model: ours shares prompts and knows what its attention costs."""
+        cost = getattr(model, "attention_cost", None)
+        return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prompts and cost is not None)
 
 
 @dataclass(frozen=True)
@@ -43,59 +80,135 @@ class Piece:
     batch: Batch
     wanted: Tensor
     positions: Tensor
+    trunks: Trunks | None = None
+    """Which of its sequences begin with another's tokens."""
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it is only there because another rank has one more: nothing of it counts."""
+        return not self.positions.numel()
 
 
-def split(batch: Batch, budget: int) -> list[tuple[Tensor, Batch]]:
-    """(sequence indices, micro-batch) pairs under the token budget."""
-    parts = [torch.tensor(p) for p in micro_batches(batch.lengths.tolist(), budget)]
-    return [(part, batch.select(part)) for part in parts]
+AskReference = Callable[[Piece], Distribution]
+"""The reference's distributions at the wanted tokens of a micro-batch."""
 
 
 def element_positions(batch: Batch, part: Tensor) -> Tensor:
     """Where the tokens of the micro-batch `part` stand in the whole batch."""
+    part = part.to(batch.offsets.device)
     starts, lengths = batch.offsets[:-1][part], batch.lengths[part]
     shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return torch.arange(int(lengths.sum()), device=shift.device) + shift
 
 
-def pieces(batch: Batch, budget: int, mask: str) -> list[Piece]:
-    """The micro-batches that have a token of the mask column, with those tokens as the wanted ones."""
-    found = []
-    for part, micro in split(batch, budget):
-        wanted = micro.token[mask].nonzero().squeeze(1)
-        if wanted.numel():
-            found.append(Piece(micro, wanted, element_positions(batch, part)[wanted]))
-    return found
+def pieces(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -> list[Piece]:
+    """The micro-batches of the sequences that have a token of the mask column, with those tokens as the wanted ones.
+
+    All ranks get the same number, by fillers: they gather the parameters of a layer together, whoever has work for it.
+    """
+    found = _pieces(batch, packing, mask)
+    return found + [filler(batch.tokens.device)] * (ranks.most(len(found)) - len(found))
+
+
+def filler(device: torch.device) -> Piece:
+    """A micro-batch with a wanted token, which has no place in the batch."""
+    two, one = torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device)
+    return Piece(Batch(two, torch.tensor([0, 2], device=device)), one, one[:0])
+
+
+def no_loss(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a filler: 0 whatever the outputs are, with a gradient of 0 for each."""
+    return torch.stack([(output * output.new_zeros(0)).sum() for output in outputs.values()]).sum()
+
+
+def _pieces(batch: Batch, packing: Packing, mask: str) -> list[Piece]:
+    has_one = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
+    has_one[batch.sequence_ids[batch.token[mask]]] = True
+    chosen = has_one.nonzero().squeeze(1)
+    if not chosen.numel():
+        return []
+    whole = chosen.numel() == batch.num_sequences
+    units, shared = _units(batch if whole else batch.select(chosen), packing)
+    return [_piece(batch, chosen, part, shared, mask) for part in micro_batches(units, packing.token_budget)]
+
+
+def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
+    """What is packed, and the tokens each sequence shares with its group, where that pays."""
+    lengths = batch.lengths.tolist()
+    if packing.shares and "group_ids" in batch.sequence:
+        groups, shared = batch.sequence["group_ids"].tolist(), shared_prefixes(batch).tolist()
+        if pays(lengths, groups, shared):
+            return group_units(lengths, groups, shared, packing.token_budget, packing.attention_cost), shared
+    return single_units(lengths, packing.attention_cost), None
+
+
+def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> Piece:
+    members = [i for unit in part for i in unit.members]
+    index = chosen[torch.tensor(members, device=chosen.device)]
+    micro = batch.select(index)
+    trunks = None
+    if shared is not None:
+        owner: list[int] = []
+        for unit in part:
+            owner += [len(owner)] * len(unit.members)
+        trunks = Trunks(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
+    wanted = micro.token[mask].nonzero().squeeze(1)
+    return Piece(micro, wanted, element_positions(batch, index)[wanted], trunks)
 
 
 def names_of(needs: Needs) -> list[str]:
     """The outputs a forward pass gives for these needs; the first is the one every token has."""
-    return ["value"] if "value" in needs else ["logp", *sorted(needs & {"entropy", "sum_p2"})]
+    return ["value"] if "value" in needs else ["logp", *sorted(needs & {"entropy", "kl", "sum_p2"})]
 
 
-def forward(model: nn.Module, piece: Piece, needs: Needs, temperature: float) -> dict[str, Tensor]:
+def forward(
+    model: nn.Module, piece: Piece, needs: Needs, temperature: float, reference: AskReference | None = None
+) -> dict[str, Tensor]:
     """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient, unless `sum_p2` is among them."""
     where = piece.batch.tokens, piece.batch.offsets, piece.wanted
     if "value" in needs:
-        return {"value": cast(Values, model).token_values(*where)}
+        return {"value": cast(Values, model).token_values(*where, trunks=piece.trunks)}
     policy = cast(Policy, model)
     if "sum_p2" in needs:
-        found = dict(zip(("logp", "entropy", "sum_p2"), policy.token_statistics(*where, temperature), strict=True))
+        statistics = policy.token_statistics(*where, temperature, trunks=piece.trunks)
+        found = dict(zip(("logp", "entropy", "sum_p2"), statistics, strict=True))
         return {name: found[name] for name in names_of(needs)}
-    logp, entropy = policy.token_logprobs(*where, temperature, "entropy" in needs)
+    if "kl" in needs:
+        assert reference is not None, "a KL over the vocabulary is one to a reference"
+        other = reference(piece)  # first: it may put other weights into the policy for a moment
+        found = dict(
+            zip(
+                ("logp", "entropy", "kl"),
+                cast(Decoder, model).token_kl(*where, other, temperature, trunks=piece.trunks),
+                strict=True,
+            )
+        )
+        return {name: found[name] for name in names_of(needs)}
+    logp, entropy = policy.token_logprobs(*where, temperature, "entropy" in needs, trunks=piece.trunks)
     return {"logp": logp} if entropy is None else {"logp": logp, "entropy": entropy}
 
 
 @torch.no_grad()
 def batch_outputs(
-    model: nn.Module, batch: Batch, needs: Needs, budget: int, temperature: float, mask: str = "action_mask"
+    model: nn.Module,
+    batch: Batch,
+    needs: Needs,
+    packing: Packing,
+    temperature: float,
+    mask: str = "action_mask",
+    on_piece: Callable[[Piece], None] | None = None,
+    ranks: Ranks = SOLO,
+    reference: AskReference | None = None,
 ) -> dict[str, Tensor]:
     """[N] outputs at the tokens of the mask column, by name, without gradient; 0 elsewhere."""
     columns: dict[str, Tensor] = {}
-    for piece in pieces(batch, budget, mask):
-        for name, values in forward(model, piece, needs, temperature).items():
+    for piece in pieces(batch, packing, mask, ranks):
+        if on_piece is not None:
+            on_piece(piece)
+        for name, values in forward(model, piece, needs, temperature, reference).items():
             if name not in columns:
                 columns[name] = values.new_zeros(batch.num_tokens)
             columns[name][piece.positions] = values
+    ranks.settle(model)
     nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     return {name: columns.get(name, nothing) for name in names_of(needs)}

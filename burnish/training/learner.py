@@ -23,12 +23,20 @@ from burnish.algorithms.view import view_of
 from burnish.config.errors import UserError
 from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
-from burnish.training.adamw import AdamW
-from burnish.training.forward import Needs, batch_outputs, forward, pieces
+from burnish.run.contents import Blob, Content
+from burnish.run.parts import part_of
+from burnish.run.staging import Stage
+from burnish.training.cost import cost_of
+from burnish.training.forward import AskReference, Needs, Packing, Piece, batch_outputs, forward, no_loss, pieces
+from burnish.training.grad_norms import block_norms
+from burnish.training.memory_use import memory_values
+from burnish.training.meter import Meter, metered
+from burnish.training.optimizers import make_optimizer
+from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.schedule import factor
-from burnish.training.tensors import read_tensors, write_tensors
+from burnish.training.shards import StoredTensors, read_state, state_contents
 
-OF_A_LOSS = frozenset({"entropy", "value"})
+OF_A_LOSS = frozenset({"entropy", "kl", "value"})
 """What a loss may need of the model beside log-probs, and with gradient."""
 
 
@@ -48,82 +56,113 @@ class Update:
 class Learner:
     """A policy or a critic's model with its optimizer.
 
-    `temperature` is the one the batch was sampled at: all log-probs are under it.
+    `temperature` is the one the batch was sampled at: all log-probs are under it. With `share_prompts` the samples of a
+    group share the forward and backward of what they begin with, where the model can and where it pays. With `grad_norms`
+    an update also tells the gradient's norm block by block. `meter` knows what was computed and how long it took.
+
+    One of several `ranks` is given its own share of each mini-batch (`ranks.share`), and all are called alike. What an update
+    tells in numbers is of the whole mini-batch on every rank; columns are of the rank's own tokens.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, total_updates: int, token_budget: int, temperature: float = 1.0
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        total_updates: int,
+        token_budget: int,
+        temperature: float = 1.0,
+        share_prompts: bool = True,
+        grad_norms: bool = False,
+        ranks: Ranks = SOLO,
     ) -> None:
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.config, self.total_updates = optimizer, total_updates
-        self.token_budget, self.temperature = token_budget, temperature
+        self.packing, self.temperature = Packing.of(model, token_budget, share_prompts), temperature
+        self.reference: AskReference | None = None
+        """Who is asked where a loss needs the KL to a reference over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = AdamW(self.names, optimizer)
+        self.optimizer = make_optimizer(model, self.names, optimizer, ranks.mean if ranks.weights is not None else None)
+        self.grad_norms = grad_norms
+        self.meter = Meter(self.device, cost_of(model, ranks))
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.names.values())).device
+        return self.ranks.device or next(iter(self.names.values())).device
 
     def logprobs(self, batch: Batch) -> Tensor:
         """[N] log-prob of every token the model wrote, under the current weights; 0 elsewhere."""
         return self.outputs(batch, frozenset())["logp"]
 
+    @metered("forward")
     def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]:
         """[N] columns under the current weights at the tokens of a mask, without gradient; 0 elsewhere.
 
-        `value` if that is needed, else `logp`, with `entropy` and `sum_p2` (sum_v p_v^2) where they are.
+        `value` if that is needed, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) where they are.
         """
-        return batch_outputs(self.model, batch, needs, self.token_budget, self.temperature, mask)
+        return batch_outputs(
+            self.model, batch, needs, self.packing, self.temperature, mask, self._saw, self.ranks, self.reference
+        )
 
+    @metered("other")
     def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: tuple[Batch, Loss] | None = None) -> Update:
         """One optimizer step. The batch has a `weight` token column: 0 outside the loss, denominators included.
 
         A gradient that is not finite makes no step and says so; so does a batch without a token in the loss. `also` is a
         second batch with a loss of its own whose gradient goes into the same step.
         """
-        num_tokens = int(batch.loss_mask.sum())
+        num_tokens = int(self.ranks.total({"tokens": int(batch.loss_mask.sum())})["tokens"])
         if num_tokens == 0:
             return Update({}, torch.zeros(batch.num_tokens, device=batch.tokens.device), "no token is left in the loss")
         self.optimizer.zero_grad()
         total, sums, seen = self._accumulate(batch, loss)
         logp, entropy = _first(seen), seen.get("entropy")
         second = 0.0 if also is None else self._accumulate(*also)[0]
-        lr = (
-            lr_scale
-            * self.config.lr
-            * factor(self.updates, self.total_updates, self.config.schedule, self.config.warmup, self.config.final)
-        )
-        norm = self.optimizer.clip(self.config.clip_norm)
+        lr = lr_scale * self.config.lr * self._schedule()
+        with self.meter("communication"):
+            self.ranks.finish(self.optimizer.gradients())
+        blocks = block_norms(self.optimizer) if self.grad_norms else {}
+        with self.meter("optimizer"):
+            norm = self.optimizer.clip(self.config.clip_norm)
         stats = {"loss": total + second, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
+        stats |= blocks
         if also is not None:
             stats["second_loss"] = second
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
             return Update(stats, logp, f"the gradient is not finite (norm {norm})", entropy)
-        self.optimizer.step(lr)
+        with self.meter("optimizer"):
+            self.optimizer.step(lr)
         self.updates += 1
         return Update(stats, logp, None, entropy)
 
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-        """Gradients of a whole mini-batch; the loss, the metric sums and the outputs seen, [N] each."""
+        """Gradients of a whole mini-batch; its loss and metric sums, and the outputs seen on this rank's tokens, [N] each."""
         needs = loss.needs & OF_A_LOSS
         if loss.scope in ("token", "sequence"):
-            return self._one_pass(batch, loss, needs)
+            total, sums, outputs = self._one_pass(batch, loss, needs)
+            with self.meter("communication"):
+                sums = self.ranks.total(sums | {"": total})
+            return sums.pop(""), sums, outputs
         outputs = self.outputs(batch, needs, "loss_mask")
-        total, sums, slopes = derivatives(batch, loss, outputs)
-        self.backward(batch, slopes)
+        with self.meter("communication"):
+            whole = self.ranks.whole(batch, outputs)
+        total, sums, slopes = derivatives(whole.batch, loss, whole.outputs)
+        self.backward(batch, {name: slope[whole.mine] for name, slope in slopes.items()})
         return total, sums, outputs
 
     def _one_pass(self, batch: Batch, loss: Loss, needs: Needs) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
-        for piece in pieces(batch, self.token_budget, "loss_mask"):
-            outputs = forward(self.model, piece, needs, self.temperature)
-            value, amounts = loss(view_of(piece.batch, **outputs))
-            value.backward()
-            self.optimizer.absorb()
+        for piece in pieces(batch, self.packing, "loss_mask", self.ranks):
+            with self.meter("forward"):
+                outputs = forward(self.model, piece, needs, self.temperature, self.reference)
+                value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))
+            with self.meter("backward"):
+                value.backward()
+                self.optimizer.absorb()
+            self._saw(piece, with_gradient=True)
             total += value.detach()
             for name, amount in amounts.items():
                 sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
@@ -137,11 +176,31 @@ class Learner:
         """Gradients of sum_t slope_t output_t: the second pass of a loss whose derivatives are known; [N] columns."""
         # Only outputs that are differentiated get a graph: an entropy that is only looked at is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
-        for piece in pieces(batch, self.token_budget, "loss_mask"):
-            outputs = forward(self.model, piece, frozenset(names), self.temperature)
-            terms = [(outputs[name] * slopes[name][piece.positions]).sum() for name in names]
-            torch.stack(terms).sum().backward()
-            self.optimizer.absorb()
+        for piece in pieces(batch, self.packing, "loss_mask", self.ranks):
+            with self.meter("forward"):
+                outputs = forward(self.model, piece, frozenset(names), self.temperature, self.reference)
+                terms = [(outputs[name] * slopes[name][piece.positions]).sum() for name in names]
+            with self.meter("backward"):
+                torch.stack(terms).sum().backward()
+                self.optimizer.absorb()
+            self._saw(piece, with_gradient=True)
+
+    def _saw(self, piece: Piece, with_gradient: bool = False) -> None:
+        if not piece.is_filler:
+            self.meter.saw(piece.batch.offsets, piece.wanted.numel(), piece.trunks, with_gradient)
+
+    def _schedule(self) -> float:
+        config = self.config
+        return factor(self.updates, self.total_updates, config.schedule, config.warmup, config.final, config.decay)
+
+    def usage(self) -> dict[str, float]:
+        """Metrics of what it holds: memory, since its peak was restarted."""
+        return memory_values(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return next(iter(self.names.values())).dtype
 
     def release(self) -> None:
         """Let go of the gradients, which nobody needs until the next update: a rollout wants their memory."""
@@ -153,21 +212,22 @@ class Learner:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path) -> None:
-        """Optimizer state beside the weights (which the model's own code saves): safetensors, never pickle."""
-        write_tensors(directory / "optimizer.safetensors", self.optimizer.tensors())
-        (directory / "optimizer.json").write_text(json.dumps({"updates": self.updates}))
+    def contents(self, stage: Stage, folder: str = "") -> list[Content]:
+        """Optimizer state, to lie beside the weights (which the model's own code saves); of several ranks, this one's."""
+        files = state_contents(f"{folder}optimizer", self.optimizer.tensors(), self.model, stage)
+        if part_of(self.names.values()).index == 0:
+            files.append(Blob(f"{folder}optimizer.json", json.dumps({"updates": self.updates})))
+        return files
 
     def load(self, directory: Path) -> None:
-        """Optimizer state back; the weights must be the ones saved with it."""
-        tensors = read_tensors(directory / "optimizer.safetensors")
-        unknown = [k for k in tensors if k.split("/", 1)[1] not in self.names]
-        if unknown:
-            raise UserError(f"{directory}: optimizer state for parameters this model does not have: {unknown[:3]}")
-        missing = self.names.keys() - {k.split("/", 1)[1] for k in tensors}
-        if tensors and missing:
-            raise UserError(f"{directory}: no optimizer state for {sorted(missing)[:3]}")
-        self.optimizer.restore(tensors)
+        """Optimizer state back, whatever number of ranks wrote it; the weights must be the ones saved with it."""
+        with StoredTensors(directory, "optimizer") as stored:
+            saved = {flat.split("/", 1)[1] for flat in stored.names}
+            if unknown := sorted(saved - self.names.keys()):
+                raise UserError(f"{directory}: optimizer state for parameters this model does not have: {unknown[:3]}")
+            if saved and (missing := sorted(self.names.keys() - saved)):
+                raise UserError(f"{directory}: no optimizer state for {missing[:3]}")
+            self.optimizer.restore(read_state(stored, self.model, self.optimizer.layout))
         self.updates = int(json.loads((directory / "optimizer.json").read_text())["updates"])
 
 

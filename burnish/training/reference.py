@@ -1,4 +1,4 @@
-"""The policy to stay near, in a KL term: a copy of the model that stands still, or follows it in one of three ways.
+"""The policy to stay near, in a KL term: weights that stand still, or follow the policy's in one of three ways.
 
 - frozen: the weights the run started from.
 - ema: an exponential moving average of the weights, `ref <- (1-eta) ref + eta theta` after every optimizer step (T1,
@@ -7,12 +7,13 @@
 - iterate: the policy at the start of the current iteration of N steps, each an optimisation of its own: the trainer
   also resets the optimizer there (Kimi k1.5, 2501.12599).
 
-One that moves is saved with a checkpoint; a frozen one is made again from the run's start.
+One that moves is saved with a checkpoint; a frozen one is made again from the run's start. Of a model with adapters only
+these are copied, or none where the adapter starts as nothing (`training/held.py`).
 """
 
 from __future__ import annotations
 
-import copy
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,59 @@ from torch import Tensor, nn
 
 from burnish.algorithms.kl import ema_update
 from burnish.core.batch import Batch
-from burnish.training.forward import batch_outputs
-from burnish.training.tensors import read_into, write_tensors
+from burnish.models.decoder import Decoder
+from burnish.models.ops.kl import Distribution
+from burnish.run.contents import Content
+from burnish.run.staging import Stage
+from burnish.training.forward import Packing, Piece, batch_outputs
+from burnish.training.held import Held, hold
+from burnish.training.parallel.distribute import distribute
+from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.shards import read_into, tensor_contents
 
-FILE = "reference.safetensors"
+FILE = "reference"
 
 
 class Reference:
-    """A copy of the model as it was when this was made. Kinds that move say so in `after_update` or `after_step`."""
+    """The model as it was when this was made. Kinds that move say so in `after_update` or `after_step`.
 
+    Of several `ranks` each makes this of the whole model, before that is divided among them; the copy is divided here.
+    """
+
+    moves = False
+    """Whether the weights are ever written to."""
     restarts = False
     """Whether a change begins a new optimisation, without the moments of the old one."""
     is_policy = False
     """Whether it is the policy itself, as it is before a step's first update."""
 
-    def __init__(self, model: nn.Module, token_budget: int, temperature: float) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self.token_budget, self.temperature = token_budget, temperature
+    def __init__(self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO) -> None:
+        self.held = hold(model, self.moves)
+        self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
+        if self.held.model is not model:
+            distribute(self.held.model, ranks)
+            self.held.weights = dict(self.held.model.named_parameters())
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is asked: a copy, or the policy's own with other adapters in it."""
+        return self.held.model
 
     def logprobs(self, batch: Batch) -> Tensor:
         """[N] log-prob of every token the model wrote, under the reference; 0 elsewhere."""
-        return batch_outputs(self.model, batch, frozenset(), self.token_budget, self.temperature)["logp"]
+        packing = Packing.of(self.model, self.token_budget)
+        with self._weights() as model:
+            return batch_outputs(model, batch, frozenset(), packing, self.temperature, ranks=self.ranks)["logp"]
+
+    def distribution(self, piece: Piece) -> Distribution:
+        """What the reference says at the wanted tokens of a micro-batch, for a KL over the whole vocabulary."""
+        with self._weights() as model:
+            assert isinstance(model, Decoder), "the config refuses another model"
+            return model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
+
+    def _weights(self) -> AbstractContextManager[nn.Module]:
+        """The model with the reference's weights."""
+        return self.held.active()
 
     def after_update(self, model: nn.Module) -> None:
         """To be called after every optimizer step that was made."""
@@ -50,50 +83,64 @@ class Reference:
         """To be called after every training step, counted from 1; whether the reference has changed."""
         return False
 
-    def save(self, folder: Path) -> None:
+    def contents(self, stage: Stage) -> list[Content]:
         """What a checkpoint must hold to load this again."""
+        return []
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, on a reference made from the run's start."""
+        """What a checkpoint has, into a reference made from the run's start."""
 
 
 class EmaReference(Reference):
     """The average is kept in float32 at least: a hundredth of a step is far below what a half type can add."""
 
-    def __init__(self, model: nn.Module, token_budget: int, temperature: float, eta: float = 0.01) -> None:
-        super().__init__(model, token_budget, temperature)
+    moves = True
+
+    def __init__(
+        self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO, eta: float = 0.01
+    ) -> None:
+        super().__init__(model, token_budget, temperature, ranks)
         self.eta = eta
-        self.shadow = {  # the parameters of the copy themselves, where their type is wide enough
-            name: p.data.to(torch.promote_types(p.dtype, torch.float32)) for name, p in self.model.named_parameters()
+        self.has_moved = False
+        self.shadow = {  # the held weights themselves, where their type is wide enough
+            name: w.data.to(torch.promote_types(w.dtype, torch.float32)) for name, w in self.held.weights.items()
         }
 
     def after_update(self, model: nn.Module) -> None:
         """ref <- (1-eta) ref + eta theta."""
         theta = dict(model.named_parameters())
+        self.ranks.settle(self.model)
         ema_update(self.shadow.values(), [theta[name] for name in self.shadow], self.eta)
+        self.has_moved = True
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> Tensor:
-        """[N] log-probs under the average, rounded to the model's type."""
-        for name, parameter in self.model.named_parameters():
-            if self.shadow[name].dtype != parameter.dtype:
-                parameter.copy_(self.shadow[name])
-        return super().logprobs(batch)
+    def _weights(self) -> AbstractContextManager[nn.Module]:
+        """The model with the average, rounded to the model's type."""
+        for name, weight in self.held.weights.items():
+            if self.has_moved and self.shadow[name].dtype != weight.dtype:
+                weight.copy_(self.shadow[name])
+        self.has_moved = False
+        return super()._weights()
 
-    def save(self, folder: Path) -> None:
+    def contents(self, stage: Stage) -> list[Content]:
         """The average as it is kept."""
-        write_tensors(folder / FILE, self.shadow)
+        return tensor_contents(FILE, self.shadow, self.model, stage)
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`."""
-        read_into(folder / FILE, self.shadow)
+        """The average back."""
+        read_into(folder, FILE, self.shadow, self.model)
+        self.has_moved = True
 
 
 class HardSyncReference(Reference):
     """The policy as it was after the last step that `every` divides; until then as the run started."""
 
-    def __init__(self, model: nn.Module, token_budget: int, temperature: float, every: int = 400) -> None:
-        super().__init__(model, token_budget, temperature)
+    moves = True
+
+    def __init__(
+        self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO, every: int = 400
+    ) -> None:
+        super().__init__(model, token_budget, temperature, ranks)
         self.every = every
 
     @torch.no_grad()
@@ -102,17 +149,18 @@ class HardSyncReference(Reference):
         if step % self.every:
             return False
         theta = dict(model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(theta[name])
+        self.ranks.settle(self.model)
+        for name, weight in self.held.weights.items():
+            weight.copy_(theta[name])
         return True
 
-    def save(self, folder: Path) -> None:
+    def contents(self, stage: Stage) -> list[Content]:
         """The copy."""
-        write_tensors(folder / FILE, dict(self.model.named_parameters()))
+        return tensor_contents(FILE, self.held.weights, self.model, stage)
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`."""
-        read_into(folder / FILE, dict(self.model.named_parameters()))
+        """The copy back."""
+        read_into(folder, FILE, self.held.weights, self.model)
 
 
 class IterateReference(HardSyncReference):
@@ -120,8 +168,10 @@ class IterateReference(HardSyncReference):
 
     restarts = True
 
-    def __init__(self, model: nn.Module, token_budget: int, temperature: float, every: int = 1) -> None:
-        super().__init__(model, token_budget, temperature, every)
+    def __init__(
+        self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO, every: int = 1
+    ) -> None:
+        super().__init__(model, token_budget, temperature, ranks, every)
 
 
 class CurrentReference(Reference):
@@ -130,8 +180,9 @@ class CurrentReference(Reference):
     restarts = True
     is_policy = True
 
-    def __init__(self, model: nn.Module, token_budget: int, temperature: float) -> None:
-        self.model, self.token_budget, self.temperature = model, token_budget, temperature
+    def __init__(self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO) -> None:
+        self.held = Held(model)
+        self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
 
     def after_step(self, model: nn.Module, step: int) -> bool:
         """Every step begins an iteration."""
@@ -146,8 +197,10 @@ REFERENCES: dict[str, type[Reference]] = {
 }
 
 
-def make_reference(name: str, model: nn.Module, token_budget: int, temperature: float, **options: Any) -> Reference:
+def make_reference(
+    name: str, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO, **options: Any
+) -> Reference:
     """The reference of a kind, made of the weights the model has now; options are those of its class."""
     if name == "iterate" and options.get("every", 1) == 1:
-        return CurrentReference(model, token_budget, temperature)
-    return REFERENCES[name](model, token_budget, temperature, **options)
+        return CurrentReference(model, token_budget, temperature, ranks)
+    return REFERENCES[name](model, token_budget, temperature, ranks, **options)

@@ -17,6 +17,8 @@ from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.value import ValueModel
+from burnish.run.contents import write_contents
+from burnish.run.staging import leave
 from burnish.training.critic import Critic
 
 MakeModel = Callable[..., Decoder]
@@ -89,7 +91,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(
     batch, it = make_batch(SHAPES), critic(make_model(dtype=dtype))
     for _ in range(3):
         it.update(batch)
-    it.save(tmp_path)
+    write_contents(tmp_path, it.contents(leave))
     assert sorted(p.name for p in (tmp_path / "critic").iterdir()) == [
         "model.safetensors",
         "optimizer.json",
@@ -110,7 +112,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(
 def test_a_missing_or_foreign_critic_is_refused_by_name(tmp_path: Path, make_model: MakeModel) -> None:
     with pytest.raises(UserError, match=r"critic/model\.safetensors is not there"):
         critic(make_model()).load(tmp_path)
-    critic(make_model(dtype=torch.float32)).save(tmp_path)
+    write_contents(tmp_path, critic(make_model(dtype=torch.float32)).contents(leave))
     with pytest.raises(UserError, match=r"critic/model\.safetensors does not fit.*float32.*float64"):
         critic(make_model()).load(tmp_path)
     (tmp_path / "critic" / "model.safetensors").write_bytes(b"x" * 100)

@@ -24,7 +24,8 @@ from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.training.adamw import AdamW
+from burnish.run.contents import write_contents
+from burnish.run.staging import leave
 from burnish.training.learner import Learner
 
 VOCAB = 11
@@ -298,7 +299,7 @@ def test_a_reset_forgets_the_moments_and_goes_on_with_the_schedule() -> None:
     it = learner(9, **options)
     for _ in range(3):
         it.update(BATCH, LOSSES["everything"])
-    fresh = Learner(copy.deepcopy(it.model), it.config, it.total_updates, it.token_budget, it.temperature)
+    fresh = Learner(copy.deepcopy(it.model), it.config, it.total_updates, it.packing.token_budget, it.temperature)
     kept = copy.deepcopy(it)
     it.reset_optimizer()
     fresh.updates = 3
@@ -406,8 +407,8 @@ def test_a_saved_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
     it = learner(9, **options)
     for _ in range(2):
         it.update(BATCH, LOSSES["everything"])
-    it.save(tmp_path)
-    other = Learner(copy.deepcopy(it.model), it.config, it.total_updates, it.token_budget, it.temperature)
+    write_contents(tmp_path, it.contents(leave))
+    other = Learner(copy.deepcopy(it.model), it.config, it.total_updates, it.packing.token_budget, it.temperature)
     other.load(tmp_path)
     assert other.updates == 2
     for _ in range(2):
@@ -418,7 +419,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    learner().save(tmp_path)
+    write_contents(tmp_path, learner().contents(leave))
     it = learner()
     it.load(tmp_path)
     it.update(BATCH, NllLoss())
@@ -430,7 +431,7 @@ def test_a_learner_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) ->
 def test_optimizer_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     it = learner()
     it.update(BATCH, NllLoss())
-    it.save(tmp_path)
+    write_contents(tmp_path, it.contents(leave))
     smaller = Decoder(Architecture("llama", VOCAB, 8, 1, 2, 1, 4, 12, 64)).double()
     with pytest.raises(UserError, match=r"parameters this model does not have.*layers\.1|q_norm|qkv\.bias"):
         Learner(smaller, Optimizer(), 10, 64).load(tmp_path)
@@ -442,20 +443,3 @@ def test_missing_or_damaged_optimizer_state_is_named(tmp_path: Path, contents: b
         (tmp_path / "optimizer.safetensors").write_bytes(contents)
     with pytest.raises(UserError, match=r"optimizer\.safetensors"):
         learner().load(tmp_path)
-
-
-def test_the_optimizer_is_torchs_fused_adamw_bit_for_bit() -> None:
-    config = Optimizer(lr=3e-3, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
-    torch.manual_seed(0)
-    mine = {"matrix": torch.randn(7, 5), "scale": torch.randn(5)}
-    theirs = {name: value.clone() for name, value in mine.items()}
-    ours = AdamW(mine, config)
-    groups = [{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["scale"]], "weight_decay": 0.0}]
-    peer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.95), eps=1e-7, fused=True)
-    for _ in range(5):
-        for name in mine:
-            mine[name].grad = torch.randn_like(mine[name])
-            theirs[name].grad = mine[name].grad.clone()
-        ours.step(3e-3)
-        peer.step()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)

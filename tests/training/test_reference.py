@@ -16,6 +16,8 @@ from burnish.config.errors import UserError
 from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
+from burnish.run.contents import write_contents
+from burnish.run.staging import leave
 from burnish.training.learner import Learner
 from burnish.training.reference import EmaReference, Reference, make_reference
 
@@ -165,8 +167,7 @@ def test_a_run_that_stops_goes_on_with_the_same_reference_bit_for_bit(
     batch, it = make_batch(SHAPES), learner(make_model(dtype=dtype))
     ref = reference(name, it.model)
     train(it, ref, batch, range(1, 4))
-    it.save(tmp_path)
-    ref.save(tmp_path)
+    write_contents(tmp_path, [*it.contents(leave), *ref.contents(leave)])
     policy = {n: t.clone() for n, t in it.model.state_dict().items()}
 
     again = learner(make_model(dtype=dtype))
@@ -181,7 +182,7 @@ def test_a_run_that_stops_goes_on_with_the_same_reference_bit_for_bit(
 
 
 def test_the_saved_average_is_float32(tmp_path: Path, make_model: MakeModel) -> None:
-    reference("ema", make_model(dtype=torch.bfloat16)).save(tmp_path)
+    write_contents(tmp_path, reference("ema", make_model(dtype=torch.bfloat16)).contents(leave))
     assert {t.dtype for t in load_file(tmp_path / "reference.safetensors").values()} == {torch.float32}
 
 

@@ -219,9 +219,9 @@ def test_an_entropy_without_a_derivative_is_not_computed_in_the_second_pass(
     it, calls = learner(make_model(), 7), []
     plain = it.model.token_logprobs
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         calls.append((torch.is_grad_enabled(), args[-1]))
-        return plain(*args)
+        return plain(*args, **options)
 
     monkeypatch.setattr(it.model, "token_logprobs", watched)
     it.update(make_batch(SHAPES), PolicyLoss(scope="batch", entropy_coef=coef))

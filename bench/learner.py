@@ -1,0 +1,302 @@
+"""The learner on one GPU: how much of its peak training reaches, what log-probs cost, long sequences, shared prompts.
+
+python bench/learner.py [--only a b c d e] [--repeats 3]
+
+Random weights of the named shapes in bfloat16, prompts of 64 to 192 tokens and completions of 64 to 448 (384 together on
+average), packed; every update gives the log-prob and the entropy of each completion token. Shares are executed operations
+(`burnish/models/flops.py`) over 790 TFLOP/s, what an H200 reaches in a large product: of the whole update, and of its forward
+and backward passes; `needed` leaves out what is calculated twice to save memory.
+
+  a  1.5B, all weights trained, nothing recomputed but logits; 8 x 1024 tokens like transformers, which runs beside it
+  b  7B with LoRA of rank 32
+  c  log-prob and entropy of 131,072 tokens over 152k words, forward and backward, beside materialised logits
+  d  one sequence of 32,768 tokens, 1.5B, activations kept and recomputed
+  e  32 groups of 8 samples, 1.5B, with the prompt computed once and eight times
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from batches import equal, ragged
+from common import RESULTS, on_this_gpu, save, table
+from rollout import FLOPS, SHAPES, random_model
+
+from burnish.algorithms.losses import NllLoss, PolicyLoss
+from burnish.config.lora import Lora
+from burnish.config.optimizer import Optimizer
+from burnish.core.batch import Batch
+from burnish.models.activations import set_activations
+from burnish.models.architecture import Architecture
+from burnish.models.flops import backward, forward, packed_counts
+from burnish.models.lora import add_lora
+from burnish.models.ops.logprob import head_logprob
+from burnish.training.learner import Learner
+
+GIB = 2**30
+Row = dict[str, Any]
+
+
+def clear() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def median_s(work: Callable[[], Any], repeats: int, warm_up: int = 1) -> float:
+    """Seconds of a call, the device waited for; the first calls do not count."""
+    times = []
+    for k in range(warm_up + repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if k >= warm_up:
+            times.append(time.perf_counter() - started)
+    return sorted(times)[(len(times) - 1) // 2]
+
+
+def updates(learner: Learner, batch: Batch, repeats: int, loss: Any = None) -> Row:
+    """One update: its seconds, where they go, what share of the peak they are, the memory it takes."""
+    chosen = PolicyLoss() if loss is None else loss
+    torch.cuda.reset_peak_memory_stats()
+    learner.update(batch, chosen)
+    learner.meter.read()
+    update_s = median_s(lambda: learner.update(batch, chosen), repeats, warm_up=0)
+    reading = learner.meter.read()
+    assert reading.needed is not None
+    assert reading.executed is not None
+    split = {f"{part}_s": seconds / repeats for part, seconds in reading.seconds.items() if part != "communication"}
+    executed, needed = reading.executed / repeats, reading.needed / repeats
+    passes_s = split["forward_s"] + split["backward_s"]
+    return {
+        "tokens": batch.num_tokens,
+        "update_s": update_s,
+        "tokens_per_s": batch.num_tokens / update_s,
+        "flops_share": executed / update_s / FLOPS,
+        "passes_s": passes_s,
+        "passes_tokens_per_s": batch.num_tokens / passes_s,
+        "passes_flops_share": executed / passes_s / FLOPS,
+        "needed_flops_share": needed / update_s / FLOPS,
+        "executed_pflop": executed / 1e15,
+        **split,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+    }
+
+
+def learner_of(model: Any, budget: int, **options: Any) -> Learner:
+    return Learner(model, Optimizer(lr=1e-6), 1000, budget, **options)
+
+
+# --- the works -----------------------------------------------------------------------------------------------------------
+
+
+def full_training(repeats: int) -> list[Row]:
+    """a"""
+    model = random_model("1.5B")
+    vocab = model.arch.vocab_size
+    learner = learner_of(model, 16384, share_prompts=False)
+    rows = [
+        {"work": "a: 1.5B, 256 ragged samples", "system": "burnish"} | updates(learner, ragged(256, vocab), repeats)
+    ]
+    rows += [
+        {"work": "a: 1.5B, 8 x 1024", "system": "burnish"} | updates(learner, equal(8, 1024, vocab), repeats, NllLoss())
+    ]
+    del model, learner
+    clear()
+    return [*rows, transformers_row(repeats)]
+
+
+def transformers_row(repeats: int) -> Row:
+    """transformers' own forward and backward of the same shape, 8 x 1024 tokens, its cross-entropy, nothing recomputed."""
+    import transformers
+
+    shape = SHAPES["1.5B"]
+    arch = Architecture(family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **shape)
+    config = transformers.Qwen2Config(
+        vocab_size=arch.vocab_size, hidden_size=arch.hidden_size, intermediate_size=arch.mlp_size, num_hidden_layers=arch.num_layers,
+        num_attention_heads=arch.num_heads, num_key_value_heads=arch.num_kv_heads, tie_word_embeddings=arch.tied, max_position_embeddings=32768,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        theirs: Any = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    theirs.train()
+    tokens = torch.randint(arch.vocab_size, (8, 1024), device="cuda")
+
+    def both_passes() -> None:
+        theirs.zero_grad(set_to_none=True)
+        theirs(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+
+    clear()
+    passes_s = median_s(both_passes, repeats, warm_up=2)
+    counts = packed_counts([1024] * 8, 8 * 1024)
+    executed = (forward(arch, counts) + backward(arch, counts)).total
+    return {
+        "work": "a: 1.5B, 8 x 1024", "system": f"transformers {transformers.__version__}, forward and backward alone",
+        "tokens": tokens.numel(), "passes_s": passes_s, "passes_tokens_per_s": tokens.numel() / passes_s,
+        "passes_flops_share": executed / passes_s / FLOPS, "executed_pflop": executed / 1e15,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+    }  # fmt: skip
+
+
+def lora(repeats: int) -> list[Row]:
+    """b"""
+    model = random_model("7B")
+    add_lora(model, Lora(rank=32, alpha=64), seed=0)
+    learner = learner_of(model, 8192, share_prompts=False)
+    measured = updates(learner, ragged(128, model.arch.vocab_size), repeats)
+    return [{"work": "b: 7B, LoRA of rank 32, 128 ragged samples", "system": "burnish"} | measured]
+
+
+def head(repeats: int) -> list[Row]:
+    """c"""
+    num, hidden_size, vocab = 131_072, 1536, 151_936
+    with torch.device("cuda"):
+        hidden = torch.randn(num, hidden_size, dtype=torch.bfloat16).requires_grad_()
+        weight = (0.02 * torch.randn(vocab, hidden_size, dtype=torch.bfloat16)).requires_grad_()
+        targets = torch.randint(vocab, (num,))
+    rows: list[Row] = []
+
+    def measured(system: str, work: Callable[[], Any], **more: Any) -> None:
+        def afresh() -> None:
+            hidden.grad = weight.grad = None
+            work()
+
+        hidden.grad = weight.grad = None
+        clear()
+        before = torch.cuda.memory_allocated()
+        both_s = median_s(afresh, repeats)
+        extra = (torch.cuda.max_memory_allocated() - before) / GIB
+        gradients = 2 * (hidden.numel() + weight.numel()) / GIB
+        row = {"work": f"c: log-prob and entropy of {num:,} tokens", "system": system, "passes_s": both_s}
+        row |= {"passes_tokens_per_s": num / both_s, "extra_gib": extra, "gradients_gib": gradients}
+        rows.append(row | more)
+
+    def ours() -> None:
+        logp, entropy = head_logprob(hidden, weight, targets, 1.0, True)
+        assert entropy is not None
+        (logp + 0.01 * entropy).sum().backward()
+
+    measured("burnish", ours)
+    chunk = largest_chunk(hidden, weight, targets)
+    measured(
+        f"materialised logits, {chunk:,} tokens at once",
+        lambda: materialised(hidden, weight, targets, chunk),
+        chunk=chunk,
+    )
+    rows[0]["speed_up"] = rows[1]["passes_s"] / rows[0]["passes_s"]
+    return rows
+
+
+def materialised(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int) -> None:
+    """Log-probs and entropies as they are usually written, in chunks that fit: float32 logits, log-softmax, its entropy."""
+    hidden.grad = torch.empty_like(hidden)
+    for i in range(0, targets.numel(), chunk):
+        rows = hidden.detach()[i : i + chunk].requires_grad_()
+        log_p = torch.nn.functional.linear(rows, weight).float().log_softmax(-1)
+        logp = log_p.gather(1, targets[i : i + chunk, None]).squeeze(1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (logp + 0.01 * entropy).sum().backward()
+        assert rows.grad is not None
+        hidden.grad[i : i + chunk] = rows.grad
+
+
+def largest_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> int:
+    """The most tokens, halved from all, whose logits and gradients the device can hold; tried on two chunks."""
+    chunk = targets.numel()
+    while chunk > 1:
+        hidden.grad = weight.grad = None
+        clear()
+        try:
+            materialised(hidden.detach()[: 2 * chunk], weight, targets[: 2 * chunk], chunk)
+        except torch.OutOfMemoryError:
+            chunk //= 2
+        else:
+            return chunk
+    raise RuntimeError("not even one row of logits fits")
+
+
+def long_sequences(repeats: int) -> list[Row]:
+    """d"""
+    rows: list[Row] = []
+    model = random_model("1.5B")
+    batch = equal(1, 32768, model.arch.vocab_size)
+    for policy in ("keep", "recompute"):
+        set_activations(model, policy)
+        learner = learner_of(model, 32768)
+        rows.append(
+            {"work": f"d: 1 x 32,768, activations={policy}", "system": "burnish"}
+            | updates(learner, batch, repeats, NllLoss())
+        )
+        del learner
+        clear()
+    return rows
+
+
+def shared_prompts(repeats: int) -> list[Row]:
+    """e"""
+    rows: list[Row] = []
+    model = random_model("1.5B")
+    batch = ragged(256, model.arch.vocab_size, group=8)
+    for shares in (True, False):
+        learner = learner_of(model, 16384, share_prompts=shares)
+        work = f"e: 32 groups of 8, share_prompts={str(shares).lower()}"
+        rows.append({"work": work, "system": "burnish"} | updates(learner, batch, repeats))
+        del learner
+        clear()
+    rows[0]["speed_up"] = rows[1]["update_s"] / rows[0]["update_s"]
+    return rows
+
+
+WORKS: dict[str, Callable[[int], list[Row]]] = {
+    "a": full_training,
+    "b": lora,
+    "c": head,
+    "d": long_sequences,
+    "e": shared_prompts,
+}
+
+
+def kept(measured: set[str]) -> list[Row]:
+    """The last results of works that are not measured now."""
+    path = RESULTS / f"{on_this_gpu('learner')}.json"
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return [row for row in rows if row["work"][0] not in measured]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[*WORKS], default=[*WORKS])
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    columns = ["work", "system", "update_s", "tokens_per_s", "flops_share", "needed_flops_share"]
+    columns += [
+        "passes_s",
+        "passes_tokens_per_s",
+        "passes_flops_share",
+        "optimizer_s",
+        "peak_gib",
+        "extra_gib",
+        "speed_up",
+    ]
+    rows: list[Row] = []
+    for name in args.only:
+        started = time.perf_counter()
+        clear()
+        found = WORKS[name](args.repeats)
+        rows += found
+        print(table(found, columns), f"\n{name} took {time.perf_counter() - started:.0f} s\n", flush=True)
+    rows = sorted([*rows, *kept(set(args.only))], key=lambda row: row["work"][0])
+    print(table(rows, columns))
+    print(f"saved {save(on_this_gpu('learner'), rows)}")
+
+
+if __name__ == "__main__":
+    main()

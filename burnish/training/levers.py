@@ -1,0 +1,129 @@
+"""What to change where a run's memory does not fit, in the order of what it costs, and what each change saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from burnish.config.lora import Lora
+from burnish.config.optimizer import Optimizer
+from burnish.training.planner import GIB, Plan, Setup, plan
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A key to set, and how many bytes that saves."""
+
+    text: str
+    saves: int
+    changes: dict[str, Any]
+    is_gentle: bool
+    """Whether the run computes the same, only more slowly."""
+
+    def pull(self, setup: Setup) -> Setup:
+        return replace(setup, **self.changes)
+
+
+def _changes(setup: Setup) -> list[tuple[str, dict[str, Any], bool]]:
+    """What can be changed, the cheapest first: little time, more time, other arithmetic, another method."""
+    where, optimizer, critic = setup.section, setup.optimizer, setup.critic
+    order = ("keep", "selective", "recompute", "offload")
+    less = order[order.index(setup.activations) + 1 :]
+    smaller = max(setup.longest, setup.token_budget // 4, 1024)
+    found: list[tuple[str, dict[str, Any], bool]] = []
+    if "selective" in less:
+        found.append((f"{where}.activations=selective", {"activations": "selective"}, True))
+    if smaller < setup.token_budget:
+        found.append((f"{where}.token_budget={smaller}", {"token_budget": smaller}, True))
+    if setup.on_gpu and not optimizer.offload:
+        found.append((f"{where}.optimizer.offload=true", {"optimizer": with_options(optimizer, offload=True)}, True))
+    if setup.on_gpu and critic is not None and not critic.offload:
+        found.append(("algorithm.critic.optimizer.offload=true", {"critic": with_options(critic, offload=True)}, True))
+    found += [(f"{where}.activations={p}", {"activations": p}, True) for p in less if p in ("recompute", "offload")]
+    if setup.cache:
+        half = setup.cache // 2
+        found.append((f"rollout.cache_gib={half / GIB:.3g}", {"cache": half}, True))
+    if setup.on_gpu and setup.dtype in ("float32", "float64"):
+        found.append(("model.dtype=bfloat16", {"dtype": "bfloat16"}, False))
+    if optimizer.name == "adamw" and not optimizer.offload:
+        found.append(
+            (f"{where}.optimizer.name=adam8bit", {"optimizer": with_options(optimizer, name="adam8bit")}, False)
+        )
+    if optimizer.precision == "master" and setup.dtype == "bfloat16":
+        rounded = with_options(optimizer, precision="stochastic")
+        found.append((f"{where}.optimizer.precision=stochastic", {"optimizer": rounded}, False))
+    if setup.lora is None:
+        reference = setup.reference if setup.reference == "none" else "off"
+        found.append(("model.lora={}", {"lora": Lora(), "reference": reference}, False))
+    return found
+
+
+def with_options(optimizer: Optimizer, **changes: Any) -> Optimizer:
+    return optimizer.model_copy(update=changes)
+
+
+def levers(setup: Setup) -> list[Lever]:
+    """Those that save a hundredth or more by themselves, the cheapest first."""
+    total = plan(setup).total
+    found = [
+        Lever(text, total - plan(replace(setup, **changes)).total, changes, is_gentle)
+        for text, changes, is_gentle in _changes(setup)
+    ]
+    return [lever for lever in found if lever.saves >= total / 100]
+
+
+def advice(setup: Setup, room: int, host_room: int | None = None) -> tuple[list[Lever], Plan]:
+    """The levers to pull for a plan to fit, and the plan then: one where one is enough, else the cheapest that are together.
+
+    Those that change what is computed come in only where the others are not enough. Where nothing is, all of them.
+    """
+
+    def fits(made: Plan) -> bool:
+        return made.total <= room and (host_room is None or made.host <= host_room)
+
+    known = levers(setup)
+    if host_room is not None:
+        known = [lever for lever in known if plan(lever.pull(setup)).host <= host_room]
+    gentle = [lever for lever in known if lever.is_gentle]
+    for lever in gentle:
+        made = plan(lever.pull(setup))
+        if fits(made):
+            return [lever], made
+    pulled, made = _needed(setup, gentle, fits)
+    return (pulled, made) if fits(made) else _needed(setup, known, fits)
+
+
+def _together(setup: Setup, known: list[Lever], fits: Callable[[Plan], bool]) -> tuple[list[Lever], Plan]:
+    """Levers one after the other until the plan fits, each with what it saves after those before it."""
+    pulled: list[Lever] = []
+    now = plan(setup)
+    for lever in known:
+        if fits(now):
+            break
+        # A later lever on the same key takes the earlier one's place: an optimizer's options are changed one by one.
+        changes = {k: _merged(now.setup, setup, k, v) for k, v in lever.changes.items()}
+        after = plan(replace(now.setup, **changes))
+        if after.total < now.total:
+            pulled.append(replace(lever, saves=now.total - after.total))
+            now = after
+    return pulled, now
+
+
+def _needed(setup: Setup, known: list[Lever], fits: Callable[[Plan], bool]) -> tuple[list[Lever], Plan]:
+    """Levers that are enough together, without those that the others make needless."""
+    pulled, made = _together(setup, known, fits)
+    for lever in list(pulled):
+        fewer, less = _together(setup, [other for other in pulled if other.text != lever.text], fits)
+        if fits(less):
+            pulled, made = fewer, less
+    return pulled, made
+
+
+def _merged(now: Setup, start: Setup, key: str, value: Any) -> Any:
+    """A changed value of the start as a change of what there is now."""
+    if not isinstance(value, Optimizer):
+        return value
+    before = getattr(start, key)
+    changed = {k: v for k, v in value.model_dump().items() if getattr(before, k) != getattr(value, k)}
+    return getattr(now, key).model_copy(update=changed)

@@ -1,0 +1,182 @@
+"""What a learner knows of the other processes that train the same model.
+
+A process has a place in up to four dimensions. Data-parallel ranks (`replicate` x `shard` of the config) work on
+different sequences; the ranks of a sequence-parallel group cut the rows of the same micro-batches among them, those of a
+tensor-parallel group the weights of each layer. What is said of "all ranks" below is meant of the data-parallel ones:
+the others see the same sequences, and have the same numbers already.
+
+Weights of tokens are fixed on the whole mini-batch before it is divided, so losses, gradients and metrics are plain sums
+over ranks. One process alone is `SOLO`; it never loads torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from burnish.core.batch import Batch, Ragged
+from burnish.core.segments import offsets_from_lengths
+from burnish.training.packing import ATTENTION_COST
+from burnish.training.parallel.shares import shares
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+PLACE = "place"
+"""The sequence column with each sequence's number in the whole mini-batch, by which order is restored."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A mini-batch put together from all ranks, outputs of the model on it, and where this rank's tokens stand in it."""
+
+    batch: Batch
+    outputs: dict[str, Tensor]
+    mine: Tensor | slice
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process among those that train a model together."""
+
+    index: int = 0
+    """Which share of a mini-batch is this process's."""
+    count: int = 1
+    """Into how many shares a mini-batch is divided."""
+    is_first: bool = True
+    """Whether this is the one process that writes and speaks for all."""
+    device: torch.device | None = None
+    """Where this process computes; None means where its parameters are."""
+    data: ProcessGroup | None = None
+    """The processes with other shares."""
+    sequence: ProcessGroup | None = None
+    """The processes that cut the rows of a micro-batch among them; None where one has all."""
+    weights: DeviceMesh | None = None
+    """How parameters are laid out: dimensions `replicate`, `shard`, `tensor`; None in one process alone."""
+
+    def share(self, batch: Batch, attention_cost: float = ATTENTION_COST) -> Batch:
+        """This rank's sequences of a mini-batch that every rank has; their numbers in it go along."""
+        if self.count == 1:
+            return batch
+        mine = shares(batch, self.count, attention_cost)[self.index]
+        place = torch.arange(batch.num_sequences, device=batch.tokens.device)
+        return batch.with_sequence(**{PLACE: place}).select(mine)
+
+    def settle(self, model: nn.Module) -> None:
+        """To be called after a pass without gradient: no parameter stays gathered, so none can be out of date."""
+        if self.weights is not None:
+            from burnish.training.parallel.shard import settle
+
+            settle(model)
+
+    def finish(self, gradients: Mapping[str, Tensor]) -> None:
+        """To be called when an update's gradients are complete, before they are read."""
+        if self.weights is not None and self.weights["tensor"].size() > 1:
+            from burnish.training.parallel.tensor import sum_partial
+
+            sum_partial(gradients, self.weights["tensor"])
+
+    # --- adding up -----------------------------------------------------------------------------------------------------
+
+    def most(self, count: int) -> int:
+        """The greatest of all ranks' counts."""
+        return max(self._everyone(count))
+
+    def total(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        """Named sums over ranks, in the order of ranks, so that all get the same bits; who lacks a name adds nothing."""
+        sums: dict[str, float] = {}
+        for part in self._everyone(dict(amounts)):
+            for name, amount in part.items():
+                sums[name] = sums.get(name, 0.0) + amount
+        return sums
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of each number over all processes, those of other dimensions too; the same bits for all."""
+        from torch.distributed import all_gather, get_world_size
+
+        values = [torch.empty_like(value) for _ in range(get_world_size())]
+        all_gather(values, value)
+        return torch.stack(values).mean(0)
+
+    def anyone(self, is_so: bool) -> bool:
+        """Whether it is so for any process, those of other dimensions too."""
+        return is_so if self.weights is None else float(self.mean(torch.tensor(float(is_so), device=self.device))) > 0
+
+    def from_first(self, value: Value) -> Value:
+        """What the first process says; the others wait for it, and their own value does not count."""
+        if self.weights is None:
+            return value
+        from torch.distributed import broadcast_object_list
+
+        said = [value]
+        broadcast_object_list(said, src=0)
+        return said[0]
+
+    def _everyone(self, value: Value) -> list[Value]:
+        """The values of all ranks, this one's among them."""
+        if self.count == 1:
+            return [value]
+        from torch.distributed import all_gather_object
+
+        values: list[Value] = [value] * self.count
+        all_gather_object(values, value, group=self.data)
+        return values
+
+    # --- putting together ----------------------------------------------------------------------------------------------
+
+    def gather(self, column: Tensor) -> list[Tensor]:
+        """The columns of all ranks, each of its own length."""
+        if self.count == 1:
+            return [column]
+        from torch.distributed import all_gather
+
+        lengths = self._everyone(column.shape[0])
+        mine = column.new_zeros(max(lengths), *column.shape[1:])
+        mine[: column.shape[0]] = column
+        parts = [torch.empty_like(mine) for _ in lengths]
+        all_gather(parts, mine, group=self.data)
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def whole(self, batch: Batch, outputs: Mapping[str, Tensor]) -> Whole:
+        """The mini-batch this rank's batch is a share of, with [N] outputs; in the order it had, if shares know it."""
+        if self.count == 1:
+            return Whole(batch, dict(outputs), slice(None))
+        counts = self._everyone(batch.num_sequences)
+        before = sum(counts[: self.index])
+        mine = torch.arange(before, before + batch.num_sequences, device=batch.tokens.device)
+        # The outputs travel as columns under names no column has.
+        found = self._merged(batch.with_token(**{f"/{name}": column for name, column in outputs.items()}))
+        if PLACE in found.sequence:
+            order = found.sequence[PLACE].argsort()
+            found, mine = found.select(order), order.argsort()[mine]
+        columns = {name: found.token.pop(f"/{name}") for name in outputs}
+        numbers = torch.arange(found.num_tokens, device=batch.tokens.device)
+        return Whole(found, columns, Batch(numbers, found.offsets).select(mine).tokens)
+
+    def _merged(self, batch: Batch) -> Batch:
+        """The batches of all ranks, one after the other."""
+
+        def all_of(column: Tensor) -> Tensor:
+            return torch.cat(self.gather(column))
+
+        return Batch(
+            tokens=all_of(batch.tokens),
+            offsets=offsets_from_lengths(all_of(batch.lengths)),
+            token={name: all_of(column) for name, column in batch.token.items()},
+            sequence={name: all_of(column) for name, column in batch.sequence.items()},
+            ragged={
+                name: Ragged(all_of(ragged.values), offsets_from_lengths(all_of(ragged.offsets.diff())))
+                for name, ragged in batch.ragged.items()
+            },
+        )
+
+
+SOLO = Ranks()
+"""One process alone."""

@@ -1,0 +1,213 @@
+"""What is trained on one process and on several: a tiny model, ten updates on batches of changing lengths, every kind of loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.losses import Loss, NllLoss, PolicyLoss
+from burnish.algorithms.losses.value import ValueLoss
+from burnish.algorithms.view import View
+from burnish.config.lora import Lora
+from burnish.config.optimizer import Optimizer
+from burnish.config.parallel import Parallel
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+from burnish.models.activations import set_activations
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.lora import add_lora
+from burnish.models.value import ValueModel
+from burnish.training.forward import AskReference
+from burnish.training.learner import Learner
+from burnish.training.parallel.distribute import distribute
+from burnish.training.parallel.ranks import SOLO, Ranks
+
+VOCAB, STEPS = 13, 10
+TERMS: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.01}
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Every token by its number in the mini-batch: nobody may see the sequences in another order."""
+
+    needs = frozenset[str]()
+    scope = "batch"
+
+    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+        assert view.logp is not None
+        number = torch.arange(view.num_tokens, dtype=view.logp.dtype)
+        return -(view.column("weight") * number * view.logp).sum(), {"number": number.sum()}
+
+
+LOSSES: dict[str, Loss] = {
+    "grpo": PolicyLoss(clip_options={"low": 0.2, "high": 0.2}, **TERMS),
+    "sft": NllLoss(),
+    "dpo": PolicyLoss(ratio="none", clip="none", loss="dpo", scope="group"),
+    "top entropies": PolicyLoss(scope="batch", entropy_top=0.4, **TERMS),
+    "full kl": PolicyLoss(kl_estimator="full", kl_coef=0.2),
+    "in order": InOrder(),
+    "value": ValueLoss(0.2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run; `parallel` is how several processes divide it."""
+
+    loss: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float64"
+    sizes: tuple[int, ...] = (3, 2, 4)
+    """Samples of each group."""
+    kv_heads: int = 2
+    tied: bool = False
+    lora: int = 0
+    optimizer: str = "adamw"
+    activations: str = "keep"
+    also: bool = False
+    """Whether a second batch is imitated in the same update."""
+    steps: int = STEPS
+    token_budget: int = 48
+
+
+FEW = 2
+"""Updates of the cases beside the main ones."""
+MAIN = ("grpo", "sft", "dpo")
+TWO: dict[str, Case] = {
+    **{f"fsdp, {loss}": Case(loss, token_budget=20) for loss in MAIN},
+    **{f"fsdp, {loss}, float32": Case(loss, dtype="float32") for loss in MAIN},
+    **{f"sequence, {loss}": Case(loss, {"sequence": 2}) for loss in MAIN},
+    **{f"tensor, {loss}": Case(loss, {"tensor": 2}) for loss in MAIN},
+    **{f"{kind}, grpo, float32": Case("grpo", {kind: 2}, "float32", steps=FEW) for kind in ("sequence", "tensor")},
+    "fsdp, of a batch": Case("top entropies", steps=FEW),
+    **{f"{kind}, a reference": Case("full kl", {kind: 2}, steps=FEW) for kind in ("shard", "sequence", "tensor")},
+    "fsdp, in order": Case("in order", steps=FEW),
+    "fsdp, a critic": Case("value", steps=FEW),
+    "fsdp, bfloat16": Case("grpo", dtype="bfloat16", steps=FEW),
+    "fsdp, tied": Case("grpo", tied=True, steps=FEW),
+    "fsdp, fewer sequences than ranks": Case("grpo", sizes=(1,), steps=FEW),
+    "fsdp, fewer sequences than ranks, of a batch": Case("top entropies", sizes=(1,), steps=FEW),
+    "fsdp, a second batch": Case("grpo", also=True, steps=FEW),
+    "fsdp, offload": Case("grpo", {"offload": True}, steps=FEW),
+    "fsdp, lora": Case("grpo", lora=2, steps=FEW),
+    "fsdp, recompute": Case("grpo", activations="recompute", steps=FEW),
+    "copies": Case("grpo", {"replicate": 2, "shard": 1}, steps=FEW),
+    "sequence, of a batch": Case("top entropies", {"sequence": 2}, steps=FEW),
+    "sequence, a critic": Case("value", {"sequence": 2}, steps=FEW),
+    "sequence, one key head": Case("grpo", {"sequence": 2}, kv_heads=1, steps=FEW),
+    "sequence, lora, recompute": Case("grpo", {"sequence": 2}, lora=2, activations="recompute", steps=FEW),
+    "tensor, a critic": Case("value", {"tensor": 2}, steps=FEW),
+    "tensor, recompute": Case("grpo", {"tensor": 2}, activations="recompute", steps=FEW),
+}
+FOUR: dict[str, Case] = {
+    "fsdp, sft": Case("sft"),
+    "hsdp, grpo": Case("grpo", {"replicate": 2}),
+    "sequence, two key heads": Case("dpo", {"sequence": 4}),
+    "tensor x fsdp": Case("grpo", {"tensor": 2}),
+    "fsdp, fewer sequences than ranks": Case("grpo", sizes=(1, 2), steps=FEW),
+    "fsdp, lora, muon": Case("grpo", lora=2, optimizer="muon", steps=FEW),
+    "hsdp, of a batch, offload": Case("top entropies", {"replicate": 2, "offload": True}, steps=FEW),
+    "sequence, fewer rows than ranks": Case("sft", {"sequence": 4}, sizes=(1,), steps=FEW),
+    "sequence x fsdp": Case("dpo", {"sequence": 2}, steps=FEW),
+    "sequence x copies": Case("grpo", {"sequence": 2, "replicate": 2}, steps=FEW),
+    "tensor x fsdp, a critic": Case("value", {"tensor": 2}, steps=FEW),
+    "tensor x copies": Case("grpo", {"tensor": 2, "replicate": 2}, steps=FEW),
+    "tensor x sequence": Case("grpo", {"tensor": 2, "sequence": 2}, kv_heads=4, steps=FEW),
+}
+CASES = {2: TWO, 4: FOUR}
+
+
+def parallel_of(case: Case) -> Parallel:
+    return Parallel.model_validate(case.parallel)
+
+
+def make_model(case: Case) -> nn.Module:
+    arch = Architecture("qwen3", VOCAB, 32, 2, 4, case.kv_heads, 8, 48, 64, qkv_bias=True, qk_norm=True, tied=case.tied)
+    decoder = Decoder(arch)
+    initialise(decoder.double(), 0, std=0.3)
+    if case.lora:
+        add_lora(decoder, Lora(rank=case.lora), 0)
+    model: nn.Module = decoder
+    if case.loss == "value":
+        model = ValueModel(decoder)
+        nn.init.normal_(model.head, generator=torch.Generator().manual_seed(1))
+    model.to(getattr(torch, case.dtype))
+    set_activations(model, case.activations)
+    return model
+
+
+def make_batch(case: Case, step: int, seed: int = 0) -> Batch:
+    """Groups that begin alike, each sample with a length of its own; the last token of some is out of the loss."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+
+    def rand(n: int) -> Tensor:
+        return torch.rand(n, generator=generator, dtype=torch.float64)
+
+    def integers(high: int, n: int) -> list[int]:
+        return torch.randint(1, high, (n,), generator=generator).tolist()
+
+    sizes = (2,) * len(case.sizes) if case.loss == "dpo" else case.sizes
+    tokens, mask, groups = list[int](), list[bool](), list[int]()
+    lengths = []
+    for group, size in enumerate(sizes):
+        prompt = integers(VOCAB, 2 + group)
+        for written in integers(9, size):
+            tokens += prompt + integers(VOCAB, written)
+            mask += [False] * len(prompt) + [True] * written
+            lengths.append(len(prompt) + written)
+            groups.append(group)
+    n, s = len(tokens), len(lengths)
+    written = torch.tensor(mask)
+    kept = written & (
+        (rand(n) < 0.9) | ~written.roll(1)
+    )  # the first written token stays: no answer is left without one
+    batch = Batch(
+        tokens=torch.tensor(tokens),
+        offsets=offsets_from_lengths(torch.tensor(lengths)),
+        token={
+            "action_mask": written,
+            "loss_mask": kept,
+            "old_logp": -2.5 - rand(n),
+            "ref_logp": -2.5 - rand(n),
+            "returns": rand(n),
+            "values": rand(n),
+        },
+        sequence={
+            "group_ids": torch.tensor(groups),
+            "key": torch.arange(s),
+            "advantages": 2 * rand(s) - 1,
+            "chosen": torch.arange(s) % 2 == 0,
+        },
+    )
+    return batch.with_token(weight=aggregation_weights(batch, "token-mean"))
+
+
+def reference_of(case: Case, ranks: Ranks) -> AskReference:
+    """A model that stays as it is, divided like the policy."""
+    model = cast(Decoder, make_model(case)).requires_grad_(False)
+    with torch.no_grad():
+        model.norm.weight.mul_(0.9)
+    distribute(model, ranks)
+    return lambda piece: model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
+
+
+def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> Iterator[dict[str, float]]:
+    """What every update tells."""
+    model = make_model(case) if model is None else model
+    config = Optimizer(lr=0.003, eps=1e-6, clip_norm=0.5, name=case.optimizer)
+    learner = Learner(model, config, 2 * STEPS, token_budget=case.token_budget, temperature=0.9, ranks=ranks)
+    if case.loss == "full kl":
+        learner.reference = reference_of(case, ranks)
+    for step in range(case.steps):
+        batch = ranks.share(make_batch(case, step))
+        also = (ranks.share(make_batch(case, step, seed=1)), NllLoss()) if case.also else None
+        update = learner.update(batch, LOSSES[case.loss], also=also)
+        assert update.skipped is None
+        assert update.logp.shape == batch.tokens.shape
+        yield update.stats

@@ -1,0 +1,88 @@
+"""`burnish sft` on two ranks: whole runs, and runs that are stopped and go on, in other hands too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config.load import load
+from burnish.config.schema import SftConfig
+from burnish.controller.roles import build_policy
+from burnish.trainers.sft_session import execute
+from burnish.training.learner import Learner
+
+RECIPE = """
+model:
+  new: {family: qwen3, hidden_size: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, mlp_size: 24, max_positions: 32}
+  device: cpu
+  dtype: float64
+sft:
+  data: {task: sort_digits}
+  updates: 6
+  batch_size: 7
+  token_budget: 64
+  optimizer: {lr: 1.0e-2, warmup: 2, schedule: linear}
+run: {save_every: 2}
+"""
+RUNS: dict[str, list[str]] = {
+    "plain": [],
+    "tensor": ["parallel.tensor=2"],
+    "transformers": ["model.new=null", "model.path=base", "model.backend=transformers"],
+    "adapters": ["model.new=null", "model.path=base", "model.lora.rank=2"],
+}
+"""Overrides by name; `tensor` is stopped once and goes on with the same processes."""
+HANDED_OVER = "handed-over"
+"""Begun by two ranks, ended by one process alone."""
+STOPS_AFTER = 3
+
+
+def prepare(folder: Path) -> None:
+    """The recipe, and a model for adapters to adapt."""
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "base").mkdir()
+    loaded = load(SftConfig, folder / "recipe.yaml", [])
+    build_policy(loaded.config.model, loaded.config.sft.data, 0, folder).save(folder / "base")
+    other = loaded.config.model.model_copy(update={"new": None, "path": "base", "backend": "transformers"})
+    build_policy(other, [], 0, folder)  # what transformers imports for it is there for all ranks
+
+
+def run(folder: Path, name: str, overrides: list[str]) -> None:
+    recipe = folder / "recipe.yaml"
+    loaded = load(SftConfig, recipe, [f"run.directory={folder}", f"run.name={name}", *overrides])
+    execute(loaded.config, loaded.resolved, loaded.base, name)
+
+
+def run_until_told_to_stop(folder: Path, name: str, overrides: list[str], is_told: bool) -> None:
+    """Only one process gets the signal; all must stop after the same update."""
+    plain, count = Learner.update, 0
+
+    def update(self: Learner, *args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if is_told and count == STOPS_AFTER:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "update", update)
+        run(folder, name, overrides)
+
+
+def all_of(folder: Path, rank: int) -> None:
+    """What every rank runs."""
+    run(folder, "plain", [])
+    run(folder, "adapters", RUNS["adapters"])
+    run(folder, "transformers", RUNS["transformers"])
+    for name, overrides in (("tensor", RUNS["tensor"]), (HANDED_OVER, [])):
+        run_until_told_to_stop(folder, name, overrides, is_told=rank == 1)
+    run(folder, "tensor", RUNS["tensor"])
+
+
+def alone(folder: Path) -> None:
+    """The same runs in one process, under names of their own."""
+    for name, overrides in RUNS.items():
+        run(folder, f"{name}-alone", [o for o in overrides if not o.startswith("parallel")])

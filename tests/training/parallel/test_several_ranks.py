@@ -1,0 +1,168 @@
+"""Two and four processes train what one trains, number by number, however they divide the work.
+
+One worker for each number of ranks runs all cases (`worker.py`); the tests read what it wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.models.adapters import WEIGHTS
+from burnish.models.weights import file_tensors, stored_tensors
+from burnish.run.metrics import MEASURED, read
+from tests.training.parallel import sessions
+from tests.training.parallel.cases import CASES
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 300
+ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+WIDE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float64"]
+SINGLE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float32"]
+
+Records = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Where the worker of each number of ranks has written; of several test processes one runs it, the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return {num_ranks: worked(base / f"ranks-{num_ranks}", num_ranks) for num_ranks in CASES}
+
+
+def worked(folder: Path, num_ranks: int) -> Path:
+    done = folder.with_suffix(".txt")
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        until = time.monotonic() + DEADLINE_S
+        while not done.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+    else:
+        command = [sys.executable, "-m", "tests.training.parallel.worker", str(num_ranks), str(folder)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        said = [file.read_text() for file in sorted(folder.glob("*.txt"))]
+        done.write_text("" if ran.returncode == 0 else "\n".join([*said, ran.stdout, ran.stderr]))
+    assert done.read_text() == ""
+    return folder
+
+
+@pytest.fixture(scope="session")
+def records(folders: dict[int, Path]) -> dict[int, tuple[Records, list[Records]]]:
+    """What one process saw, and what each of several saw, by their number."""
+    return {
+        num_ranks: (torch.load(folder / "alone.pt"), [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)])
+        for num_ranks, folder in folders.items()
+    }
+
+
+Results = dict[int, tuple[Records, list[Records]]]
+
+
+def curves(results: Results, ranks: int, name: str) -> tuple[list[dict[str, float]], list[list[dict[str, float]]]]:
+    alone, several = results[ranks]
+    return alone[name]["curve"], [record[name]["curve"] for record in several]
+
+
+@pytest.mark.parametrize(("ranks", "name"), WIDE)
+def test_every_rank_tells_what_one_process_tells(ranks: int, name: str, records: Results) -> None:
+    alone, several = curves(records, ranks, name)
+    assert len(alone) == CASES[ranks][name].steps
+    assert abs(alone[0]["loss"] - alone[-1]["loss"]) > 1e-3
+    for curve in several:
+        for step, (got, expected) in enumerate(zip(curve, alone, strict=True)):
+            assert got == pytest.approx(expected, abs=1e-9), f"update {step + 1}"
+
+
+@pytest.mark.parametrize(("ranks", "name"), SINGLE)
+def test_float32_differs_by_rounding_alone(ranks: int, name: str, records: Results) -> None:
+    alone, several = curves(records, ranks, name)
+    for curve in several:
+        assert curve[0] == pytest.approx(alone[0], abs=1e-5)
+        assert [s["loss"] for s in curve] == pytest.approx([s["loss"] for s in alone], abs=1e-3)
+
+
+def test_half_types_train_with_masters_on_every_piece(records: Results) -> None:
+    alone, several = curves(records, 2, "fsdp, bfloat16")
+    for curve in several:
+        assert curve == several[0]  # what all ranks are told is the same to the bit
+        assert [s["loss"] for s in curve] == pytest.approx([s["loss"] for s in alone], abs=0.01)
+        assert [s["grad_norm"] for s in curve] == pytest.approx([s["grad_norm"] for s in alone], rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "name"), WIDE)
+def test_the_weights_that_come_out_are_those_of_one_process(ranks: int, name: str, records: Results) -> None:
+    alone, several = records[ranks]
+    expected: dict[str, Tensor] = alone[name]["after"]
+    for record in several:
+        assert record[name]["comes back"], "what was cut is not what is gathered"
+        assert record[name]["after"].keys() == expected.keys()
+        for parameter, tensor in record[name]["after"].items():
+            torch.testing.assert_close(tensor, expected[parameter], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("ranks", "name"), ALL)
+def test_a_rank_holds_its_pieces_only(ranks: int, name: str, records: Results) -> None:
+    alone, several = records[ranks]
+    replicas = CASES[ranks][name].parallel.get("replicate", 1)
+    held, whole = [record[name]["held"] for record in several], alone[name]["held"]
+    if "tensor" in CASES[ranks][name].parallel:  # embedding, head and norms are whole on each
+        assert max(held) < 0.6 * whole
+    else:
+        assert sum(held) == replicas * whole
+        assert max(held) <= 1.1 * replicas * whole / ranks
+
+
+@pytest.mark.parametrize(("ranks", "name"), ALL)
+def test_data_parallel_ranks_have_shares_of_their_own(ranks: int, name: str, records: Results) -> None:
+    parallel = CASES[ranks][name].parallel
+    same = parallel.get("sequence", 1) * parallel.get("tensor", 1)
+    assert [record[name]["index"] for record in records[ranks][1]] == [rank // same for rank in range(ranks)]
+
+
+# --- `burnish sft` -----------------------------------------------------------------------------------------------------
+
+
+def without_times(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
+
+
+@pytest.mark.parametrize("name", [*sessions.RUNS, sessions.HANDED_OVER])
+def test_a_supervised_run_of_two_processes_is_that_of_one(name: str, folders: dict[int, Path]) -> None:
+    """Also one that was stopped by a signal to one process, and one that another number of processes goes on with."""
+    folder, twin = folders[2], "plain" if name == sessions.HANDED_OVER else name
+    got, expected = (without_times(folder / run / "metrics.jsonl") for run in (name, f"{twin}-alone"))
+    assert len(expected) == 6
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    left = [folder / run / "checkpoints/step-000006" for run in (name, f"{twin}-alone")]
+    one, other = (weights(path) for path in left)
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(tensor, other[key], atol=1e-9, rtol=0)
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """By Hugging Face's or PEFT's names."""
+    stored = file_tensors(path / WEIGHTS) if (path / WEIGHTS).exists() else stored_tensors(path)
+    return {name: tensor.whole().clone() for name, tensor in stored}
+
+
+def test_only_the_first_process_speaks_and_all_stop_together(folders: dict[int, Path]) -> None:
+    log = (folders[2] / sessions.HANDED_OVER / "log.txt").read_text()
+    assert log.count("going on after step 3 of 6") == 1
+    assert sum("step 3/6" in line for line in log.splitlines()) == 1
+    first = folders[2] / "plain/checkpoints/step-000006"
+    assert len(list(first.glob("optimizer-*-of-00002.safetensors"))) == 2
