@@ -2,8 +2,8 @@
 
     python bench/gpu_smoke.py
 
-Prints a table and saves bench/results/gpu_smoke.json. Speed is not the point here: the engine and the learner are tuned
-for GPUs in work of their own.
+Prints a table and saves bench/results/gpu_smoke.json. Speed is not the point here: `bench/rollout.py` and `bench/learner.py`
+measure that.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from burnish.core.engine import Request, SamplingOptions
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import FAMILIES, Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.native.paged import PagedEngine
 from burnish.training.learner import Learner
 
 
-def measure(family: str, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+def measure(family: str, dtype: torch.dtype, device: torch.device, quantised: bool = False) -> dict[str, object]:
     """Sample 64 x 8 completions, compare log-probs with the learner's, make three updates."""
     kind = FAMILIES[family]
     arch = Architecture(family, 1024, 256, 4, 8, 4, 32, 768, 512, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm)
     model = Decoder(arch)
     initialise(model, seed=0, std=0.05)
     model.to(device=device, dtype=dtype)
-    engine = NativeEngine(model, max_rows=512)
+    engine = PagedEngine(model, max_rows=512, quantised=quantised)
     prompts = [tuple((i * 37 + k * 11) % 1024 for k in range(5 + i % 40)) for i in range(64)]
     requests = [
         Request(f"{i}.{j}", p, SamplingOptions(max_tokens=16 + 3 * j), key=i * 8 + j)
@@ -57,7 +57,7 @@ def measure(family: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
     norms = [learner.update(batch, PolicyLoss()).stats["grad_norm"] for _ in range(3)]
     update_s = (time.perf_counter() - started) / 3
     return {
-        "work": f"{family} {str(dtype).removeprefix('torch.')}", "system": "burnish", "rollout_s": rollout_s,
+        "work": f"{family} {str(dtype).removeprefix('torch.')}{', 8-bit cache' * quantised}", "system": "burnish", "rollout_s": rollout_s,
         "mismatch_mean": float(gap.mean()), "mismatch_max": float(gap.max()), "update_s": update_s, "grad_norm": norms[-1],
     }  # fmt: skip
 
@@ -65,6 +65,7 @@ def measure(family: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [measure(f, d, device) for f in FAMILIES for d in (torch.float32, torch.bfloat16)]
+    rows += [measure(f, torch.bfloat16, device, quantised=True) for f in FAMILIES]
     print(table(rows, ["work", "rollout_s", "mismatch_mean", "mismatch_max", "update_s", "grad_norm"]))
     print(f"saved {save('gpu_smoke' if device.type == 'cuda' else 'gpu_smoke-cpu', rows)}")
 

@@ -1,25 +1,30 @@
 """Rollout throughput of the native engine on one GPU: the works R1 to R5, and what a group and ragged lengths cost.
 
-python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--profile]
+python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--vllm-python PYTHON] [--parts] [--first-token]
 
 Random weights of the named shapes in bfloat16, prompts of 128 random tokens, temperature 1, no stop token, the log-prob
-of every sampled token, prefill included. `--transformers` runs `generate` beside it on R1, `--profile` prints where the
-device's time goes.
+of every sampled token, prefill included. `--transformers` runs `generate` beside it on R1. vLLM runs beside it on R1 to R5
+where this interpreter has it, or the one that `--vllm-python` names. `--parts` says where the time of every work goes.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from common import on_this_gpu, save, table
+from first_token import breakdown, starts
 
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.keys import fold
@@ -44,8 +49,12 @@ class Work:
     prompt: int = 128
     group: int = 1
     ragged: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
+PLAIN = ("R1", "R2", "R3", "R4", "R5")
+"""Those that peers run too."""
 WORKS = {
     "R1": Work("1.5B", 256, 256),
     "R2": Work("1.5B", 1024, 256),
@@ -55,7 +64,21 @@ WORKS = {
     "ragged": Work("1.5B", 2048, 2048, ragged=True),
     "group of 1": Work("1.5B", 32, 1, prompt=2048),
     "group of 8": Work("1.5B", 256, 1, prompt=2048, group=8),
+    "R1, top-p and top-k": Work("1.5B", 256, 256, sampling={"top_p": 0.95, "top_k": 50}),
+    "R1, top-p": Work("1.5B", 256, 256, sampling={"top_p": 0.95}),
+    "R1, bias and raw": Work("1.5B", 256, 256, sampling={"logit_bias": ((7, -100.0), (9, 1.0)), "raw_logprobs": True}),
+    "R1, 8 bits": Work("1.5B", 256, 256, engine={"quantised": True}),
+    "R3, 8 bits": Work("1.5B", 512, 2048, engine={"quantised": True}),
 }
+PARTS = {
+    "attention": ("_decode", "_join", "flash"),
+    "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas"),
+    "norms and activation": ("_add_norm", "_gate"),
+    "rotation and cache": ("_rotate_store",),
+    "drawing": ("_sum_chunks", "_draw", "_find_cut"),
+    "copies": ("memcpy", "memset"),
+}
+"""Kernels by a part of their names; the first that fits."""
 
 
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
@@ -84,7 +107,12 @@ def requests_of(work: Work, vocab: int, tag: str) -> list[Request]:
         lengths = np.minimum(random.geometric(1 / 256, work.requests), work.new)
     prompts = [tuple(random.integers(0, vocab, work.prompt).tolist()) for _ in range(work.requests // work.group)]
     return [
-        Request(f"{tag}{i}", prompts[i // work.group], SamplingOptions(max_tokens=int(lengths[i])), fold(tag, i))
+        Request(
+            f"{tag}{i}",
+            prompts[i // work.group],
+            SamplingOptions(max_tokens=int(lengths[i]), **work.sampling),
+            fold(tag, i),
+        )
         for i in range(work.requests)
     ]
 
@@ -116,14 +144,14 @@ def limit_s(work: Work, model: Decoder) -> float:
 def measure(name: str, work: Work, model: Decoder, repeats: int) -> dict[str, Any]:
     """Median over repeats after one that compiles and captures."""
     rows = min(work.requests, 256 if work.ragged else 1024)
-    engine = PagedEngine(model, max_rows=rows)
+    engine = PagedEngine(model, max_rows=rows, **work.engine)
     vocab = model.arch.vocab_size
     started = time.perf_counter()
     short = [
-        Request(r.id, r.tokens, SamplingOptions(max_tokens=min(work.new, 12)), r.key)
+        Request(r.id, r.tokens, replace(r.sampling, max_tokens=min(work.new, 12)), r.key)
         for r in requests_of(work, vocab, "warm")
     ]
-    engine.submit(requests_of(Work(work.shape, 1, work.new, work.prompt), vocab, "longest"))
+    engine.submit(requests_of(replace(work, requests=1, group=1, ragged=False), vocab, "longest"))
     list(engine.stream())
     drain(engine, short[: 2 * rows])
     ready_s = time.perf_counter() - started
@@ -144,11 +172,46 @@ def measure(name: str, work: Work, model: Decoder, repeats: int) -> dict[str, An
         "host_s": host_s,
         "first_run_s": ready_s,
         "prefilled_tokens": engine.stats.prefilled_tokens,
+        "compile_s": engine.stats.compile_s,
+        "capture_s": engine.stats.capture_s,
+        "graphs": engine.stats.graphs,
+        "cache_gib": engine.runner.held_bytes / 2**30,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
-    if not work.ragged:
+    if not work.ragged and not work.engine:
         row["limit_share"] = limit_s(work, model) / wall_s
     return row
+
+
+def parts(name: str, work: Work, model: Decoder) -> dict[str, Any]:
+    """Seconds of one run by what the device does, and those in which it does nothing."""
+    engine = PagedEngine(model, max_rows=min(work.requests, 256 if work.ragged else 1024), **work.engine)
+    drain(engine, requests_of(work, model.arch.vocab_size, "warm"))
+    engine.load(1, ())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        _, wall_s = drain(engine, requests_of(work, model.arch.vocab_size, "seen"))
+    seconds = dict.fromkeys([*PARTS, "other"], 0.0)
+    for event in seen.key_averages():
+        lower = event.key.lower()
+        part = next((part for part, words in PARTS.items() if any(word in lower for word in words)), "other")
+        seconds[part] += event.self_device_time_total / 1e6
+    row: dict[str, Any] = {"work": f"{name}, by part", "system": "burnish", "wall_s": wall_s}
+    row |= {f"{part.replace(' ', '_')}_s": value for part, value in seconds.items()}
+    return row | {"idle_s": max(0.0, wall_s - sum(seconds.values()))}
+
+
+def with_vllm(python: str, shape: str, names: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+    """vLLM on the works of a shape, in a process of its own, which has the whole GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    works = {name: {k: asdict(WORKS[name])[k] for k in ("requests", "new", "prompt")} for name in names}
+    asked = {"shape": SHAPES[shape], "works": works, "repeats": repeats}
+    script = Path(__file__).parent / "peers" / "vllm_rollout.py"
+    done = subprocess.run(
+        [python, str(script), json.dumps(asked)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.splitlines()
+    rows: list[dict[str, Any]] = json.loads(done[-1])
+    return rows
 
 
 def with_transformers(model: Decoder, work: Work) -> dict[str, Any]:
@@ -206,73 +269,59 @@ def sleep_and_wake(model: Decoder) -> dict[str, Any]:
     return row | {"sleep_s": sleep_s, "wake_s": wake_s, "before_s": first[1], "after_s": again[1]}
 
 
-def since_start() -> float:
-    """Seconds since this process was started."""
-    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return float(Path("/proc/uptime").read_text().split()[0]) - started
-
-
-def first_token(imported_s: float) -> dict[str, Any]:
-    """Seconds from the start of the process to the first token, and where they go."""
-    model = random_model("1.5B")
-    torch.cuda.synchronize()
-    made_s = since_start()
-    engine = PagedEngine(model, max_rows=256)
-    heard: list[float] = []
-    engine.listener = lambda name, token: heard.append(since_start()) if not heard else None
-    drain(engine, requests_of(WORKS["R1"], model.arch.vocab_size, "first"))
-    row = {"work": "first token", "system": "burnish", "imports_s": imported_s, "model_s": made_s - imported_s}
-    return row | {"engine_s": heard[0] - made_s, "first_token_s": heard[0], "all_s": since_start()}
-
-
-def profile(model: Decoder, work: Work) -> None:
-    """The kernels of one run by the device time they take."""
-    engine = PagedEngine(model, max_rows=work.requests)
-    for tag in ("warm", "seen"):
-        context = torch.profiler.profile() if tag == "seen" else None
-        if context is not None:
-            with context:
-                drain(engine, requests_of(work, model.arch.vocab_size, tag))
-            print(context.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=60))
-        else:
-            drain(engine, requests_of(work, model.arch.vocab_size, tag))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", nargs="+", choices=[*WORKS, "sleep and wake"], default=[*WORKS, "sleep and wake"])
+    names = [*WORKS, "sleep and wake", "first token"]
+    parser.add_argument("--works", nargs="+", choices=names, default=names)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--vllm-python", help="interpreter of an environment with vllm (default: this one, if it has it)"
+    )
+    parser.add_argument("--parts", action="store_true", help="also the time of every work by part")
     parser.add_argument(
         "--first-token", action="store_true", help="only the time from process start to the first token"
     )
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if args.first_token or "first token" in args.works:
+        rows = starts()
+        print(breakdown(rows), flush=True)
     if args.first_token:
-        rows.append(first_token(since_start()))
-        print(table(rows, list(rows[0])))
+        print(f"saved {save(on_this_gpu('first_token'), rows)}")
         return
+    vllm = args.vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None)
     for shape in SHAPES:
         names = [name for name in args.works if name in WORKS and WORKS[name].shape == shape]
-        if not names:
-            continue
-        model = random_model(shape)
-        for name in names:
-            torch.cuda.reset_peak_memory_stats()
-            rows.append(measure(name, WORKS[name], model, args.repeats))
-            print(table(rows[-1:], list(rows[-1])), flush=True)
-        if "sleep and wake" in args.works and shape == "1.5B":
-            rows.append(sleep_and_wake(model))
-            print(table(rows[-1:], list(rows[-1])), flush=True)
-        if args.profile:
-            profile(model, WORKS[names[0]])
-        if args.transformers and "R1" in names:
-            rows.append(with_transformers(model, WORKS["R1"]))
-        del model
-    print(table(rows, ["work", "system", "tokens_per_s", "wall_s", "limit_share", "host_s", "first_run_s", "peak_gib"]))
+        if names:
+            rows += of_shape(shape, names, args)
+        plain = [name for name in names if name in PLAIN]
+        if vllm is not None and plain:
+            rows += with_vllm(vllm, shape, plain, args.repeats)
+    columns = ["work", "system", "tokens_per_s", "wall_s", "limit_share", "host_s", "first_run_s", "first_token_s"]
+    print(table(rows, [*columns, "compile_s", "capture_s", "peak_gib"]))
     print(f"saved {save(on_this_gpu('rollout'), rows)}")
+
+
+def of_shape(shape: str, names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all works of a shape; each is printed when it is there."""
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(table([row], list(row)), flush=True)
+
+    model = random_model(shape)
+    for name in names:
+        torch.cuda.reset_peak_memory_stats()
+        add(measure(name, WORKS[name], model, args.repeats))
+        if args.parts:
+            add(parts(name, WORKS[name], model))
+    if "sleep and wake" in args.works and shape == "1.5B":
+        add(sleep_and_wake(model))
+    if args.transformers and "R1" in names:
+        add(with_transformers(model, WORKS["R1"]))
+    return rows
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Delta:
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logp: list[float] | None = None
-    """Of the tokens; known when the choice has ended."""
+    """Of the tokens, under the model itself where the request asked for that; known when the choice has ended."""
     finish: str | None = None
 
 
@@ -46,7 +46,8 @@ class Choice:
             if not np.isfinite(completion.logp).all():
                 raise not_a_number()
             delta.tokens = completion.tokens[self.num_tokens :].tolist()
-            delta.logp = completion.logp[self.num_tokens :].tolist()
+            logp = completion.logp if completion.raw_logp is None else completion.raw_logp
+            delta.logp = logp[self.num_tokens :].tolist()
             delta.finish = completion.finish
         text = self._show(delta.tokens, completion is not None)
         self.num_tokens += len(delta.tokens)

@@ -13,6 +13,7 @@ from burnish.config.errors import UserError, nearest
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.keys import fold
 from burnish.models.tokenizer import Tokenizer
+from burnish.rollout.native.shared import MAX_BIASES
 from burnish.serve.errors import ApiError, bad_value
 from burnish.serve.schema import ChatRequest, CompletionRequest, Message
 
@@ -138,6 +139,9 @@ def engine_requests(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        min_p=request.min_p,
+        logit_bias=logit_bias_of(request, served),
+        raw_logprobs=request.raw_logprobs,
         max_tokens=max_tokens_of(request, prompts, served),
         stop_tokens=served.tokenizer.eos_ids,
         stop=tuple(request.stop),
@@ -150,6 +154,19 @@ def engine_requests(
             index = len(requests)
             requests.append(Request(f"{name}/{index}", prompt, options, fold(noise, index)))
     return requests
+
+
+def logit_bias_of(request: CompletionRequest | ChatRequest, served: Served) -> tuple[tuple[int, float], ...]:
+    """The biases by token id; whatever adds nothing is left out."""
+    pairs = {int(name): value for name, value in request.logit_bias.items()}
+    wrong = next((token for token in pairs if token >= served.num_embeddings), None)
+    if wrong is not None:
+        raise bad_value("logit_bias", f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
+    if len(pairs) < len(request.logit_bias):
+        raise bad_value("logit_bias", "a token is named twice")
+    if len(pairs) > MAX_BIASES:
+        raise bad_value("logit_bias", f"got {len(pairs)} tokens; a request may name {MAX_BIASES} at most")
+    return tuple((token, value) for token, value in pairs.items() if value)
 
 
 def check_model(asked: str, served: Served) -> None:

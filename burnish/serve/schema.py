@@ -2,7 +2,7 @@
 
 A field nobody knows is refused with the nearest known one. A field OpenAI knows and the engine cannot do is refused unless its value
 changes nothing (`NEUTRAL`); those that never touch the tokens (`IGNORED`) are let through. `null` is the same as leaving out.
-Beyond OpenAI's: `top_k`, `return_token_ids`, and for chats `chat_template_kwargs`.
+Beyond OpenAI's: `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from burnish.config.errors import nearest
@@ -31,7 +31,6 @@ IGNORED = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "logit_bias": ({},),
     "echo": (False,),
     "best_of": (),  # but for n itself
     "suffix": ("",),
@@ -74,6 +73,8 @@ class Sampled(Fields):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
         default=[], max_length=MAX_STOPS
     )
@@ -81,12 +82,20 @@ class Sampled(Fields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    raw_logprobs: bool = False
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
         return self
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _tokens(cls, value: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name in value if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
+            raise ValueError(f"expected token ids for keys, got {wrong[0][:NAME]!r}")
+        return value
 
 
 def _prompts(value: Any) -> Any:
@@ -232,19 +241,23 @@ def _cannot(neutral: Sequence[Any]) -> str:
 
 
 def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
-    """The engine knows the log-prob of the token it drew, and of no other; drawn greedily it is also the likeliest."""
+    """The engine knows the log-prob of the token it drew, and of no other; drawn greedily it is also the likeliest, but for a bias
+    that the model's own log-probs do not see."""
     name, num = (
         ("top_logprobs", request.top_logprobs)
         if isinstance(request, ChatRequest)
         else ("logprobs", request.logprobs or 0)
     )
-    if num > (1 if request.temperature == 0 else 0):
+    is_likeliest = request.temperature == 0 and not (request.raw_logprobs and request.logit_bias)
+    if num > (1 if is_likeliest else 0):
         plain = "logprobs=true alone" if isinstance(request, ChatRequest) else "logprobs=0"
         raise bad_value(
             name,
             f"the engine gives the log-prob of the sampled token only, not of its alternatives (1 with temperature=0); use {plain}",
             "unsupported_value",
         )
+    if request.raw_logprobs and (request.logprobs is None or request.logprobs is False):
+        raise bad_value("raw_logprobs", "only with logprobs: it says which ones")
 
 
 def _refusal(kind: type[BaseModel], error: ErrorDetails) -> ApiError:

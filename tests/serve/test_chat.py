@@ -194,3 +194,15 @@ def test_what_a_chat_cannot_have_is_refused_by_name(
         chat(random_server, **options)
     assert caught.value.param == param
     assert message in caught.value.message
+
+
+def test_a_chat_obeys_a_logit_bias_and_tells_the_models_own_logprobs(random_server: Any) -> None:
+    asked = {"max_completion_tokens": 6, "logit_bias": {"70": 100}, "logprobs": True}
+    found = chat(random_server, **asked, extra_body={**IDS, "raw_logprobs": True}).choices[0]
+    assert found.token_ids == [70] * 6
+    assert all(entry.logprob < -0.1 for entry in found.logprobs.content)
+    with pytest.raises(openai.BadRequestError, match="only with logprobs"):
+        chat(random_server, extra_body={"raw_logprobs": True})
+    with pytest.raises(openai.BadRequestError, match="of the sampled token only"):
+        chat(random_server, **asked, temperature=0, top_logprobs=1, extra_body={"raw_logprobs": True})
+    assert chat(random_server, **asked, temperature=0, top_logprobs=1).choices[0].logprobs.content[0].top_logprobs

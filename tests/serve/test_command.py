@@ -57,6 +57,21 @@ def test_it_answers_and_lets_requests_finish_on_sigterm(model_directory: Path) -
     assert "Traceback" not in log
 
 
+def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path) -> None:
+    with serving(str(model_directory), "--cache-gib", "0.01", "--cache-dtype", "fp8", "--max-rows", "4") as (
+        process,
+        line,
+    ):
+        assert line.startswith("KV cache: 0.01 GiB, ")
+        assert "bytes a token" in line
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[3]
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=30)
+        answer = client.completions.create(model="tiny", prompt="the", max_tokens=5, logit_bias={"70": 100})
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 5
+
+
 @pytest.mark.slow
 def test_two_ctrl_c_end_it_at_once(model_directory: Path) -> None:
     with serving(str(model_directory), "--name", "other") as (process, line):
@@ -80,6 +95,8 @@ def test_two_ctrl_c_end_it_at_once(model_directory: Path) -> None:
         (["--port", "70000"], "--port 70000: expected 65535 or less"),
         (["--max-rows", "0"], "--max-rows 0: expected 1 or more"),
         (["--max-body", "0"], "--max-body 0.0: expected more than 0"),
+        (["--cache-gib", "0"], "--cache-gib 0.0: expected more than 0"),
+        (["--cache-gib", "1e-7"], "the KV cache: "),
         (["--api-key", ""], "the API key must be of printable ASCII"),
         (["--api-key", "a b"], "the API key must be of printable ASCII"),
         (["--host", "256.1.1.1"], "--host 256.1.1.1:"),

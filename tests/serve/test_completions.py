@@ -72,6 +72,38 @@ def test_logprobs_are_of_the_tempered_distribution_by_a_full_forward(random_serv
     assert found.logprobs.top_logprobs is None
 
 
+def test_a_logit_bias_is_obeyed_and_in_the_logprobs(random_server: Any) -> None:
+    asked = {"max_tokens": 12, "n": 2, "seed": 3, "logprobs": 0, "extra_body": IDS}
+    for choice in complete(random_server, **asked, logit_bias={"70": 100, "71": 0}).choices:
+        assert choice.token_ids == [70] * 12
+        assert choice.logprobs.token_logprobs == pytest.approx([0.0] * 12, abs=1e-6)
+    plain = complete(random_server, **asked).choices
+    assert [c.token_ids for c in complete(random_server, **asked, logit_bias={"71": 0}).choices] == [
+        c.token_ids for c in plain
+    ]
+    never = complete(random_server, **asked, logit_bias={str(t): -100 for t in plain[0].token_ids}).choices[0]
+    assert not set(never.token_ids) & set(plain[0].token_ids)
+
+
+def test_raw_logprobs_are_those_of_the_model_itself(random_server: Any) -> None:
+    asked = {"max_tokens": 16, "temperature": 0.7, "top_p": 0.9, "seed": 5, "logprobs": 0, "logit_bias": {"70": 3}}
+    drawn = complete(random_server, **asked, extra_body=IDS).choices[0]
+    found = complete(random_server, **asked, extra_body={**IDS, "raw_logprobs": True}).choices[0]
+    assert found.token_ids == drawn.token_ids
+    packed = torch.tensor(found.prompt_token_ids + found.token_ids)
+    wanted = torch.arange(len(found.prompt_token_ids), len(packed))
+    with torch.no_grad():
+        logp, _ = random_server.model.token_logprobs(packed, torch.tensor([0, len(packed)]), wanted, 1.0)
+    assert found.logprobs.token_logprobs == pytest.approx(logp.tolist(), abs=1e-6)
+    assert drawn.logprobs.token_logprobs != pytest.approx(logp.tolist(), abs=1e-2)
+
+
+def test_min_p_of_one_draws_the_likeliest(random_server: Any) -> None:
+    greedy = complete(random_server, max_tokens=16, temperature=0, extra_body=IDS).choices[0]
+    sampled = complete(random_server, max_tokens=16, extra_body={**IDS, "min_p": 1.0}).choices[0]
+    assert sampled.token_ids == greedy.token_ids
+
+
 def test_the_pieces_of_the_logprobs_are_the_text(script_server: Any) -> None:
     tokens = script_server.tokenizer.encode("é the end") + list(script_server.tokenizer.eos_ids)
     script_server.model.say(tokens)

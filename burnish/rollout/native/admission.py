@@ -37,18 +37,21 @@ class Intake:
     """Pages that the rows will ask for soon."""
 
 
-def admit(engine: PagedEngine) -> None:
-    """Fill free rows from the queue as far as pages last, a forward at a time: the device computes while the next is planned."""
+def admit(engine: PagedEngine) -> bool:
+    """Fill free rows from the queue as far as pages last, a forward at a time: the device computes while the next is planned.
+    Whether there are new rows."""
     free = len(engine.seats.rows) - engine.seats.taken
     enough = min(len(engine.queue), max(1, engine.max_rows // SHARE))
     if engine.seats.taken and free < enough:
-        return
+        return False
+    before = free
     while engine.queue and free:
         intake = _plan(engine)
         if not intake.rows:
-            return
+            break
         _start(engine, intake)
         free -= len(intake.rows)
+    return free < before
 
 
 def _plan(engine: PagedEngine) -> Intake:
@@ -111,7 +114,7 @@ def _start(engine: PagedEngine, intake: Intake) -> None:
     if intake.copies:
         runner.copy_pages(*zip(*intake.copies, strict=True))
     runner.state.start(intake.rows)
-    runner.draw(torch.cat(logits), intake.sources, [row.row for row in intake.rows], engine.seats.truncated)
+    runner.draw(torch.cat(logits), intake.sources, [row.row for row in intake.rows], engine.seats.wants)
 
 
 def _forwards(stretches: list[Stretch]) -> list[list[tuple[Stretch, bool]]]:

@@ -91,7 +91,7 @@ class Arena:
         if free < self.size.value:
             raise UserError(
                 f"the engine's cache needs {self.size.value / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
-                "lower rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
+                "lower rollout.cache_gib, rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
             )
         _call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
         _call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
@@ -108,9 +108,10 @@ class Arena:
         _call("cuMemRelease", self._handle)
         self._handle = None
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The beginning of the memory as a tensor; it keeps the arena alive."""
-        return torch.as_tensor(_Bytes(self), device=self.device)[: _bytes(shape, dtype)].view(dtype).view(shape)
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """The memory from a byte on as a tensor; it keeps the arena alive."""
+        whole = torch.as_tensor(_Bytes(self), device=self.device)
+        return whole[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
 
     def __del__(self) -> None:
         if getattr(self, "address", None) is not None and self.address.value:

@@ -21,9 +21,10 @@ from burnish.core.noise import uniforms
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.decoder import Decoder
 from burnish.models.ops.attention import PackedAttention
+from burnish.models.ops.exact import tempered_logp
 from burnish.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from burnish.rollout.native.rows import Rows
-from burnish.rollout.native.sampler import sample
+from burnish.rollout.native.sampler import add_bias, sample
 from burnish.rollout.native.shared import EngineStats, check_requests, take_weights
 
 PREFILL_TOKENS = 8192  # prompts packed into one forward, at most (a longer prompt goes alone)
@@ -101,7 +102,8 @@ class NativeEngine:
             self.queue.remove(request)
             self._ids.discard(request.id)
             self._forget(request)
-            kept.append(Completion(request.id, _no_tokens(), _no_logp(), "aborted", self.version))
+            raw = _no_logp() if request.sampling.raw_logprobs else None
+            kept.append(Completion(request.id, _no_tokens(), _no_logp(), "aborted", self.version, raw_logp=raw))
         return kept if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -197,15 +199,19 @@ class NativeEngine:
         """Sample one token for each of the rows; returns the completions that this ended."""
         state = self.rows
         options = [r.sampling for r in state.requests[rows]]
+        biases = [o.logit_bias for o in options]
         tokens, logp = sample(
-            logits,
+            add_bias(logits, biases) if any(biases) else logits,
             uniforms(state.key[rows], state.drawn[rows]),
             state.temperature[rows],
             state.top_k[rows] if any(o.top_k for o in options) else None,
             state.top_p[rows] if any(o.top_p < 1 for o in options) else None,
             state.min_p[rows] if any(o.min_p > 0 for o in options) else None,
         )
-        state.record(rows, tokens, logp, int(state.produced[rows].max()) + 1)
+        raw = None
+        if any(o.raw_logprobs for o in options):
+            raw = tempered_logp(logits, 1.0).gather(1, tokens[:, None])[:, 0]
+        state.record(rows, tokens, logp, raw, int(state.produced[rows].max()) + 1)
         self.stats.tokens += tokens.shape[0]
         drawn = tokens.tolist()
         if self.listener is not None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import count
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -20,20 +22,21 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.models.decoder import Decoder
+from burnish.models.ops.quantised import SCALE_BYTES
 from burnish.rollout.native.admission import admit
 from burnish.rollout.native.pages import Pages
+from burnish.rollout.native.plan import PAGE, CachePlan, cache_plan, token_bytes
 from burnish.rollout.native.runner import Runner
-from burnish.rollout.native.seats import Flight, Seat, Seats
+from burnish.rollout.native.seats import Flight, Seat, Seats, wants_of
 from burnish.rollout.native.shared import EngineStats, check_requests, take_weights
-from burnish.rollout.native.state import RING
+from burnish.rollout.native.state import RING, Wants
 
-PAGE = 16  # tokens a page
 WINDOW = 8  # steps between two looks of the host
-FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
 
 
 class PagedEngine:
-    """Samples from a decoder. `listener(request_id, token)` hears every token, a window late."""
+    """Samples from a decoder. `listener(request_id, token)` hears every token, a window late; `on_cache` hears of every cache
+    that is made. `cache_bytes` fixes the cache's size; `quantised` keeps it in 8 bits."""
 
     def __init__(
         self,
@@ -44,11 +47,17 @@ class PagedEngine:
         num_pages: int | None = None,
         window: int = WINDOW,
         exact: bool = False,
+        cache_bytes: int | None = None,
+        on_cache: Callable[[CachePlan], None] | None = None,
+        quantised: bool = False,
     ) -> None:
         if not 0 < window < RING:
             raise ValueError(f"a window of {window} steps: it must be from 1 to {RING - 1}, what a row's ring holds")
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
-        self.num_pages, self.window, self.exact = num_pages, window, exact
+        self.window, self.exact, self.on_cache = window, exact, on_cache
+        self.quantised = quantised
+        self.token_bytes = _token_bytes(model, quantised)
+        self.cache_bytes = num_pages * PAGE * self.token_bytes if num_pages is not None else cache_bytes
         self.queue: deque[Seat] = deque()  # by priority, then by arrival; those that lost their row first
         self.flights: deque[Flight] = deque()
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
@@ -66,6 +75,11 @@ class PagedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         known = self._ids.keys() | {completion.id for completion in self.ready}
         check_requests(requests, known, self.model, self.decode)
+        if self.exact and (biased := [r.id for r in requests if r.sampling.logit_bias]):
+            raise UserError(
+                f"request {biased[0]}: logit_bias in exact mode: the engine would report log-probs of the biased distribution, and "
+                "the learner's are of the model's own"
+            )
         if requests:
             self._make_room(requests)
             self.wake()
@@ -129,40 +143,56 @@ class PagedEngine:
 
     # --- room --------------------------------------------------------------------------------------------------------
 
+    def plan(self, longest: int) -> CachePlan:
+        """The cache for requests of up to so many tokens, by the memory that is free now."""
+        free, device = None, self.model.embedding.weight.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later may be had too
+            free, _ = torch.cuda.mem_get_info(device)
+            if self._runner is not None:
+                free += self._runner.held_bytes  # given back before a new cache is made
+        return cache_plan(
+            token_bytes=self.token_bytes,
+            max_rows=self.max_rows,
+            longest=longest,
+            free_bytes=free,
+            cache_bytes=self.cache_bytes,
+            page=PAGE,
+        )
+
+    def reserve(self, longest: int, rows: int = 1) -> None:
+        """Make the cache for requests of up to `longest` tokens, and kernels for `rows` rows, before the first one comes."""
+        plan = self.plan(longest)
+        plan.require_one("the KV cache")
+        self._make_cache(plan, rows, Wants())
+
     def _make_room(self, requests: Sequence[Request]) -> None:
         """A cache that the longest of the requests fits into, made anew if need be once nothing runs."""
         longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
-        width = -(-longest // PAGE)
-        if self._runner is not None and width <= self.seats.width:
+        if self._runner is not None and -(-longest // PAGE) <= self.seats.width:
             return
-        width = max(width, self.seats.width)
-        num_pages = self.num_pages or self._capacity(width)
-        if width > num_pages - 1:
+        plan = self.plan(max(longest, self.seats.width * PAGE))
+        if plan.rows < 1:
             worst = max(requests, key=lambda r: len(r.tokens) + r.sampling.max_tokens)
             raise UserError(
-                f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need {width} "
-                f"pages of {PAGE} tokens, and the cache has {num_pages - 1}; lower max_tokens or free memory"
+                f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need {plan.width} "
+                f"pages of {PAGE} tokens, and the cache has {max(0, plan.num_pages - 1)}; lower max_tokens or free memory"
             )
         if self._ids:
             with torch.inference_mode():
                 self._set_aside()
-        self._runner = None  # its memory first
-        self.pages = Pages(num_pages, PAGE)
-        self.seats = Seats(self.max_rows, width)
-        with torch.inference_mode():
-            self._runner = Runner(self.model, self.max_rows, num_pages, PAGE, width, self.exact)
+        self._make_cache(plan, min(len(requests), self.max_rows), reduce(or_, {wants_of(r) for r in requests}))
 
-    def _capacity(self, width: int) -> int:
-        """Pages for every row at its longest, or what the GPU's free memory holds of them."""
-        wanted = self.max_rows * width + 1
-        weight, arch = self.model.embedding.weight, self.model.arch
-        if weight.device.type != "cuda":
-            return wanted
-        free, _ = torch.cuda.mem_get_info(weight.device)
-        if self._runner is not None:
-            free += self._runner.held_bytes  # given back before a new cache is made
-        page_bytes = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * PAGE * weight.element_size()
-        return min(wanted, int(free * FREE_SHARE) // page_bytes)
+    def _make_cache(self, plan: CachePlan, rows: int, wants: Wants) -> None:
+        self._runner = None  # its memory first
+        self.pages = Pages(plan.num_pages, PAGE)
+        self.seats = Seats(self.max_rows, plan.width)
+        with torch.inference_mode():
+            self._runner = Runner(self.model, plan, self.stats, self.exact, self.quantised)
+            self._runner.compile(self._runner.bucket(rows), wants)
+        self.stats.plan = plan
+        if self.on_cache is not None:
+            self.on_cache(plan)
 
     @property
     def runner(self) -> Runner:
@@ -172,12 +202,11 @@ class PagedEngine:
     # --- one turn of the loop ----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Admit, start the next window, then see what the one before has brought."""
-        admit(self)
+        """Admit, start the next window, then see what was drawn before it."""
+        if admit(self):
+            self._look()  # first tokens are heard while the window runs
         started = self._launch()
-        if not started and not self.flights and self.seats.taken:
-            self._look()  # all that run had but their first token to draw
-        if self.flights and (len(self.flights) > 1 or not started):
+        while self.flights and (len(self.flights) > 1 or not started):
             self._land(self.flights.popleft())
 
     def _launch(self) -> bool:
@@ -191,7 +220,7 @@ class PagedEngine:
         self._compact()
         rows = runner.bucket(seats.height)
         seats.send_table(runner.state, rows)
-        runner.decode(rows, steps, seats.truncated)
+        runner.decode(rows, steps, seats.wants)
         self.stats.decode_steps += steps
         self.stats.row_steps += steps * seats.taken
         for seat in seats.present():
@@ -202,7 +231,7 @@ class PagedEngine:
     def _look(self) -> None:
         """Have what was drawn so far sent to the host."""
         rows = self.seats.height
-        self.flights.append(Flight(self.seats.rows[:rows], self.runner.state.snapshot(rows)))
+        self.flights.append(Flight(self.seats.rows[:rows], self.runner.state.snapshot(rows, self.seats.wants)))
 
     def _grow(self, steps: int) -> bool:
         """Pages for the tokens of the next steps. False when rows had to land or to leave for it."""
@@ -252,8 +281,8 @@ class PagedEngine:
         started = time.perf_counter()
         flight.wait()
         self.stats.waited_s += time.perf_counter() - started
-        for seat, tokens, logp, live in flight.arrivals():
-            cut = seat.record(tokens, logp, self.decode)
+        for seat, tokens, logp, raw, live in flight.arrivals():
+            cut = seat.record(tokens, logp, raw, self.decode)
             self.stats.tokens += len(tokens) - cut
             if self.listener is not None:
                 for token in tokens[: len(tokens) - cut]:
@@ -275,3 +304,9 @@ class PagedEngine:
         while at and self.queue[at - 1].request.priority < seat.request.priority and self.queue[at - 1].admitted < 0:
             at -= 1
         self.queue.insert(at, seat)
+
+
+def _token_bytes(model: Decoder, quantised: bool) -> int:
+    arch = model.arch
+    each = (1, SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
+    return token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)

@@ -37,6 +37,7 @@ class Rows:
         self.capacity = 0
         self.tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)
         self.logp = torch.zeros(size, 0, dtype=torch.float32, device=device)
+        self.raw_logp = torch.zeros(size, 0, dtype=torch.float32, device=device)  # of rows whose requests ask for it
         self.columns = [
             self.last_token, self.position, self.produced, self.limit, self.key, self.drawn,
             self.temperature, self.top_k, self.top_p, self.min_p,
@@ -61,20 +62,22 @@ class Rows:
         self.min_p[i] = options.min_p
         return i
 
-    def record(self, rows: slice, tokens: Tensor, logp: Tensor, longest: int) -> None:
+    def record(self, rows: slice, tokens: Tensor, logp: Tensor, raw_logp: Tensor | None, longest: int) -> None:
         """Append one drawn token to each of the rows; `longest` bounds how many any has afterwards."""
         if longest > self.capacity:
             self._grow(max(64, 2 * self.capacity, longest))
         index = torch.arange(rows.start, rows.stop, device=self.device) * self.capacity + self.produced[rows]
         self.tokens.view(-1).index_copy_(0, index, tokens)
         self.logp.view(-1).index_copy_(0, index, logp.float())
+        if raw_logp is not None:
+            self.raw_logp.view(-1).index_copy_(0, index, raw_logp.float())
         self.last_token[rows] = tokens
         self.position[rows] += 1
         self.produced[rows] += 1
         self.drawn[rows] += 1
 
     def _grow(self, capacity: int) -> None:
-        for name in ("tokens", "logp"):
+        for name in ("tokens", "logp", "raw_logp"):
             old = getattr(self, name)
             new = torch.zeros(old.shape[0], capacity, dtype=old.dtype, device=self.device)
             new[:, : self.capacity] = old
@@ -84,12 +87,14 @@ class Rows:
     def completion(self, row: int, finish: str) -> Completion:
         """What a row has produced."""
         count = int(self.produced[row])
+        raw = self.requests[row].sampling.raw_logprobs
         return Completion(
             id=self.requests[row].id,
             tokens=self.tokens[row, :count].cpu().numpy().copy(),
             logp=self.logp[row, :count].cpu().numpy().astype(np.float32, copy=True),
             finish=finish,  # type: ignore[arg-type]
             version=self.versions[row],
+            raw_logp=self.raw_logp[row, :count].cpu().numpy().astype(np.float32, copy=True) if raw else None,
         )
 
     def remove(self, row: int) -> int:
@@ -97,7 +102,7 @@ class Rows:
         last = len(self.requests) - 1
         if row != last:
             self.requests[row], self.versions[row] = self.requests[last], self.versions[last]
-            for column in (*self.columns, self.tokens, self.logp):
+            for column in (*self.columns, self.tokens, self.logp, self.raw_logp):
                 column[row] = column[last]
         self.requests.pop()
         self.versions.pop()

@@ -7,6 +7,7 @@ of rows and replayed; the host only says how many steps. Elsewhere the same step
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,11 +21,13 @@ from burnish.models.ops.device import use_kernels
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.ops.paged import Norms, Placement, decode_attention, rotate_store
 from burnish.models.ops.paged_prefill import PrefillAttention
+from burnish.models.ops.quantised import EIGHT_BITS, Cache, Pages, QuantisedCache
 from burnish.models.ops.transfer import send
 from burnish.rollout.native.arena import Arena
-from burnish.rollout.native.state import LAST, POSITION, RowState
-
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # then every further 1024 rows
+from burnish.rollout.native.plan import CachePlan, bucket
+from burnish.rollout.native.shared import EngineStats
+from burnish.rollout.native.state import LAST, POSITION, RowState, Wants
+from burnish.rollout.native.warm import warm
 
 
 @dataclass(frozen=True)
@@ -39,29 +42,48 @@ class Stretch:
 class Runner:
     """A model, its cache and the state of its rows on one device."""
 
-    def __init__(self, model: Decoder, rows: int, num_pages: int, page: int, width: int, exact: bool = False) -> None:
-        weight, arch = model.embedding.weight, model.arch
-        self.model, self.device, self.page, self.exact = model, weight.device, page, exact
-        shape = (arch.num_layers, 2, num_pages, arch.num_kv_heads, page, arch.head_dim)
-        self.arena: Arena | None = None
-        if weight.is_cuda:
-            self.arena = Arena(math.prod(shape) * weight.element_size(), weight.device)
-            self.cache = self.arena.tensor(shape, weight.dtype)
-        else:
-            self.cache = torch.empty(shape, dtype=weight.dtype)
+    def __init__(
+        self, model: Decoder, plan: CachePlan, stats: EngineStats, exact: bool = False, quantised: bool = False
+    ) -> None:
+        weight = model.embedding.weight
+        self.model, self.device, self.page, self.exact, self.stats = model, weight.device, plan.page, exact, stats
+        self.arena = Arena(plan.bytes, weight.device) if weight.is_cuda else None
+        self.cache = self._make_cache(plan, weight.dtype, quantised)
         self.has_kernels = use_kernels(weight)
         self._clear()
-        self.state = RowState(rows, width, weight.device)
-        self.rotations = model.rotations(width * page)
-        self.every = torch.arange(rows, device=weight.device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.state = RowState(plan.max_rows, plan.width, weight.device)
+        self.rotations = model.rotations(plan.width * plan.page)
+        self.every = torch.arange(plan.max_rows, device=weight.device)
+        self._graphs: dict[tuple[int, Wants], torch.cuda.CUDAGraph] = {}
 
     def bucket(self, rows: int) -> int:
         """The number of rows a step is made for when so many are needed."""
-        larger = next((size for size in BUCKETS if size >= rows), -(-rows // 1024) * 1024)
-        return min(larger, self.state.size)
+        return bucket(rows, self.state.size)
+
+    def compile(self, rows: int, wants: Wants) -> None:
+        """Have the kernels ready for so many rows; without this each is compiled when it is first needed."""
+        if self.has_kernels:
+            started = time.perf_counter()
+            state = self._nobody()
+            place = Placement(self.every[:rows], state.ints[POSITION, :rows], state.table)
+            warm(self.model, self.cache, self.rotations, state, place, wants, self.exact)
+            self.stats.compile_s += time.perf_counter() - started
 
     # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _make_cache(self, plan: CachePlan, dtype: torch.dtype, quantised: bool) -> Cache:
+        arch = self.model.arch
+        vectors = (arch.num_layers, 2, plan.num_pages, arch.num_kv_heads, plan.page)
+        shape = (*vectors, arch.head_dim)
+
+        def memory(shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+            if self.arena is None:
+                return torch.empty(shape, dtype=dtype)
+            return self.arena.tensor(shape, dtype, start)
+
+        if not quantised:
+            return memory(shape, dtype)
+        return QuantisedCache(memory(shape, EIGHT_BITS), memory(vectors, torch.float32, math.prod(shape)))
 
     @property
     def held_bytes(self) -> int:
@@ -83,7 +105,14 @@ class Runner:
     def _clear(self) -> None:
         # The kernels read nothing that a row does not hold; torch's twins multiply what a mask hides by 0.
         if not self.has_kernels:
-            self.cache.zero_()
+            for tensor in self._tensors():
+                tensor.zero_()
+
+    def _tensors(self) -> list[Tensor]:
+        """What the cache is made of; 8-bit floats as plain bytes, which can be copied everywhere."""
+        if isinstance(self.cache, Tensor):
+            return [self.cache]
+        return [self.cache.data.view(torch.uint8), self.cache.scale]
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -104,34 +133,35 @@ class Runner:
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         """The pages of `source` into those of `target`, in all layers."""
         there, here = (self._send(np.array(x, dtype=np.int64)) for x in (target, source))
-        self.cache[:, :, there] = self.cache[:, :, here]
+        for tensor in self._tensors():
+            tensor[:, :, there] = tensor[:, :, here]
 
-    def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], truncated: bool) -> None:
+    def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], wants: Wants) -> None:
         """The rows draw their first tokens, each from its line of the logits."""
         lines, drawing = (self._send(np.array(x, dtype=np.int64)) for x in (source, rows))
-        self.state.draw(logits, lines, drawing, truncated)
+        self.state.draw(logits, lines, drawing, wants)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def decode(self, rows: int, steps: int, truncated: bool) -> None:
+    def decode(self, rows: int, steps: int, wants: Wants) -> None:
         """So many steps of the first `rows` rows."""
         if not self.has_kernels:  # torch's twins ask the device how long the rows are: no graph can do that
             for _ in range(steps):
-                self._step(self.state, rows, truncated)
+                self._step(self.state, rows, wants)
             return
-        graph = self._graphs.get((rows, truncated)) or self._capture(rows, truncated)
+        graph = self._graphs.get((rows, wants)) or self._capture(rows, wants)
         for _ in range(steps):
             graph.replay()
 
-    def _step(self, state: RowState, rows: int, truncated: bool) -> None:
+    def _step(self, state: RowState, rows: int, wants: Wants) -> None:
         every = self.every[:rows]
         place = Placement(every, state.ints[POSITION, :rows], state.table)
 
-        def attend(qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
             return decode_attention(qkv, *self.rotations, place, norms, keys, values, self.model.arch.window)
 
         logits = self._logits(state.ints[LAST, :rows], self._exact_attend(place) if self.exact else attend)
-        state.draw(logits, every, every, truncated)
+        state.draw(logits, every, every, wants)
 
     def _logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None = None) -> Tensor:
         """Logits after the tokens, or after some of them."""
@@ -150,20 +180,26 @@ class Runner:
 
         return attend
 
-    def _capture(self, rows: int, truncated: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, wants: Wants) -> torch.cuda.CUDAGraph:
+        started = time.perf_counter()
         # The kernels compile and the libraries take their workspaces in a step of rows that are not there.
-        nobody = RowState(self.state.size, self.state.table.shape[1], self.device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(nobody, rows, truncated)
+            self._step(self._nobody(), rows, wants)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            self._step(self.state, rows, truncated)
-        self._graphs[rows, truncated] = graph
+            self._step(self.state, rows, wants)
+        self._graphs[rows, wants] = graph
+        self.stats.capture_s += time.perf_counter() - started
+        self.stats.graphs += 1
         return graph
+
+    def _nobody(self) -> RowState:
+        """Rows of which none is there."""
+        return RowState(self.state.size, self.state.table.shape[1], self.device)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return send(array, self.device)

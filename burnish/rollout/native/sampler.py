@@ -1,13 +1,18 @@
 """Drawing tokens: one uniform number a row, by inversion of the cumulative distribution.
 
-The log-prob returned is of the drawn token under the very distribution it was drawn from, after temperature, top-k,
+The log-prob returned is of the drawn token under the very distribution it was drawn from, after bias, temperature, top-k,
 top-p and min-p. Greedy rows (temperature 0) take the most likely token and report its untempered log-prob.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+Bias = Sequence[tuple[int, float]]
+"""(token, what is added to its logit) of one row."""
 
 
 def sample(
@@ -22,10 +27,10 @@ def sample(
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     greedy = temperature == 0
-    scale = torch.where(greedy, torch.ones_like(temperature), temperature).to(logits.dtype)
-    logp = (logits / scale[:, None]).log_softmax(-1)
+    scale = torch.where(greedy, torch.ones_like(temperature), temperature)
     if not (top_k is None and top_p is None and min_p is None):
-        logp = truncate(logp, top_k, top_p, min_p)
+        logits = truncate(logits, scale, top_k, top_p, min_p)
+    logp = (logits / scale.to(logits.dtype)[:, None]).log_softmax(-1)
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
     # The total may miss 1 by rounding; scaling by it keeps every draw inside the support.
     tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None]).squeeze(1)
@@ -37,20 +42,37 @@ def sample(
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
 
 
-def truncate(logp: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None = None) -> Tensor:
-    """Log-probs renormalised over each row's top-k tokens, then over the smallest set of them with mass top-p, then over
-    those at least `min_p` times as likely as the likeliest."""
-    ordered, order = logp.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logp.shape[1], device=logp.device)
+def truncate(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None = None
+) -> Tensor:
+    """Logits that are -inf outside each row's top-k tokens, then outside the smallest set of them with mass top-p, then
+    where a token is less than `min_p` times as likely as the likeliest.
+
+    Of equal logits the first count as the larger ones, so that exactly k tokens are kept. Probabilities are those at the
+    `temperature` [n]. `burnish.models.ops.kernels.truncation` keeps the same tokens without sorting.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    best, scale = ordered[:, :1], temperature[:, None]
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k is not None:
+        rank = torch.arange(logits.shape[1], device=logits.device)
         keep &= (rank < top_k[:, None]) | (top_k[:, None] == 0)
     if top_p is not None:
-        p = torch.where(keep, ordered, -torch.inf).softmax(-1)
-        before = p.cumsum(-1, dtype=torch.float64) - p
+        weight = ((ordered - best) / scale.to(logits.dtype)).exp().masked_fill(~keep, 0.0).double()
+        mass = weight.cumsum(-1)
         # The first token is always kept: nothing stands before it. A row without top-p keeps all, whatever the sum rounds to.
-        keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)
+        keep &= (mass - weight < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1)
     if min_p is not None:
-        keep &= (ordered >= ordered[:, :1] + min_p[:, None].log()) | (min_p[:, None] == 0)
+        least = best.double() + scale * min_p[:, None].log()
+        keep &= (ordered.double() >= least) | (min_p[:, None] == 0)
     kept = torch.zeros_like(keep).scatter(1, order, keep)
-    return torch.where(kept, logp, -torch.inf).log_softmax(-1)
+    return torch.where(kept, logits, -torch.inf)
+
+
+def add_bias(logits: Tensor, biases: Sequence[Bias]) -> Tensor:
+    """Logits [n, V] with each row's bias added, in float32 at least; the given ones stay as they are."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    entries = [(row, token, value) for row, pairs in enumerate(biases) for token, value in pairs]
+    rows, tokens, values = zip(*entries, strict=True)
+    where = (torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device))
+    return wide.index_put_(where, torch.tensor(values, dtype=wide.dtype, device=logits.device), accumulate=True)

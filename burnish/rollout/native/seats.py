@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
 from burnish.core.engine import Completion, Finish, Request
 from burnish.rollout.native.pages import Pages
-from burnish.rollout.native.state import RING, NewRow, RowState, Snapshot
+from burnish.rollout.native.state import RING, NewRow, RowState, Snapshot, Wants
 
 TEXT_TAIL = 8  # tokens that show no text, which a stop string may span besides one for each of its bytes
+
+
+def wants_of(request: Request) -> Wants:
+    """What the draws of a request must do."""
+    s = request.sampling
+    return Wants(s.top_k > 0 or s.top_p < 1 or s.min_p > 0, bool(s.logit_bias), s.raw_logprobs)
 
 
 @dataclass(eq=False)
@@ -22,6 +30,7 @@ class Seat:
     arrival: int
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    raw_logp: list[float] = field(default_factory=list)
     finish: Finish | None = None
     row: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -29,6 +38,10 @@ class Seat:
     context: tuple[int, ...] = ()  # what it was admitted with: the prompt, and the tokens it had
     seen: int = 0  # tokens drawn since it was admitted, as far as the host has read
     reach: int = 0  # tokens drawn since, when every window that was started has run
+    wants: Wants = field(init=False)  # what its draws must do
+
+    def __post_init__(self) -> None:
+        self.wants = wants_of(self.request)
 
     @property
     def limit(self) -> int:
@@ -39,12 +52,6 @@ class Seat:
     def left(self) -> int:
         """Tokens it may still draw, beyond the windows that were started."""
         return self.limit - self.reach
-
-    @property
-    def truncated(self) -> bool:
-        """Whether it draws from less than the whole distribution."""
-        s = self.request.sampling
-        return s.top_k > 0 or s.top_p < 1 or s.min_p > 0
 
     def lacking(self, steps: int, pages: Pages) -> int:
         """Pages it still needs for so many steps; the last token drawn is never stored."""
@@ -66,17 +73,22 @@ class Seat:
             top_p=s.top_p,
             min_p=s.min_p,
             stop_tokens=s.stop_tokens,
+            bias=s.logit_bias,
         )
 
-    def record(self, tokens: list[int], logp: list[float], decode: Callable[[list[int]], str] | None) -> int:
+    def record(
+        self, tokens: list[int], logp: list[float], raw: list[float], decode: Callable[[list[int]], str] | None
+    ) -> int:
         """Append what was drawn; returns how many of the tokens came after its end and were cut off again."""
         options = self.request.sampling
         self.seen += len(tokens)
+        self.raw_logp += raw
         for k, token in enumerate(tokens):
             self.tokens.append(token)
             self.logp.append(logp[k])
             if token in options.stop_tokens or (options.stop and self._ends_with_stop(decode)):
                 self.finish = "stop"
+                del self.raw_logp[len(self.tokens) :]
                 return len(tokens) - k - 1
         if len(self.tokens) >= options.max_tokens:
             self.finish = "length"
@@ -97,6 +109,7 @@ class Seat:
             np.array(self.logp, dtype=np.float32),
             finish,
             version,
+            raw_logp=np.array(self.raw_logp, dtype=np.float32) if self.request.sampling.raw_logprobs else None,
         )
 
 
@@ -112,16 +125,19 @@ class Flight:
         if self.after.ready is not None:
             self.after.ready.synchronize()
 
-    def arrivals(self) -> Iterator[tuple[Seat, list[int], list[float], bool]]:
-        """(seat, new tokens, their log-probs, whether the row is live) of each seat that still waits for them."""
+    def arrivals(self) -> Iterator[tuple[Seat, list[int], list[float], list[float], bool]]:
+        """(seat, new tokens, their log-probs, those of the model itself where asked for, whether the row is live) of each seat
+        that still waits for them."""
         live, produced = self.after.ints.tolist()
         tokens, logp = self.after.tokens.numpy(), self.after.logp.numpy()
+        raw = self.after.raw.numpy() if self.after.raw is not None else None
         for i, seat in enumerate(self.rows):
             # A seat that has left meanwhile, or sits elsewhere now after losing its row, has nothing to come.
-            if seat is None or seat.row is None:
+            if seat is None or seat.row is None or (live[i] and produced[i] <= seat.seen):
                 continue
             columns = np.arange(seat.seen, produced[i]) % RING
-            yield seat, tokens[i, columns].tolist(), logp[i, columns].tolist(), bool(live[i])
+            own = raw[i, columns].tolist() if raw is not None and seat.request.sampling.raw_logprobs else []
+            yield seat, tokens[i, columns].tolist(), logp[i, columns].tolist(), own, bool(live[i])
 
 
 class Seats:
@@ -144,9 +160,9 @@ class Seats:
         return max((i + 1 for i, seat in enumerate(self.rows) if seat is not None), default=0)
 
     @property
-    def truncated(self) -> bool:
-        """Whether any row draws from less than the whole distribution."""
-        return any(seat is not None and seat.truncated for seat in self.rows)
+    def wants(self) -> Wants:
+        """What draws must do for any of the rows."""
+        return reduce(or_, {seat.wants for seat in self.present()}, Wants())
 
     def free_rows(self) -> list[int]:
         """Where nobody sits, from the first row on."""
@@ -185,7 +201,8 @@ class Seats:
     def send_table(self, state: RowState, rows: int) -> None:
         """The device learns which pages are whose, if that has changed."""
         if self.changed:
-            state.set_table(self.table[:rows].copy())
+            wide = max((len(seat.pages) for seat in self.present()), default=0)
+            state.set_table(self.table[:rows, :wide].copy())
             self.changed = False
 
     def _write(self, row: int, pages: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.engine import Request
 from burnish.models.decoder import Decoder
+from burnish.rollout.native.plan import CachePlan
+
+MAX_BIASES = 256  # of one request: a row's table on the device
 
 
 @dataclass
@@ -27,6 +31,13 @@ class EngineStats:
     """Rows that gave their pages back and waited again."""
     waited_s: float = 0.0
     """Seconds the host waited for the device; 0 where the device waits for the host, or is the host."""
+    compile_s: float = 0.0
+    """Seconds until the kernels were compiled, or found compiled; 0 where there are none."""
+    capture_s: float = 0.0
+    """Seconds that graphs of decode steps took."""
+    graphs: int = 0
+    plan: CachePlan | None = None
+    """The paged cache as it was made last."""
 
 
 def check_requests(
@@ -60,8 +71,26 @@ def _check(request: Request, model: Decoder, decode: Callable[[list[int]], str] 
             f"request {request.id}: {len(request.tokens)} prompt tokens + {request.sampling.max_tokens} new ones = {longest}, "
             f"but the model is made for {model.arch.max_positions} positions; lower max_tokens"
         )
+    check_bias(request, vocab)
     if request.sampling.stop and decode is None:
         raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
+
+
+def check_bias(request: Request, vocab: int) -> None:
+    """Raise for a logit bias that means nothing."""
+    pairs = request.sampling.logit_bias
+    if len(pairs) > MAX_BIASES:
+        raise UserError(
+            f"request {request.id}: logit_bias names {len(pairs)} tokens, and a row holds {MAX_BIASES} at most"
+        )
+    if strange := [token for token, _ in pairs if not 0 <= token < vocab]:
+        raise UserError(
+            f"request {request.id}: logit_bias names token {strange[0]}, which is not one of the model's, 0 to {vocab - 1}"
+        )
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise UserError(f"request {request.id}: logit_bias names a token twice")
+    if any(not math.isfinite(value) for _, value in pairs):
+        raise UserError(f"request {request.id}: logit_bias must be finite numbers; -100 is as good as never")
 
 
 def take_weights(model: Decoder, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

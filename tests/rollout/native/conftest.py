@@ -30,9 +30,12 @@ SAMPLINGS = [
     SamplingOptions(max_tokens=70, temperature=1.3, top_k=6, top_p=0.9),
     SamplingOptions(max_tokens=20, min_p=0.2),
     SamplingOptions(max_tokens=6, temperature=0.0, top_k=3, top_p=0.9, min_p=0.1),
+    SamplingOptions(max_tokens=14, logit_bias=((5, 3.0), (0, -100.0)), raw_logprobs=True),
+    SamplingOptions(max_tokens=11, temperature=0.7, top_k=3, top_p=0.9, logit_bias=((2, 1.5),), raw_logprobs=True),
+    SamplingOptions(max_tokens=8, temperature=0.0, logit_bias=((7, 100.0), (4, 99.9))),
 ]
 PROMPTS = [
-    (3,), (4, 5, 6), (3, 3, 9, 2, 7, 7, 8, 1, 0, 4), (4, 5, 6), (11, 2), (6,) * 40, (9, 8, 7), (6,) * 35, (4, 5, 6),
+    (3,), (4, 5, 6), (3, 3, 9, 2, 7, 7, 8, 1, 0, 4), (4, 5, 6), (11, 2), (6,) * 40, (9, 8, 7), (6,) * 35, (4, 5, 6), (4, 5, 6), (2,), (4, 5, 6),
 ]  # fmt: skip
 
 
@@ -124,6 +127,11 @@ def agree(tools: Any, model: Decoder, got: Mapping[str, Completion], wanted: Ite
         assert tokens == drawn, request.id
         logp = [float(line[token].log()) for line, token in zip(p, tokens, strict=True)]
         np.testing.assert_allclose(completion.logp, np.float32(logp), rtol=2e-7, atol=1e-12)
+        raw = [float(line[token]) for line, token in zip(logits.log_softmax(-1), tokens, strict=True)]
+        if options.raw_logprobs:
+            np.testing.assert_allclose(completion.raw_logp, np.float32(raw), rtol=2e-7, atol=1e-12)
+        else:
+            assert completion.raw_logp is None
         assert not set(tokens[:-1]) & set(options.stop_tokens)
         assert completion.finish == ("stop" if tokens[-1] in options.stop_tokens else "length")
         assert completion.finish == "stop" or len(tokens) == options.max_tokens
@@ -134,6 +142,9 @@ def same(one: Completion, other: Completion) -> None:
     assert one.tokens.tolist() == other.tokens.tolist(), one.id
     assert one.finish == other.finish, one.id
     np.testing.assert_allclose(one.logp, other.logp, rtol=2e-7, atol=1e-12)
+    assert (one.raw_logp is None) == (other.raw_logp is None)
+    if one.raw_logp is not None:
+        np.testing.assert_allclose(one.raw_logp, other.raw_logp, rtol=2e-7, atol=1e-12)
 
 
 def no_page_is_held(engine: PagedEngine) -> None:
@@ -154,7 +165,8 @@ def pool() -> list[Request]:
     prompts = [base[:3], base[:4], base[:5], base[:8], base[:11], (*base[:8], 1, 2), (5, *base[:6])]
     options = [
         SamplingOptions(max_tokens=1), SamplingOptions(max_tokens=5), SamplingOptions(max_tokens=17),
-        SamplingOptions(max_tokens=20, stop_tokens=(2, 3)), SamplingOptions(max_tokens=14, top_k=4, min_p=0.1),
+        SamplingOptions(max_tokens=20, stop_tokens=(2, 3)),
+        SamplingOptions(max_tokens=14, top_k=4, min_p=0.1, logit_bias=((3, 1.0), (9, -2.0)), raw_logprobs=True),
     ]  # fmt: skip
     return [
         Request(f"{p}.{o}.{k}", prompt, option, fold("pool", p, o, k), priority=(p + k) % 3)

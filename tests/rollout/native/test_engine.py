@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.models.decoder import Decoder
-from burnish.models.weights import save_decoder
+from burnish.models.saving import save_decoder
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.native.paged import PagedEngine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.keys import fold
 from burnish.models.decoder import Decoder
 from burnish.models.exact import exact_logprobs
-from burnish.models.ops.exact import exact_attention, exact_linear
+from burnish.models.ops.exact import exact_attention, exact_linear, exact_swiglu
 from burnish.models.ops.paged import Placement
+from burnish.models.ops.swiglu import swiglu
 from burnish.rollout.native.paged import PagedEngine
 
 SHAPES: list[dict[str, Any]] = [
@@ -122,6 +124,26 @@ def test_a_row_of_a_linear_layer_does_not_see_its_neighbours(dtype: torch.dtype)
         whole = exact_linear(layer, x)
         for some in ([5], [199, 0, 64], list(range(37))):
             assert torch.equal(exact_linear(layer, x[some]), whole[some])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_activation_is_the_same_wherever_threads_divide_the_rows(two_threads: None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for size in (48, 100):
+        x = torch.randn(1501, 2 * size).to(dtype)
+        whole = exact_swiglu(x)
+        for rows in (1, 37, 700):
+            assert torch.equal(torch.cat([exact_swiglu(part.clone()) for part in x.split(rows)]), whole)
+        with torch.no_grad():
+            torch.testing.assert_close(whole, swiglu(x), rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
 def test_attention_of_a_token_does_not_see_other_rows_or_what_follows() -> None:

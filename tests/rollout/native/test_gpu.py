@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.noise import signed, uniforms
 from burnish.models.decoder import Decoder
-from burnish.models.weights import save_decoder
+from burnish.models.saving import save_decoder
 from burnish.rollout.native.paged import PagedEngine
 from burnish.rollout.native.state import STOPS
 
@@ -70,6 +72,11 @@ def near(tools: Any, model: Decoder, got: Mapping[str, Completion], wanted: Sequ
                 end = float(p.cumsum(0)[token])
                 assert end - float(p[token]) - gap <= float(noise[k]) <= end + gap, request.id
             assert abs(float(p[token].log()) - completion.logp[k]) <= 100 * gap, request.id
+            if options.raw_logprobs:
+                assert completion.raw_logp is not None
+                raw = logits[len(request.tokens) - 1 + k].log_softmax(-1)
+                assert abs(float(raw[token]) - completion.raw_logp[k]) <= 100 * gap, request.id
+        assert (completion.raw_logp is not None) == options.raw_logprobs
         assert completion.finish == ("stop" if tokens[-1] in options.stop_tokens else "length")
         assert completion.finish == "stop" or len(tokens) == options.max_tokens
 
@@ -117,7 +124,18 @@ def test_float64_runs_without_kernels_and_is_exact(tools: Any, native: Any) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 7, "top_p": 0.9, "min_p": 0.02}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 7, "top_p": 0.9, "min_p": 0.02},
+        {"top_p": 0.6},
+        {"logit_bias": ((3, 1.5), (5, -2.0), (12, 0.5))},
+        {"temperature": 1.4, "top_k": 6, "logit_bias": ((0, 2.0),)},
+    ],
+    ids=str,
+)
 def test_sampled_frequencies_follow_the_model(tools: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Of pairs of tokens: the first is drawn behind the prefill, the second in a graph."""
     model, n, prompt = decoder(tools).to(DEVICE, dtype), 8192, [3, 4, 5]
@@ -156,6 +174,71 @@ def test_logprobs_are_the_learners(tools: Any, native: Any, family: str, dtype: 
     assert gap.size == 20 * 60
     assert gap.mean() <= {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     assert gap.max() <= {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_8_bit_cache_is_read_as_it_is_written_and_its_gap_shows(tools: Any, native: Any, dtype: torch.dtype) -> None:
+    model = decoder(tools).to(DEVICE, dtype)
+    wanted = tools.requests([TEXT[:3], TEXT[:70], TEXT[:65], TEXT[100:300]], 4, max_tokens=60)
+    gaps, sizes = [], []
+    for quantised in (False, True):
+        engine = PagedEngine(model, max_rows=12, quantised=quantised)
+        got = tools.run(engine, wanted)
+        gaps.append(np.concatenate([np.abs(got[r.id].logp - native.learner_logp(model, r, got[r.id])) for r in wanted]))
+        sizes.append(engine.runner.held_bytes)
+        engine.sleep()
+        again = tools.run(engine, wanted)
+        assert {k: c.tokens.tolist() for k, c in again.items()} == {k: c.tokens.tolist() for k, c in got.items()}
+    assert 1e-3 < gaps[1].mean() < 0.15
+    assert gaps[1].mean() > 2 * gaps[0].mean()
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_a_bias_or_a_truncation_gets_a_graph_of_its_own_and_leaves_the_others_alone(tools: Any, native: Any) -> None:
+    model = decoder(tools).to(DEVICE)
+    plain = tools.requests([TEXT[:20]], 3, max_tokens=40)
+    engine = PagedEngine(model, max_rows=8)
+    alone = tools.run(engine, plain)
+    graphs = engine.stats.graphs
+    assert graphs == len(engine.runner._graphs) >= 1
+    options = SamplingOptions(max_tokens=25, top_p=0.8, logit_bias=((3, 4.0),), raw_logprobs=True)
+    beside = [replace(r, id=f"beside {r.id}", sampling=options) for r in plain]
+    crowd = tools.run(engine, [*plain, *beside])
+    near(tools, model, crowd, [*plain, *beside], 1e-4)
+    assert engine.stats.graphs > graphs
+    for request in plain:
+        assert crowd[request.id].tokens.tolist() == alone[request.id].tokens.tolist()
+
+
+def test_a_fixed_cache_and_a_reserved_one(tools: Any) -> None:
+    model = decoder(tools).to(DEVICE)
+    engine = PagedEngine(model, max_rows=4, cache_bytes=64 << 20)
+    engine.reserve(1000, rows=4)
+    assert engine.stats.plan is not None
+    assert 62 << 20 < engine.stats.plan.bytes <= 64 << 20
+    assert engine.stats.compile_s > 0
+    address = engine.runner.arena.address.value  # type: ignore[union-attr]
+    wanted = tools.requests([TEXT[:500]], 2, max_tokens=300)
+    near(tools, model, tools.run(engine, wanted), wanted, 1e-4)
+    assert engine.runner.arena.address.value == address  # type: ignore[union-attr]
+
+
+def test_the_engine_starts_without_torchs_compiler() -> None:
+    """Which takes seconds to import."""
+    code = """
+import sys, torch
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.core.engine import Request, SamplingOptions
+from burnish.rollout.native.paged import PagedEngine
+model = Decoder(Architecture("llama", 97, 64, 2, 2, 1, 32, 96, 256))
+initialise(model, 0)
+engine = PagedEngine(model.to("cuda", torch.bfloat16), 4)
+engine.submit([Request("a", (1, 2, 3), SamplingOptions(max_tokens=12, top_p=0.9), 5)])
+assert len(list(engine.stream())) == 1
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- scheduling ------------------------------------------------------------------------------------------------------------

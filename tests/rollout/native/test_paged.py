@@ -235,6 +235,8 @@ def test_an_aborted_request_keeps_also_what_the_host_had_not_read(tools: Any, na
     (wanted,) = tools.requests([TEXT[:5]], max_tokens=40)
     engine.submit([wanted])
     assert list(engine.stream()) == []
+    assert (engine.stats.tokens, engine.stats.decode_steps) == (1, 3), "the first token is heard while the window runs"
+    assert list(engine.stream()) == []
     assert engine.stats.tokens == 4, "of two windows one was read"
     engine.listener = None
     (part,) = engine.abort([wanted.id], keep=True)

@@ -1,0 +1,111 @@
+"""How much memory the paged KV cache takes and what fits into it: arithmetic on plain numbers, before anything is made.
+
+A token takes its keys and values in every layer, a page a fixed number of tokens, a row of the batch the pages of the
+longest request. Asked for nothing else, the cache takes what every row at its longest needs, at most a share of what is
+free, since the learner needs the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burnish.config.errors import UserError
+
+PAGE = 16  # tokens a page
+FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # then every further 1024 rows
+GIB = 2**30
+
+
+def bucket(rows: int, most: int) -> int:
+    """The number of rows a decode step is made for when so many are needed, and `most` can be there."""
+    larger = next((size for size in BUCKETS if size >= rows), -(-rows // 1024) * 1024)
+    return min(larger, most)
+
+
+def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, scale_bytes: int = 0) -> int:
+    """Bytes of one token's keys and values; `scale_bytes` stand beside each head's vector where it is quantised."""
+    return 2 * num_layers * num_kv_heads * (head_dim * element_bytes + scale_bytes)
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What a cache is made of."""
+
+    token_bytes: int
+    page: int
+    """Tokens a page."""
+    num_pages: int
+    """With the one that nobody holds."""
+    max_rows: int
+    longest: int
+    """Tokens of the longest request, prompt and new ones."""
+    free_bytes: int | None
+    """What was free when this was planned; None where nobody knows."""
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.longest // self.page)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that rows can hold."""
+        return (self.num_pages - 1) * self.page
+
+    @property
+    def rows(self) -> int:
+        """Rows that fit when all are at their longest; more run as long as they are shorter."""
+        return min(self.max_rows, max(0, self.num_pages - 1) // self.width)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cache."""
+        return self.num_pages * self.page * self.token_bytes
+
+    @property
+    def graphs(self) -> int:
+        """Numbers of rows that a decode step may be captured for, each when it is first needed."""
+        return len({bucket(rows, self.max_rows) for rows in range(1, self.max_rows + 1)})
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        free = "" if self.free_bytes is None else f" of {self.free_bytes / GIB:.1f} GiB free"
+        return (
+            f"KV cache: {self.bytes / GIB:.2f} GiB{free}, {self.num_pages - 1:,} pages of {self.page} tokens ({self.token_bytes:,} bytes "
+            f"a token) = {self.tokens:,} tokens: {self.rows:,} of {self.max_rows:,} rows at the longest request ({self.longest:,} tokens); "
+            f"up to {self.graphs} graphs"
+        )
+
+    def require_one(self, where: str) -> None:
+        """Raise unless the longest request fits; `where` says who set the size."""
+        if self.rows < 1:
+            raise UserError(
+                f"{where}: {self.bytes / GIB:.3g} GiB hold {max(0, self.num_pages - 1)} pages of {self.page} tokens at {self.token_bytes:,} "
+                f"bytes a token, and the longest request needs {self.width} ({self.longest:,} tokens, "
+                f"{(self.width + 1) * self.page * self.token_bytes / GIB:.3g} GiB); give more, or lower max_tokens"
+            )
+
+
+def cache_plan(
+    *,
+    token_bytes: int,
+    max_rows: int,
+    longest: int,
+    free_bytes: int | None = None,
+    cache_bytes: int | None = None,
+    page: int = PAGE,
+) -> CachePlan:
+    """The cache for `max_rows` rows of up to `longest` tokens.
+
+    With `cache_bytes` exactly what these hold: fewer pages than all rows need set rows aside when they grow, more keep the
+    beginnings of more prompts. Without, what all rows need, at most `FREE_SHARE` of `free_bytes`.
+    """
+    page_bytes = page * token_bytes
+    num_pages = max_rows * -(-longest // page) + 1
+    if cache_bytes is not None:
+        num_pages = cache_bytes // page_bytes
+    elif free_bytes is not None:
+        num_pages = min(num_pages, int(free_bytes * FREE_SHARE) // page_bytes)
+    return CachePlan(token_bytes, page, num_pages, max_rows, longest, free_bytes)

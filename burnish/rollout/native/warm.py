@@ -1,0 +1,103 @@
+"""Compiling the kernels of an engine side by side, before the first of them is needed.
+
+A kernel takes a second or more to compile the first time on a machine, most of it in other programs (the assembler, the C
+compiler of the launcher). One after the other, as they are first called, that adds up; in threads they take about as long
+as the slowest. Found on disk, as every later time, they are only read. The libraries of matmuls and of prefill attention
+are loaded meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from burnish.models.decoder import Decoder, Layer
+from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
+from burnish.models.ops.paged import Placement, add_norm, attend_pages, rotate_store
+from burnish.models.ops.partial_sums import partial_linear
+from burnish.models.ops.quantised import Cache
+from burnish.models.ops.swiglu import swiglu
+from burnish.models.ops.varlen import has_varlen, varlen_attention
+from burnish.rollout.native.state import RowState, Wants
+
+
+def warm(
+    model: Decoder,
+    cache: Cache,
+    rotations: tuple[Tensor, Tensor],
+    state: RowState,
+    place: Placement,
+    wants: Wants,
+    exact: bool,
+) -> None:
+    """Call every operation of a decode step on the rows of `place`, which are not there (`state` has nobody), at once."""
+    from triton.runtime import driver
+
+    arch, layer = model.arch, cast(Layer, model.layers[0])
+    keys, values = cache[0]
+    weight, rows = model.embedding.weight, place.position.shape[0]
+    norms = (layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps) if arch.qk_norm else None
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    def norm() -> None:
+        project = exact_linear if exact else partial_linear
+        into_residual = (project(module, zeros(rows, module.in_features)) for module in (layer.out, layer.down))
+        for delta in (None, *into_residual):
+            add_norm(zeros(rows, arch.hidden_size), delta, layer.attention_norm.weight, arch.norm_eps)
+
+    def rotate() -> None:
+        qkv = zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
+        rotate_store(qkv, *rotations, place, norms, keys, values)
+
+    def attend() -> None:
+        q = zeros(rows, arch.num_heads, arch.head_dim)
+        if exact:
+            assert isinstance(cache, Tensor), "exactness is not for 8 bits"
+            exact_attention(q, cache[0, 0], cache[0, 1], place, arch.window)
+        else:
+            attend_pages(q, keys, values, place, arch.window)
+
+    def draw() -> None:
+        state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, wants)
+
+    def matmuls() -> None:
+        for module in (layer.qkv, layer.gate_up):
+            (exact_linear if exact else nn.Linear.__call__)(module, zeros(rows, arch.hidden_size))
+        if exact:
+            exact_logits(zeros(rows, arch.hidden_size), model.head_weight)
+        else:
+            model.logits(zeros(rows, arch.hidden_size))
+
+    def prefill() -> None:
+        q, k = zeros(1, arch.num_heads, arch.head_dim), zeros(1, arch.num_kv_heads, arch.head_dim)
+        if has_varlen(q):
+            bounds = torch.arange(2, dtype=torch.int32, device=weight.device)
+            varlen_attention(q, k, k, (bounds, bounds), (1, 1), arch.window)
+
+    def gate() -> None:
+        swiglu(zeros(rows, 2 * arch.mlp_size))
+
+    def exact_matmuls() -> None:  # one kernel for all, which no two threads should compile
+        matmuls()
+        norm()
+
+    work = [draw, attend, rotate, gate, *([exact_matmuls] if exact else [matmuls, norm, prefill])]
+    driver.active.get_current_device()  # Triton's own library first: all kernels need it
+    _all_at_once(work, weight.device)
+
+
+def _all_at_once(work: list[Callable[[], None]], device: torch.device) -> None:
+    def run(one: Callable[[], None]) -> None:
+        with torch.cuda.device(device), torch.inference_mode():  # both are a thread's own
+            one()
+
+    with ThreadPoolExecutor(min(len(work), os.cpu_count() or 1)) as threads:
+        for result in [threads.submit(run, one) for one in work]:
+            result.result()
