@@ -1,0 +1,1 @@
+"""SGLang servers as an engine: an HTTP client of their native endpoints; nothing of SGLang is installed here."""
