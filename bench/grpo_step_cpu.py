@@ -25,8 +25,8 @@ from common import save, table
 from burnish.config.schema import TrainConfig
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.saving import save_decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import save_decoder
 from burnish.run import metrics
 from burnish.trainers import rl
 from burnish.trainers.build import assemble

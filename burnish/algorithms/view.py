@@ -20,7 +20,7 @@ from burnish.core.segments import contiguous_spread, contiguous_sum, ids_from_of
 
 @dataclass(frozen=True)
 class View:
-    """M tokens of S sequences, in order. `logp`, `entropy` and `value` carry the gradient."""
+    """M tokens of S sequences, in order. `logp`, `entropy`, `value` and `kl` carry the gradient."""
 
     offsets: Tensor  # [S+1] where each sequence's tokens start among the M
     token: Mapping[str, Tensor]  # [M] columns
@@ -28,6 +28,7 @@ class View:
     logp: Tensor | None = None  # [M] of the policy being trained
     entropy: Tensor | None = None  # [M]
     value: Tensor | None = None  # [M] of a critic
+    kl: Tensor | None = None  # [M] to the reference, over the whole vocabulary
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +69,11 @@ class View:
 
 
 def view_of(
-    batch: Batch, logp: Tensor | None = None, entropy: Tensor | None = None, value: Tensor | None = None
+    batch: Batch,
+    logp: Tensor | None = None,
+    entropy: Tensor | None = None,
+    value: Tensor | None = None,
+    kl: Tensor | None = None,
 ) -> View:
     """The tokens in the loss of a batch; float columns come in the type of what carries the gradient."""
     mask = batch.loss_mask
@@ -76,7 +81,8 @@ def view_of(
     dtype = carrier.dtype if carrier is not None else torch.float64
     where = None if bool(mask.all()) else mask.nonzero().squeeze(1)
     offsets = batch.offsets if where is None else torch.searchsorted(where, batch.offsets)
-    return View(offsets, _Tokens(batch, dtype, where, offsets), _Columns(batch.sequence, dtype), logp, entropy, value)
+    columns = _Tokens(batch, dtype, where, offsets), _Columns(batch.sequence, dtype)
+    return View(offsets, *columns, logp, entropy, value, kl)
 
 
 class _Columns(Mapping[str, Tensor]):

@@ -11,7 +11,7 @@ from burnish.config.errors import UserError
 from burnish.config.guide import BASE, OFF, SLOTS, about, brief, differences, from_base, published
 from burnish.config.load import dump, from_preset
 from burnish.config.presets import PRESETS
-from burnish.config.slots import Kl, KlTerm, Record
+from burnish.config.slots import Kl, KlLoss, Record
 
 WIDTH = 120
 
@@ -75,7 +75,7 @@ def _slot(slot: str, choice: Record) -> list[str]:
     lines = [f"{slot}: {brief(choice)}", *(f"    {line}" for line in about(type(choice)))]
     if isinstance(choice, Kl):
         if choice.loss.coef > 0 or choice.reward.coef > 0:
-            lines.append(f"    {KlTerm.model_fields['estimator'].description}")
+            lines.append(f"    {KlLoss.model_fields['estimator'].description}")
         lines += [f"    reference: {line}" for line in about(type(choice.reference))]
     return lines
 

@@ -41,7 +41,7 @@ USES = {
 }
 """What each extra is for."""
 
-RESERVED = ("ray", "vllm")
+RESERVED = ("ray",)
 """Extras whose feature does not exist yet: installing them changes nothing today."""
 
 # In a process of its own, since a namespace once left cannot be entered again.

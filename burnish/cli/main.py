@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("burnish.cli.train", "train a policy with reinforcement learning"),
     "sft": ("burnish.cli.sft", "train on demonstrations"),
     "sample": ("burnish.cli.sample", "stream text from a model"),
+    "export": ("burnish.cli.export", "write the model of a run as a plain Hugging Face directory"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
     "serve": ("burnish.cli.serve", "answer OpenAI's API with a model"),
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),

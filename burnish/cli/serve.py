@@ -15,6 +15,7 @@ from burnish.config.errors import UserError
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
     from burnish.models.policy import PolicyModel
+    from burnish.rollout.native.paged import PagedEngine
     from burnish.serve.loop import EngineLoop, Listener
     from burnish.serve.prompts import Served
 
@@ -36,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-queue", type=int, default=1024, help="most completions that wait; past it clients get 429 (default 1024)"
     )
+    add(
+        "--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of what is free on the GPU)"
+    )
+    add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 keeps keys and values in 8 bits")
     add("--max-tokens", type=int, help="most new tokens of one completion (default: what the model's positions leave)")
     add("--max-body", type=float, default=8, metavar="MIB", help="largest request in MiB; past it 413 (default 8)")
     add(
@@ -93,8 +98,10 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
     if args.port > 65535:
         raise UserError(f"--port {args.port}: expected 65535 or less")
-    if not args.max_body > 0:
-        raise UserError(f"--max-body {args.max_body}: expected more than 0")
+    for name in ("max_body", "cache_gib"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected more than 0")
 
 
 def served(args: argparse.Namespace, policy: PolicyModel) -> Served:
@@ -114,13 +121,27 @@ def served(args: argparse.Namespace, policy: PolicyModel) -> Served:
 def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> EngineLoop:
     """The engine in its thread; each of its rows and each place in the queue holds one completion."""
     from burnish.config.schema import Rollout
-    from burnish.controller.roles import build_engine
+    from burnish.controller.roles import build_engine, paged_engine
     from burnish.serve.loop import EngineLoop
 
+    rollout = Rollout(max_rows=args.max_rows, cache_gib=args.cache_gib, cache_dtype=args.cache_dtype)
+
     def make_engine(listener: Listener) -> Engine:
-        return build_engine(policy, Rollout(max_rows=args.max_rows), listener)
+        engine = build_engine(policy, rollout, listener)
+        paged = paged_engine(engine)
+        if paged is not None:
+            paged.on_cache = lambda plan: say(plan.text)
+            reserve(paged)
+        return engine
 
     return EngineLoop(make_engine, args.max_rows + args.max_queue)
+
+
+def reserve(engine: PagedEngine) -> None:
+    """The cache at once, for requests as long as the model's positions, or as the cache: made for shorter ones it would have to
+    be made anew, with all that runs set aside, whenever a longer one comes."""
+    positions = engine.model.arch.max_positions
+    engine.reserve(max(1, min(positions, engine.plan(positions).tokens)))
 
 
 def say(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from burnish.cli.train import load_recipe
+from burnish.cli.train import add_profile, load_recipe, print_memory
 from burnish.config.load import dump
 from burnish.config.schema import SftConfig
 
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as sft.updates=500")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
+    add_profile(parser, "update")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(SftConfig)
 
@@ -30,10 +31,15 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
+        print_memory(loaded)
         return 0
     from burnish.trainers.sft_session import execute
+    from burnish.training.parallel.join import leave
 
-    outcome = execute(loaded.config, loaded.resolved, loaded.base, name)
+    outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
+    leave()
+    if outcome is None:  # another process speaks for all
+        return 0
     if not outcome.is_complete:
         print(f"stopped; the same command goes on from here: {outcome.directory}")
         return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.config.load import Kind, Loaded, dump, load, load_small
-from burnish.config.schema import TrainConfig
+from burnish.config.schema import SftConfig, TrainConfig
 
 if TYPE_CHECKING:
     from burnish.run.run import Run
@@ -26,8 +26,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
     )
+    add_profile(parser, "step")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(TrainConfig)
+
+
+def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
+    """The option `--profile [STEP]`."""
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const=0,
+        type=_step_number,
+        metavar="STEP",
+        help=f"record one {what} (the second from here if no number is given): trace.json.gz and profile.txt in the run",
+    )
+
+
+def _step_number(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no step: give a number from 1 on, or put --profile last to record the second step"
+        )
+    return int(word)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,15 +62,22 @@ def run(args: argparse.Namespace) -> int:
 
         check_controls(loaded.config)
     if args.dry_run:
+        from burnish.controller.placement import check_placement
+
         print(dump(loaded.config))
         print(plan_text(loaded.config))
+        check_placement(loaded.config.placement)
+        if loaded.config.placement.name == "local":
+            print_memory(loaded)
         for remark in remarks(loaded.config):
             print(f"note: {remark}")
         return 0
     from burnish.trainers.session import checked_run, execute
+    from burnish.training.parallel.join import refuse_several
 
+    refuse_several("train")
     with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
-        if not execute(parts, run):
+        if not execute(parts, run, args.profile):
             run.display.stop()
             print(f"stopped; the same command goes on from here: {run.directory.path}")
             return 0
@@ -60,6 +88,16 @@ def run(args: argparse.Namespace) -> int:
             run_controls(loaded.config, loaded.base, run)
         finish(run)
     return 0
+
+
+def print_memory(loaded: Loaded[TrainConfig] | Loaded[SftConfig]) -> None:
+    """The memory plan; the error for one that cannot fit the device that is here."""
+    from burnish.controller.memory import planned
+
+    memory = planned(loaded.config, loaded.base)
+    print(memory.text)
+    for warning in memory.check():
+        print(f"note: {warning}")
 
 
 def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind], str]:

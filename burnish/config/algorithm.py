@@ -32,6 +32,7 @@ from burnish.config.slots.correction import BypassCorrection, NoCorrection
 from burnish.config.slots.curriculum import NoCurriculum
 from burnish.config.slots.filters import FILTERS
 from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio, mismatch
+from burnish.config.slots.terms import IterateReference
 
 
 class Algorithm(Record):
@@ -131,6 +132,12 @@ def _reference(a: Algorithm) -> None:
     if a.kl.reward.estimator.endswith("+"):
         raise ValueError(
             "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
+        )
+    current = isinstance(a.kl.reference, IterateReference) and a.kl.reference.every == 1
+    if a.kl.loss.estimator == "full" and a.kl.loss.coef > 0 and current:
+        raise ValueError(
+            "kl.loss.estimator=full asks the reference during an update, and one that is the policy itself (iterate, every 1) has moved "
+            "by then: set estimator=k2, or kl.reference.every above 1"
         )
     advantage = a.advantage
     if a.kl.reward.coef > 0 and isinstance(advantage, AdvantageRecord) and not advantage.reads_reward:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.algorithm import Algorithm
+from burnish.config.placement import RayPlacement, processes
 from burnish.config.schema import SftConfig, Source, TrainConfig, Validation
 from burnish.config.shape import REQUIRED, Key, Shape, label, walk
 from burnish.config.slots import Record, Slot
@@ -79,8 +80,11 @@ def markdown(kind: type[Record]) -> str:
 
 
 def count_keys(kind: type[Record]) -> int:
-    """How many keys take a value, at every position they appear in, outside the slots (the section `algorithm`)."""
-    return sum(key.is_leaf and not key.choice and not key.path.startswith("algorithm.") for key in walk(kind))
+    """How many keys there are to know outside the slots (the section `algorithm`): those that take a value, where a section
+    that stands in several places, as a data source does, counts once.
+    """
+    keys = [k for k in walk(kind) if k.is_leaf and not k.choice and not k.path.startswith("algorithm.")]
+    return len({(key.record, key.path.rpartition(".")[2]) for key in keys})
 
 
 def page() -> str:
@@ -118,6 +122,8 @@ def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
         ),
         ("validation", _validation_plan(config.validation, config.data.validation, training.steps)),
     ]
+    if isinstance(config.placement, RayPlacement):
+        rows.append(("processes", processes(config.placement)))
     return rows
 
 

@@ -15,7 +15,7 @@ from burnish.config.critic import Critic
 from burnish.config.load import from_preset
 from burnish.config.presets import PRESETS, Preset
 from burnish.config.shape import REQUIRED, default_of, label, walk
-from burnish.config.slots import TABLE, Aggregation, Auxiliary, Entropy, Kl, KlTerm, Record, Refill, Slot
+from burnish.config.slots import TABLE, Aggregation, Auxiliary, Entropy, Kl, KlLoss, KlReward, Record, Refill, Slot
 from burnish.config.slots.curriculum import LengthBudget
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -79,7 +79,7 @@ def _brief_kl(kl: Kl) -> str:
     return OFF if reference == OFF else " ".join([*([", ".join(uses)] if uses else []), f"to {reference}"])
 
 
-def _use(where: str, term: KlTerm) -> str:
+def _use(where: str, term: KlLoss | KlReward) -> str:
     return f"{term.coef:g} {term.estimator} in {where}"
 
 

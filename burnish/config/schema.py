@@ -10,11 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.algorithm import Algorithm
+from burnish.config.engines import Sglang, check_engine_fits
 from burnish.config.fits import check_algorithm_fits
-from burnish.config.optimizer import Optimizer
+from burnish.config.lora import Lora
+from burnish.config.optimizer import Optimizer, check_optimizer_fits
+from burnish.config.parallel import Parallel, check_parallel_fits
+from burnish.config.placement import LocalPlacement, PlacementSlot, check_placement_fits
 from burnish.config.slots import Record
 from burnish.config.slots.curriculum import LengthBudget
 from burnish.config.slots.mismatch import MismatchSlot
+from burnish.config.vllm import Vllm, check_vllm_fits
 
 
 def _named(value: Any) -> Any:
@@ -23,6 +28,9 @@ def _named(value: Any) -> Any:
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
+
+
+Activations = Literal["keep", "selective", "recompute", "offload"]
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
@@ -62,16 +70,27 @@ class Model(Record):
     """`auto` takes a GPU when there is one; or cpu, cuda, cuda:1."""
     backend: Literal["auto", "native", "transformers"] = "auto"
     """Who does the forward: our decoder, or transformers for any other architecture (slower). auto picks native where the family is known."""
+    lora: Lora | None = None
+    """New low-rank adapters on the model, which alone are trained and saved; the critic has its own on the same frozen weights."""
+    adapter: str | None = None
+    """A PEFT adapter directory to start from instead, with its own rank and targets; without model.path, on the base it names."""
 
     @model_validator(mode="after")
     def _one(self) -> Model:
         if self.path is not None and self.new is not None:
             raise ValueError("give either model.path (a directory) or model.new (from nothing), not both")
+        if self.lora is not None and self.adapter is not None:
+            raise ValueError("model.adapter brings adapters with a rank and targets of their own: remove model.lora")
+        given = "lora" if self.lora is not None else "adapter" if self.adapter is not None else None
+        if given is not None and self.new is not None:
+            raise ValueError(f"model.{given} adapts a model that has learnt something: give model.path, not model.new")
+        if given is not None and self.backend == "transformers":
+            raise ValueError(f"model.{given} needs the native decoder, and model.backend=transformers")
         return self
 
 
 def _check_trainable(model: Model) -> None:
-    if model.path is None and model.new is None:
+    if model.path is None and model.new is None and model.adapter is None:
         raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
     if model.dtype == "float16":
         raise ValueError("model.dtype=float16 has too small a range for gradients: train in bfloat16 or float32")
@@ -245,14 +264,25 @@ class RolloutStage(Record):
 class Rollout(Sampling):
     """Sampling for training."""
 
-    engine: Literal["auto", "native", "transformers"] = "auto"
+    engine: Literal["auto", "native", "transformers", "vllm", "sglang"] = "auto"
     """Who samples; auto follows model.backend."""
+    vllm: Vllm | None = None
+    """How vLLM samples, with rollout.engine=vllm; null is an engine in this process."""
+    sglang: Sglang | None = None
+    """The servers of rollout.engine=sglang."""
     prompts: int = Field(64, ge=1)
     """Prompts a step."""
     n: int = Field(8, ge=1)
     """Samples of each prompt."""
     max_rows: int = Field(256, ge=1)
     """Most sequences decoded at once."""
+    cache_gib: float | None = Field(None, gt=0)
+    """Size of the native engine's KV cache in GiB: less sets rows aside when they grow, more keeps the beginnings of more prompts.
+    null takes what all rows at their longest need, at most 40% of what is free. On a CPU a number chooses the paged cache. Also the
+    cache of vLLM in this process, where null means 4."""
+    cache_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8 keeps keys and values in 8 bits (half of bfloat16's memory) with a scale for each vector; what it changes of the samples
+    the mismatch metrics show. On a CPU it chooses the paged cache, like cache_gib."""
     exact: bool = False
     """Sample and score with operations whose bits do not depend on what is computed beside them: the learner's log-prob of every
     sampled token is then the engine's, bit for bit, at a cost in speed that `bench/exact.py` measures."""
@@ -263,11 +293,22 @@ class Rollout(Sampling):
 
     @model_validator(mode="after")
     def _in_order(self) -> Rollout:
-        if self.exact and self.engine == "transformers":
-            raise ValueError("rollout.exact needs the native engine, and rollout.engine=transformers")
+        check_engine_fits(self)
+        check_vllm_fits(self)
+        other = self.engine not in ("auto", "native")
+        if self.exact and other:
+            raise ValueError(f"rollout.exact needs the native engine, and rollout.engine={self.engine}")
         if self.exact and (self.top_p < 1 or self.top_k):
             raise ValueError(
                 "rollout.exact with top_p or top_k: the engine reports log-probs of the truncated distribution, the learner of the whole"
+            )
+        if other and self.engine != "vllm" and (self.cache_gib is not None or self.cache_dtype != "auto"):
+            raise ValueError(
+                f"rollout.cache_gib and cache_dtype are of the native engine, and rollout.engine={self.engine}"
+            )
+        if self.exact and self.cache_dtype != "auto":
+            raise ValueError(
+                "rollout.exact with cache_dtype=fp8: the learner has no cache to round, so the log-probs would differ"
             )
         if self.exact and self.mismatch is not None:
             raise ValueError("rollout.exact and rollout.mismatch contradict each other")
@@ -301,8 +342,26 @@ class Training(Record):
     """Passes over a batch."""
     token_budget: int = Field(8192, ge=1)
     """Most tokens of one micro-batch (forward and backward at once); changes memory and speed, never the gradient."""
+    share_prompts: bool = True
+    """Compute what the samples of a prompt begin with once for all of them, forward and backward, where that saves a twentieth of
+    the tokens or more; changes speed, never the gradient."""
+    grad_norms: bool = False
+    """Also log the gradient's norm of every block (embedding, each layer, head) as `actor/grad_norm_<block>`."""
+    activations: Activations = "keep"
+    """What waits for the backward pass: `keep` all of it, `selective` only the results of matmuls and attention, `recompute` only each
+    layer's input, `offload` nothing on the GPU; each needs less memory and more time than the one before, and gives the same gradient."""
+    compile: bool = False
+    """Run the layers through torch.compile, which takes a minute at first: the arithmetic between the matmuls in fewer passes over memory."""
     optimizer: Optimizer = Optimizer()
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
+
+    @model_validator(mode="after")
+    def _keeps(self) -> Training:
+        if self.compile and self.activations == "selective":
+            raise ValueError(
+                "training.compile chooses by itself what the cheap operations keep: set training.activations to keep, recompute or offload"
+            )
+        return self
 
 
 class ValidationMode(Sampling):
@@ -344,8 +403,10 @@ class Sft(Record):
     """What to do with longer rows: leave them out (counted) or stop. They are never cut in silence."""
     token_budget: int = Field(8192, ge=1)
     """Most tokens of one micro-batch."""
+    activations: Activations = "keep"
+    """What waits for the backward pass: keep, selective, recompute or offload, as in training.activations."""
     optimizer: Optimizer = Optimizer(lr=1e-5)
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
 
 class Run(Record):
@@ -357,6 +418,8 @@ class Run(Record):
     """This run's folder in it; null names it after the recipe and the seed."""
     save_every: int = Field(25, ge=1)
     """Steps between checkpoints. The last step is always saved."""
+    save: Literal["background", "wait"] = "background"
+    """background: a checkpoint is copied to host memory and written while training goes on; wait: training stands still, no memory is needed."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints kept, besides the best one."""
     samples_every: int = Field(10, ge=1)
@@ -392,10 +455,22 @@ class TrainConfig(Record):
     """Measuring."""
     warm_start: Sft | None = None
     """A supervised stage before RL; its result is checkpoint 0."""
+    placement: PlacementSlot = LocalPlacement()
+    """Where the processes of the run are."""
+    parallel: Parallel = Parallel()
+    """How `placement.workers` processes divide the work of training."""
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainConfig:
         _check_trainable(self.model)
+        check_placement_fits(self)
+        for where, section in (
+            ("training", self.training),
+            ("warm_start", self.warm_start),
+            ("algorithm.critic", self.algorithm.critic),
+        ):
+            if section is not None:
+                check_optimizer_fits(section.optimizer, f"{where}.optimizer", self.model.dtype, self.model.device)
         if not self.data.train:
             raise ValueError("no training prompts: give data.train (a file, a task or a plug-in)")
         check_algorithm_fits(self)
@@ -432,10 +507,14 @@ class SftConfig(Record):
     """How messages become text."""
     sft: Sft = Sft()
     """Data and optimisation."""
+    parallel: Parallel = Parallel()
+    """How the processes that torchrun starts divide the work."""
 
     @model_validator(mode="after")
     def _combinations(self) -> SftConfig:
         _check_trainable(self.model)
+        check_parallel_fits(self.parallel, self.model, self.sft.optimizer, self.sft.activations)
+        check_optimizer_fits(self.sft.optimizer, "sft.optimizer", self.model.dtype, self.model.device)
         if not self.sft.data:
             raise ValueError("no data: give sft.data (a file, a task or a plug-in)")
         return self

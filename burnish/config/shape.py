@@ -57,6 +57,8 @@ class Key:
     shape: Shape
     doc: str
     default: Any
+    record: type[Record]
+    """The section's type, whose field it is."""
     choice: str = ""
     """The slot choice this option belongs to, or empty outside the slots."""
 
@@ -164,7 +166,7 @@ def walk(kind: type[Record], prefix: str = "", instance: Record | None = None, c
         if choice and name == "name":
             continue  # the choice itself, which the slot's own key shows
         default = default_of(kind, name) if instance is None else getattr(instance, name)
-        keys.append(Key(prefix + name, field_shape(kind, name), field.description or "", default, choice))
+        keys.append(Key(prefix + name, field_shape(kind, name), field.description or "", default, kind, choice))
     for key in sorted(keys, key=lambda k: not k.is_leaf):
         yield key
         yield from _inside(key.shape, key.path, key.default, choice)

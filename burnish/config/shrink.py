@@ -44,6 +44,7 @@ AT_MOST = {
     "reward.workers": 1,
     "rollout.n": SAMPLES,
     "rollout.max_rows": 64,
+    "rollout.cache_gib": 0.01,
     "training.mini_batches": 2,
     "training.epochs": 2,
     "training.optimizer.warmup": 1,
@@ -80,10 +81,20 @@ def shrink(tree: Tree) -> tuple[Tree, list[str]]:
 
 def _edits(tree: Tree) -> Iterator[Edit]:
     yield "model", MODEL
+    yield from _optimizers(tree)
     yield from _run(tree)
     yield from _sft(tree) if "sft" in tree else _rl(tree)
     for key, most in AT_MOST.items():
         yield from _at_most(tree, key, most)
+
+
+def _optimizers(tree: Tree) -> Iterator[Edit]:
+    """A small float32 model on a CPU has nothing to round or to move, and not the layers a group may name."""
+    for section in ("training", "algorithm.critic", "sft"):
+        if _get(tree, [*section.split("."), "optimizer"]) is not None:
+            yield f"{section}.optimizer.precision", "master"
+            yield f"{section}.optimizer.offload", False
+            yield f"{section}.optimizer.groups", []
 
 
 def _run(tree: Tree) -> Iterator[Edit]:
@@ -105,6 +116,8 @@ def _rl(tree: Tree) -> Iterator[Edit]:
     # As many samples with n=1 as with more of each prompt: a batch whose rewards are all alike teaches nothing.
     yield from _at_most(tree, "rollout.prompts", PROMPTS * SAMPLES // min(rollout["n"], SAMPLES))
     yield "rollout.engine", "auto"
+    yield "rollout.vllm", None
+    yield "rollout.sglang", None
     yield "rollout.stages", [_stage(stage, number) for number, stage in enumerate(stages)]
     yield "warm_start", WARM_START
     yield from _data(tree["data"])
@@ -165,9 +178,9 @@ def _algorithm(tree: Tree) -> Iterator[Edit]:
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 
-def _at_most(tree: Tree, key: str, most: int) -> Iterator[Edit]:
+def _at_most(tree: Tree, key: str, most: float) -> Iterator[Edit]:
     old = _get(tree, key.split("."))
-    if isinstance(old, int) and old > most:
+    if isinstance(old, int | float) and old > most:
         yield key, most
 
 

@@ -14,21 +14,32 @@ from torch import nn
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Model, Rollout, Source, TrainConfig
+from burnish.config.vllm import Vllm
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import make_task
 from burnish.environments.base import environment_factory
+from burnish.models.activations import set_activations
+from burnish.models.adapters import is_adapter
+from burnish.models.compiled import compile_layers
 from burnish.models.decoder import Decoder
 from burnish.models.exact import exact_logprobs
 from burnish.models.hf import TransformersPolicy
-from burnish.models.policy import PolicyModel, load_policy
+from burnish.models.policy import PolicyModel, load_policy, whole_tensors
 from burnish.models.value import ValueModel
 from burnish.rollout.driver import Driver
+from burnish.rollout.measure import sampling_options
 from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.native.paged import PagedEngine
+from burnish.rollout.native.plan import GIB
+from burnish.rollout.sglang.engine import SglangEngine
 from burnish.rollout.transformers_engine import TransformersEngine
+from burnish.rollout.vllm.engine import VllmEngine
+from burnish.rollout.vllm.server import VllmServer
 from burnish.training.critic import Critic
 from burnish.training.learner import Learner
+from burnish.training.parallel.distribute import distribute
+from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.reference import Reference, make_reference
 
 
@@ -51,9 +62,13 @@ def alphabet_of(sources: list[Source], seed: int) -> str | None:
 
 
 def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
-    """The policy a run starts from: a model directory, or a new decoder."""
-    path = find_directory(config.path, base) if config.path is not None else None
-    return load_policy(config, path, alphabet_of(sources, seed), seed)
+    """The policy a run starts from: a model directory, with an adapter where there is one, or a new decoder."""
+    path, adapter = (None if p is None else find_directory(p, base) for p in (config.path, config.adapter))
+    if path is not None and is_adapter(path):
+        raise UserError(
+            f"model.path={config.path} is a PEFT adapter: set model.adapter={config.path} to train it further"
+        )
+    return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
 
 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
@@ -79,15 +94,22 @@ def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int]
             raise UserError(
                 "rollout.exact: the engine reports log-probs in float32; set model.dtype=float32 or bfloat16"
             )
-        if rollout.exact or weight.is_cuda:
-            if rollout.exact:
-                policy.module.exact = partial(exact_logprobs, policy.module)
-            decode = policy.tokenizer.decode
-            return PagedEngine(policy.module, rollout.max_rows, decode, listener, exact=rollout.exact)
+        if rollout.exact:
+            policy.module.exact = partial(exact_logprobs, policy.module)
+        if weight.is_cuda or rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto":
+            return _paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention needs no gathering of pages.
         return NativeEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
+    if kind == "vllm":
+        return _vllm(policy, rollout, listener)
+    if kind == "sglang":
+        return _sglang(policy, rollout)
     if rollout.exact:
         raise UserError("rollout.exact needs the native decoder; this model runs through transformers")
+    if rollout.cache_gib is not None or rollout.cache_dtype != "auto":
+        raise UserError(
+            "rollout.cache_gib and cache_dtype need the native decoder; this model runs through transformers"
+        )
     if isinstance(policy.module, Decoder):
         raise UserError(
             "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
@@ -95,30 +117,100 @@ def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int]
     return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id)
 
 
-def build_learner(config: TrainConfig, policy: PolicyModel) -> Learner:
-    """The learner of the actor; its schedule ends with the last step."""
+def _vllm(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
+    options = rollout.vllm or Vllm()
+    if options.url is None:
+        return VllmEngine(policy, options, rollout.max_rows, rollout.cache_gib, listener)
+    if listener is not None:
+        raise UserError(
+            "a vLLM server answers whole completions, so nobody can listen to its tokens: remove rollout.vllm.url"
+        )
+    return VllmServer(policy, options, rollout.max_rows)
+
+
+def _sglang(policy: PolicyModel, rollout: Rollout) -> Engine:
+    assert rollout.sglang is not None, "checked with the config"
+    module = policy.module
+    vocab_size = (
+        module.arch.vocab_size if isinstance(module, Decoder) else module.inner.get_input_embeddings().num_embeddings
+    )
+    engine = SglangEngine(
+        rollout.sglang.urls,
+        vocab_size,
+        rollout.max_rows,
+        policy.tokenizer.decode,
+        rollout.sglang.timeout_s,
+        rollout.sglang.weights_dir,
+        weights=partial(whole_tensors, policy),
+    )
+    engine.check_options(sampling_options(rollout, ()), "rollout")
+    return engine
+
+
+def _paged(
+    model: Decoder, rollout: Rollout, decode: Callable[[list[int]], str], listener: Callable[[str, int], None] | None
+) -> PagedEngine:
+    weight, quantised = model.embedding.weight, rollout.cache_dtype == "fp8"
+    if quantised and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        name = torch.cuda.get_device_name(weight.device)
+        raise UserError(
+            f"rollout.cache_dtype=fp8 needs a GPU that computes with 8-bit floats (Ada, Hopper or later), and this is a {name}"
+        )
+    size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
+    return PagedEngine(
+        model, rollout.max_rows, decode, listener, exact=rollout.exact, cache_bytes=size, quantised=quantised
+    )
+
+
+def paged_engine(engine: Engine) -> PagedEngine | None:
+    """The engine that has a paged cache, itself or behind a fault."""
+    inner = engine.engine if isinstance(engine, MismatchEngine) else engine
+    return inner if isinstance(inner, PagedEngine) else None
+
+
+def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Learner:
+    """The learner of the actor; its schedule ends with the last step. Of several ranks the policy is divided among them."""
     training, critic = config.training, config.algorithm.critic
     steps = training.steps - (critic.warmup_steps if critic is not None else 0)  # those the policy is trained in
     total = steps * training.mini_batches * training.epochs
-    return Learner(policy.module, training.optimizer, total, training.token_budget, config.rollout.temperature)
+    set_activations(policy.module, training.activations)
+    if training.compile:
+        compile_layers(policy.module)
+    distribute(policy.module, ranks, config.parallel.offload)
+    return Learner(
+        policy.module,
+        training.optimizer,
+        total,
+        training.token_budget,
+        config.rollout.temperature,
+        training.share_prompts,
+        training.grad_norms,
+        ranks,
+    )
 
 
-def build_reference(config: TrainConfig, policy: PolicyModel) -> Reference | None:
-    """The reference, or None where nothing asks for one; call it before the policy's weights move."""
+def build_reference(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Reference | None:
+    """The reference, or None where nothing asks for one; call it before the policy's weights move, or are divided."""
     slot = config.algorithm.kl.reference
     if slot.name == "none":
         return None
     options = slot.model_dump(exclude={"name"})
-    return make_reference(slot.name, policy.module, config.training.token_budget, config.rollout.temperature, **options)
+    budget, temperature = config.training.token_budget, config.rollout.temperature
+    return make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
 
 
-def build_critic(config: TrainConfig, policy: PolicyModel) -> Critic | None:
-    """The critic, its backbone a copy of the policy as it is now, or None where no advantage uses values."""
+def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Critic | None:
+    """The critic, its backbone a copy of the policy (with adapters: of these) as it is now, or None where no advantage uses values."""
     critic, training = config.algorithm.critic, config.training
     if critic is None:
         return None
     total = training.steps * training.mini_batches * training.epochs * critic.updates
-    return Critic(ValueModel(policy.module), critic.optimizer, total, training.token_budget, critic.clip)
+    model = ValueModel(policy.module)
+    set_activations(model, training.activations)
+    if training.compile:
+        compile_layers(model)
+    distribute(model, ranks, config.parallel.offload)
+    return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks)
 
 
 def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:

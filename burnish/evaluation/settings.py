@@ -57,8 +57,9 @@ class EvalConfig(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> EvalConfig:
-        if self.model.path is not None or self.model.new is not None:
-            raise ValueError("the model is the command's first argument; model.path and model.new have no effect here")
+        named = [key for key in ("path", "new", "lora", "adapter") if getattr(self.model, key) is not None]
+        if named:
+            raise ValueError(f"the model is the command's first argument; model.{named[0]} has no effect here")
         if self.sampling.n > 1 and self.sampling.temperature == 0:
             raise ValueError(
                 f"n={self.sampling.n} samples at temperature 0 are all alike and tell no more than one; "

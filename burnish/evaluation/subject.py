@@ -22,8 +22,8 @@ class Subject:
 
 
 def find_subject(path: Path) -> Subject:
-    """The model in a directory: a Hugging Face one as it is, of a run the best checkpoint (the newest if none is scored)."""
-    if (path / "config.json").is_file():
+    """The model in a directory: a Hugging Face or PEFT one as it is, of a run the best checkpoint (the newest if none is scored)."""
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return Subject(path)
     if (path / "config.yaml").is_file():
         return _of_run(RunDirectory.open(path))
@@ -31,7 +31,7 @@ def find_subject(path: Path) -> Subject:
         beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         raise UserError(f"{path} is not a directory{nearest(path.name, beside)}")
     raise UserError(
-        f"{path} is neither a Hugging Face model directory (it has no config.json) nor a run (it has no config.yaml)"
+        f"{path} is neither a Hugging Face model directory (it has no config.json or adapter_config.json) nor a run (it has no config.yaml)"
     )
 
 

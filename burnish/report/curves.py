@@ -31,7 +31,9 @@ CHARTS = (
     ("Gradient norm", r"[^/]+/grad_norm"),
     ("Loss", r"([^/]+/)?loss"),
     ("Truncated and without signal", r"rollout/(truncated|zero_signal)"),
-    ("Tokens per second", r"time/tokens_per_s"),
+    ("Tokens per second", r"time/tokens_per_s|performance/[^/]+_tokens_per_s"),
+    ("Share of the GPU's peak", r"performance/[mh]fu"),
+    ("Memory (GiB)", r"memory/[^/]+_gib"),
 )
 
 

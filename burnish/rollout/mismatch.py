@@ -35,12 +35,15 @@ from burnish.config.slots.mismatch import (
 from burnish.core.engine import Completion, Engine, Request
 from burnish.core.keys import fold
 from burnish.models.tokenizer import Tokenizer
+from burnish.run.contents import Content
+from burnish.run.staging import Stage
+from burnish.run.tensor_file import TensorFile
 from burnish.training.forward import Policy
-from burnish.training.tensors import read_tensors, write_tensors
+from burnish.training.shards import StoredTensors
 
 Module = TypeVar("Module", bound=nn.Module)
 Weights = dict[str, Tensor]
-FILE = "engine.safetensors"
+FILE = "engine"
 
 
 @dataclass
@@ -182,20 +185,23 @@ class MismatchEngine:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
+    def contents(self, stage: Stage) -> list[Content]:
         """What a checkpoint must hold besides the policy: the past weights of a stale engine."""
-        if self._history:
-            write_tensors(folder / FILE, {f"{v}/{name}": t for v, past in self._history for name, t in past.items()})
+        if not self._history:
+            return []
+        tensors = {f"{version}/{name}": t for version, past in self._history for name, t in past.items()}
+        return [TensorFile(f"{FILE}.safetensors", {key: stage(tensor) for key, tensor in tensors.items()})]
 
     def restore(self, folder: Path) -> None:
-        """The inverse of `save`, before the `load` of the checkpoint's version."""
+        """What a checkpoint has, back, before the `load` of the checkpoint's version."""
         if not self._history:
             return
         device = next(self.policy.parameters()).device
         found: dict[int, Weights] = {}
-        for key, tensor in read_tensors(folder / FILE).items():
-            version, name = key.split("/", 1)
-            found.setdefault(int(version), {})[name] = tensor.to(device)
+        with StoredTensors(folder, FILE) as stored:
+            for key in stored.names:
+                version, name = key.split("/", 1)
+                found.setdefault(int(version), {})[name] = stored.read(key).to(device, copy=True)
         self._history = sorted(found.items())
 
     # --- the faults ------------------------------------------------------------------------------------------------------
@@ -244,4 +250,5 @@ class MismatchEngine:
             case ReencodedFault():
                 assert self.tokenizer is not None  # checked when this was made
                 tokens, logp = reencode(self.tokenizer, asked, found)
-        return Faulty(found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp)
+        raw = None if isinstance(self.fault, ReencodedFault) else found.raw_logp  # of other tokens than are reported
+        return Faulty(found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp, raw_logp=raw)

@@ -20,7 +20,9 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.core.noise import signed, uniforms
 from burnish.models.hf import TransformersPolicy
-from burnish.rollout.native.sampler import sample
+from burnish.models.ops.exact import tempered_logp
+from burnish.rollout.native.sampler import add_bias, sample
+from burnish.rollout.native.shared import check_bias
 
 
 class TransformersEngine:
@@ -32,17 +34,19 @@ class TransformersEngine:
         self.model, self.max_rows, self.decode, self.pad_id = model.inner, max_rows, decode, pad_id
         self.device = next(model.parameters()).device
         self.queue: deque[Request] = deque()
+        self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self.version = 0
         self._interrupted = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        ids = {r.id for r in self.queue}
+        ids = {r.id for r in self.queue} | {completion.id for completion in self.ready}
         for request in requests:
             if request.id in ids:
                 raise ValueError(f"request {request.id} is already waiting")
             ids.add(request.id)
             longest = len(request.tokens) + request.sampling.max_tokens
+            check_bias(request, self.model.get_input_embeddings().num_embeddings)
             if not request.tokens:
                 raise UserError(f"request {request.id}: the prompt has no tokens")
             if limit is not None and longest > limit:
@@ -52,12 +56,15 @@ class TransformersEngine:
         self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
 
     def stream(self) -> Iterator[Completion]:
-        while self.queue and not self._interrupted:
-            options = self.queue[0].sampling
-            batch = [r for r in self.queue if r.sampling == options][: self.max_rows]
-            chosen = {r.id for r in batch}
-            self.queue = deque(r for r in self.queue if r.id not in chosen)
-            yield from self._generate(batch)
+        while self.ready or (self.queue and not self._interrupted):
+            if not self.ready:
+                options = self.queue[0].sampling
+                batch = [r for r in self.queue if r.sampling == options][: self.max_rows]
+                chosen = {r.id for r in batch}
+                self.queue = deque(r for r in self.queue if r.id not in chosen)
+                self.ready.extend(self._generate(batch))
+            while self.ready:
+                yield self.ready.popleft()
         self._interrupted = False
 
     def interrupt(self) -> None:
@@ -65,12 +72,13 @@ class TransformersEngine:
         self._interrupted = True
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
-        """Only what still waits can be stopped: `generate` gives nothing back before it ends."""
+        """Only what waits, before `generate` or behind it, can be stopped: that gives nothing back before it ends."""
         wanted = set(ids)
         stopped = [r for r in self.queue if r.id in wanted]
         self.queue = deque(r for r in self.queue if r.id not in wanted)
-        empty = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
-        return [Completion(r.id, *empty, "aborted", self.version) for r in stopped] if keep else []
+        kept = [completion for completion in self.ready if completion.id in wanted]
+        self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
+        return kept + [_nothing(r, self.version) for r in stopped] if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         parameters = dict(self.model.named_parameters())
@@ -111,6 +119,12 @@ class TransformersEngine:
         return draw.completions(self.version)
 
 
+def _nothing(request: Request, version: int) -> Completion:
+    raw = np.empty(0, dtype=np.float32) if request.sampling.raw_logprobs else None
+    none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    return Completion(request.id, *none, "aborted", version, raw_logp=raw)
+
+
 @contextmanager
 def _only(model: Any, config: Any) -> Iterator[None]:
     """`generate` fills what a config leaves open from the model's own; a penalty or an end token from there would
@@ -129,6 +143,8 @@ class _Draw:
         self.batch, self.width = batch, width
         self.keys = torch.tensor([signed(r.key) for r in batch], device=device)
         self.before = torch.tensor([r.generated for r in batch], device=device)
+        self.biases = [r.sampling.logit_bias for r in batch]
+        self.with_raw = batch[0].sampling.raw_logprobs
         options, rows = batch[0].sampling, len(batch)
         self.temperature = torch.full((rows,), options.temperature, dtype=torch.float64, device=device)
         self.top_k = torch.full((rows,), options.top_k, device=device) if options.top_k else None
@@ -140,24 +156,36 @@ class _Draw:
         )
         self.tokens: list[Tensor] = []
         self.logp: list[Tensor] = []
+        self.raw_logp: list[Tensor] = []
         self.length = [0] * rows  # of the rows that have ended
         self.finish = [""] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = self.before + (input_ids.shape[1] - self.width)
+        biased = add_bias(scores, self.biases) if any(self.biases) else scores
         tokens, logp = sample(
-            scores, uniforms(self.keys, position), self.temperature, self.top_k, self.top_p, self.min_p
+            biased, uniforms(self.keys, position), self.temperature, self.top_k, self.top_p, self.min_p
         )
         self.tokens.append(tokens)
         self.logp.append(logp)
+        if self.with_raw:
+            self.raw_logp.append(tempered_logp(scores, 1.0).gather(1, tokens[:, None])[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
     def completions(self, version: int) -> list[Completion]:
         """What every row drew up to where it ended."""
         tokens = torch.stack(self.tokens, 1).cpu().numpy().astype(np.int64)  # [rows, steps]
         logp = torch.stack(self.logp, 1).float().cpu().numpy()
+        raw = torch.stack(self.raw_logp, 1).float().cpu().numpy() if self.with_raw else None
         return [
-            Completion(request.id, tokens[k, :length].copy(), logp[k, :length].copy(), finish, version)  # type: ignore[arg-type]
+            Completion(
+                request.id,
+                tokens[k, :length].copy(),
+                logp[k, :length].copy(),
+                finish,  # type: ignore[arg-type]
+                version,
+                raw_logp=None if raw is None else raw[k, :length].copy(),
+            )
             for k, (request, length, finish) in enumerate(zip(self.batch, self.length, self.finish, strict=True))
         ]
 

@@ -9,17 +9,24 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from burnish.algorithms.aggregation import aggregation_weights
 from burnish.config.errors import UserError, nearest
 from burnish.config.remarks import remarks
 from burnish.config.schema import Sft, Template, TrainConfig
 from burnish.controller import roles
+from burnish.controller.start import Roles, start_roles
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
 from burnish.data.prompts import Prompt, PromptStream, validation_prompts
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
+from burnish.models.activations import check_activations, set_activations
+from burnish.models.compiled import check_compile
+from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
@@ -30,9 +37,13 @@ from burnish.run.files import atomic_directory, atomic_write
 from burnish.run.run import Run
 from burnish.trainers import observe, sft
 from burnish.trainers.job import Demonstrations, Job, Validate
+from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
+
+if TYPE_CHECKING:
+    from burnish.controller.ray_group import Cluster
 
 TRUNCATED = (
     "rollout.top_p or rollout.top_k is on: samples come from a truncated distribution that the learner does not "
@@ -58,26 +69,47 @@ class Parts:
     """Of the warm start, where it is still to be made."""
     imitated: list[Example] = field(default_factory=list)
     """Of `data.demonstrations`, imitated during RL."""
+    memory: MemoryWatch | None = None
+    """The memory plan."""
+    base: Path | None = None
+    """The folder that relative paths are tried from first."""
+    cluster: Cluster | None = None
+    """Where the run's other processes are, where it has any."""
+    weights: Path | None = None
+    """The warm-started model, where there is one."""
 
 
 def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards) -> Parts:
     """All parts of an RL run; the error for whatever does not fit."""
     updates = config.training.mini_batches * config.training.epochs
     recipe = Recipe(config.algorithm, updates, base, rewards.weights)
+    for stage in (config.training, config.warm_start):
+        if stage is not None:
+            check_activations(policy.module, stage.activations)
+    if config.training.compile:
+        check_compile(policy.module)
+    if "kl" in recipe.loss.needs and not isinstance(policy.module, Decoder):
+        raise UserError(
+            "algorithm.kl.loss.estimator=full needs the native decoder, which has both models' hidden states; this model runs "
+            "through transformers: use k3+ or k2, whose gradients are unbiased"
+        )
     engine = roles.build_engine(policy, config.rollout)
     driver = roles.build_driver(config, policy, engine, base)
     stream = PromptStream(
         config.data.train, policy.tokenizer, config.data, config.seed, "train", base, config.algorithm.curriculum
     )
     held_out = held_out_prompts(config, base, policy)
-    check_positions(config, policy.max_positions, stream.longest(), held_out)
+    longest = check_positions(config, policy.max_positions, stream.longest(), held_out)
+    paged = roles.paged_engine(engine)
+    if paged is not None and config.rollout.cache_gib is not None:
+        paged.plan(longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
     if config.environment.name == "single_turn":  # any other may give the reward itself
         rewards.check(stream.rows())
         rewards.check(prompt.row for prompt in held_out)
     notes = [note for note in (stream.report(),) if note is not None]
     notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
     notes += remarks(config)
-    parts = Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes)
+    parts = Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes, base=base)
     if config.data.demonstrations:
         longest = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
         sources, template = config.data.demonstrations, config.data.template
@@ -93,24 +125,43 @@ def assemble(parts: Parts, run: Run) -> Job:
     config, policy = parts.config, parts.policy
     for note in parts.notes:
         run.display.note(note)
-    if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
-        parts.engine = parts.driver.engine = roles.build_engine(policy, config.rollout)
+    made = _roles(parts, run)
+    parts.policy, parts.engine, parts.driver.engine = made.policy, made.engine, made.engine
+    policy = made.policy
     return Job(
         config=config,
         run=run,
         policy=policy,
-        learner=roles.build_learner(config, policy),
-        reference=roles.build_reference(config, policy),
-        critic=roles.build_critic(config, policy),
-        engine=parts.engine,
+        learner=made.learner,
+        reference=made.reference,
+        critic=made.critic,
+        engine=made.engine,
         stream=parts.stream,
         source=SyncSource(parts.stream, parts.driver, parts.rewards, run.journal),
         recipe=parts.recipe,
         validate=build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out),
         state=first_state(config.algorithm),
         facts=facts_of(config),
-        demonstrations=imitation(parts),
+        demonstrations=imitation(parts, made.learner.device),
+        memory=parts.memory,
     )
+
+
+def _roles(parts: Parts, run: Run) -> Roles:
+    """Learner, reference, critic and engine, in this process or in others."""
+    config, policy, engine = parts.config, parts.policy, parts.engine
+    if parts.cluster is not None:
+        logs, note = run.directory.path / "workers", run.display.note
+        return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note)
+    if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
+        engine = roles.build_engine(policy, config.rollout)
+    paged = roles.paged_engine(engine)
+    if paged is not None:
+        paged.on_cache = lambda plan: run.display.note(plan.text)
+    learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy)
+    if reference is not None and "kl" in parts.recipe.loss.needs:
+        learner.reference = reference.distribution
+    return Roles(policy, learner, reference, roles.build_critic(config, policy), engine)
 
 
 def facts_of(config: TrainConfig) -> Facts:
@@ -119,17 +170,17 @@ def facts_of(config: TrainConfig) -> Facts:
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
     selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
-    return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, dtype, dtype, selection)
+    sampled = dtype if rollout.cache_dtype == "auto" else f"{dtype} with an {rollout.cache_dtype} cache"
+    return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
 
 
-def imitation(parts: Parts) -> Demonstrations | None:
+def imitation(parts: Parts, device: torch.device) -> Demonstrations | None:
     """The rows of `data.demonstrations` for each mini-batch of the run, in a seeded order, with their weights in the loss."""
     if not parts.imitated:
         return None
     config, each = parts.config, parts.config.data.demonstrations_per_update
     total = config.training.steps * config.training.mini_batches * config.training.epochs
     order = example_order(len(parts.imitated), config.seed, total * each)
-    device = next(parts.policy.module.parameters()).device
 
     def examples(number: int) -> Batch:
         chosen = order[number * each : (number + 1) * each]
@@ -139,8 +190,9 @@ def imitation(parts: Parts) -> Demonstrations | None:
     return examples
 
 
-def check_positions(config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt]) -> None:
-    """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run."""
+def check_positions(config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt]) -> int:
+    """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run. Returns the
+    tokens of the longest."""
     longest_held_out = max((len(prompt.tokens) for prompt in held_out), default=0)
     wanted = [("rollout", max(stage.max_tokens for stage in config.rollout.all_stages()), longest)]
     if held_out:
@@ -152,6 +204,7 @@ def check_positions(config: TrainConfig, positions: int | None, longest: int, he
                 f"the longest prompt has {prompt} tokens, and {where}.max_tokens={max_tokens} more make {prompt + max_tokens}, "
                 f"but the model is made for {positions} positions; lower {where}.max_tokens or data.max_prompt_tokens"
             )
+    return max(prompt + max_tokens for _, max_tokens, prompt in wanted)
 
 
 def held_out_prompts(config: TrainConfig, base: Path | None, policy: PolicyModel) -> list[Prompt]:
@@ -213,6 +266,7 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
                 run.directory.path / f"demonstrations-{k}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
             )
     run.display.start(f"warm start on {len(parts.examples):,} demonstrations: {policy.note}", config.updates)
+    set_activations(policy.module, config.activations)
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, parts.examples, config, seed, run.display.step)
     with atomic_directory(path, replace=True) as folder:

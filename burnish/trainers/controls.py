@@ -16,6 +16,7 @@ from burnish.config.schema import Sft, Source, TrainConfig
 from burnish.controller import roles
 from burnish.data.supervised import load_examples
 from burnish.data.tasks.registry import make_demonstrations
+from burnish.models.activations import set_activations
 from burnish.rewards.rewards import Rewards
 from burnish.run.files import atomic_write
 from burnish.run.run import Run
@@ -66,6 +67,7 @@ def run_controls(
             data = [Source(path=str(path.resolve()))]
             template = config.data.template
             examples, _ = load_examples(data, policy.tokenizer, template, stage.max_tokens, stage.overlong)
+            set_activations(policy.module, longer.activations)
             learner = Learner(policy.module, longer.optimizer, longer.updates, longer.token_budget)
             run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
             sft.train(learner, examples, longer, config.seed, run.display.step)

@@ -15,15 +15,17 @@ from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
 from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.sources import SyncSource
+from burnish.run.contents import Blob, Snapshot
 from burnish.run.diagnosis import Facts
 from burnish.run.health import Health
 from burnish.run.run import Run
+from burnish.run.staging import Stage
 from burnish.trainers.correct import GapReport
+from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.state import TrainerState, restored
-from burnish.training.critic import Critic
-from burnish.training.learner import Learner, Update
-from burnish.training.reference import Reference
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
+from burnish.training.learner import Update
 
 Validate = Callable[[int], dict[str, float]]
 Demonstrations = Callable[[int], Batch]
@@ -37,9 +39,9 @@ class Job:
     config: TrainConfig
     run: Run
     policy: PolicyModel
-    learner: Learner
-    reference: Reference | None
-    critic: Critic | None
+    learner: AnyLearner
+    reference: AnyReference | None
+    critic: AnyCritic | None
     engine: Engine
     stream: PromptStream
     source: SyncSource
@@ -50,6 +52,15 @@ class Job:
     demonstrations: Demonstrations | None = None
     health: Health = field(default_factory=Health)
     """What speaks when a step's numbers leave their healthy ranges."""
+    profile: int | None = None
+    """The step to record with a profiler."""
+    memory: MemoryWatch | None = None
+    """The memory plan, to be compared with what a step held."""
+
+    @property
+    def learners(self) -> list[AnyLearner]:
+        """The policy's, and the critic's where there is one."""
+        return [self.learner, *([self.critic.learner] if self.critic is not None else [])]
 
 
 @dataclass
@@ -68,15 +79,15 @@ class Learned:
     """Sequences before the sample filters: those the preparation's numbers are of."""
 
 
-def save(job: Job, folder: Path) -> None:
-    """A checkpoint: a Hugging Face directory, plus optimizer, reference, critic and trainer state."""
-    job.policy.save(folder)
-    for part in (job.learner, job.reference, job.critic):
-        if part is not None:
-            part.save(folder)
-    if isinstance(job.engine, MismatchEngine):
-        job.engine.save(folder)
-    (folder / "trainer.json").write_text(json.dumps(asdict(job.state)))
+def snapshot(job: Job, stage: Stage) -> Snapshot:
+    """A checkpoint to be: a Hugging Face directory, plus optimizer, reference, critic and trainer state."""
+    state = job.learner.contents(stage)
+    for part in (job.reference, job.critic):
+        state += part.contents(stage) if part is not None else []
+    state += job.engine.contents(stage) if isinstance(job.engine, MismatchEngine) else []
+    if job.policy.part.index == 0:
+        state.append(Blob("trainer.json", json.dumps(asdict(job.state))))
+    return Snapshot(job.policy.contents(stage), state, job.policy.part)
 
 
 def restore(job: Job, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What a step looked like: the numbers for metrics.jsonl and the rows for the tables in samples/.
 
-Names starting with `time/` are the only ones that differ between two identical runs.
+What `performance.py` adds and names starting with `time/` are the only ones that differ between two identical runs.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ from burnish.core.segments import compact_ids
 from burnish.trainers.correct import GapReport, corrected, gap_report
 from burnish.trainers.functions import filter_function, function_of, options_of, policy_loss
 from burnish.trainers.state import TrainerState, first_state
-from burnish.training.critic import Critic
-from burnish.training.learner import Learner, Update
-from burnish.training.reference import Reference
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
+from burnish.training.learner import Update
 
 
 class Prepared(NamedTuple):
@@ -64,6 +63,10 @@ class Recipe:
         self.bypass = algorithm.correction.name == "bypass"
         # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
         self.needs_old = num_updates > 1 or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
+        # A KL over the whole vocabulary asks the reference during the update.
+        anchored = not isinstance(algorithm.loss, Plugin) and algorithm.loss.anchored
+        elsewhere = anchored or "reference" in algorithm.loss.needs or algorithm.kl.reward.coef > 0
+        self.needs_ref = elsewhere or "kl" not in self.loss.needs
         self.needs_sum_p2 = bool(algorithm.needs("sum_p2"))
 
     # --- before the log-probs ---------------------------------------------------------------------------------------------
@@ -116,9 +119,9 @@ class Recipe:
     def prepare(
         self,
         batch: Batch,
-        learner: Learner,
-        reference: Reference | None = None,
-        critic: Critic | None = None,
+        learner: AnyLearner,
+        reference: AnyReference | None = None,
+        critic: AnyCritic | None = None,
         state: TrainerState | None = None,
         warming: bool = False,
     ) -> Prepared:
@@ -136,7 +139,7 @@ class Recipe:
         if self.bypass:  # the engine's policy is the anchor, whatever else was computed
             batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
         batch, budget, why = corrected(batch, self.algorithm.correction, stats, state.budget)
-        if reference is not None:
+        if reference is not None and self.needs_ref:
             same = reference.is_policy and self.needs_old and not self.bypass  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
         if critic is not None:

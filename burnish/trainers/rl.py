@@ -13,8 +13,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+
+from torch.autograd.profiler import record_function
 
 from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.surprise import surprise
@@ -29,10 +32,13 @@ from burnish.rollout.sources import RolloutPlan
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.trainers import observe
 from burnish.trainers.explain import explained
-from burnish.trainers.job import Job, Learned, save
+from burnish.trainers.job import Job, Learned, snapshot
 from burnish.trainers.minibatches import mini_batches
+from burnish.trainers.performance import learner_values, rollout_rate
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.state import advance, entropy_coefficient
+from burnish.training.memory_use import restart_peak
+from burnish.training.profile import profiled
 
 
 def train(job: Job) -> bool:
@@ -45,10 +51,17 @@ def train(job: Job) -> bool:
     with StopOnInterrupt(run.display.note) as stop:
         for step in range(job.state.step + 1, total + 1):
             started = time.perf_counter()
-            rollouts, batch = gather(job, step)
-            learned = learn(job, step, batch) if batch is not None else Learned()
-            settle(job, step, rollouts, learned)
-            values = observe.step_values(rollouts, learned, time.perf_counter() - started)
+            restart_peak(job.learner.device)
+            with recording(job, step):
+                with record_function("rollout"):
+                    rollouts, batch = gather(job, step)
+                learning = time.perf_counter()
+                learned = learn(job, step, batch) if batch is not None else Learned()
+                settle(job, step, rollouts, learned)
+                speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
+            values = observe.step_values(rollouts, learned, time.perf_counter() - started) | speed
+            if job.memory is not None:
+                values |= job.memory.after(job.learner.updates, values, run.display.note)
             for line in job.health.check(step, values, job.facts):
                 run.display.note(line)
             stopping = finish_step(job, step, values, rollouts, learned, stop)
@@ -180,8 +193,17 @@ def finish_step(
     run.commit(step, values, observe.used_ids(rollouts, learned.batch))
     stopping = stop.requested
     if stopping or step == config.training.steps or score is not None or step % config.run.save_every == 0:
-        run.checkpoint(step, lambda folder: save(job, folder), score)
+        run.checkpoint(step, lambda stage: snapshot(job, stage), score)
+    if stopping or step == config.training.steps:
+        run.wait()
     return stopping
+
+
+def recording(job: Job, step: int) -> AbstractContextManager[None]:
+    """The profiler, in the step it was asked for."""
+    if step != job.profile:
+        return nullcontext()
+    return profiled(job.run.directory.path, f"step {step}", job.run.display.note)
 
 
 def note(job: Job, step: int, text: str) -> None:

@@ -11,7 +11,10 @@ import torch
 
 from burnish.config.load import dump
 from burnish.config.schema import TrainConfig
+from burnish.controller.memory import planned
+from burnish.controller.placement import check_placement
 from burnish.controller.roles import build_policy
+from burnish.controller.start import open_cluster
 from burnish.rewards.rewards import Rewards
 from burnish.run.directory import RunDirectory
 from burnish.run.run import Run
@@ -19,6 +22,8 @@ from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
 from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_start
 from burnish.trainers.job import restore
+from burnish.trainers.memory import MemoryWatch
+from burnish.training.profile import step_to_profile
 
 
 @contextmanager
@@ -29,24 +34,38 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
     check_trackers(config.run.trackers)
     place = _place(config, name)
     with RunDirectory.claim(*place) as directory, Rewards(config.reward, base) as rewards:
+        check_placement(config.placement)
         sources = [*config.data.train, *config.data.validation]
-        policy = build_policy(config.model, sources, config.seed, base)
+        is_here = config.placement.name == "local"
+        memory = planned(config, base) if is_here else None
+        notes = [memory.text, *memory.check()] if memory is not None else []
+        needs_warmth = config.warm_start is not None and not warm_folder(directory).is_dir()
+        # Where others train, this process holds weights for a warm start only, and then no more.
+        model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})
+        policy = build_policy(model, sources, config.seed, base)
         parts = check_parts(config, base, policy, rewards)
+        parts.notes = [*notes, *parts.notes]
+        parts.memory = MemoryWatch(memory, "training") if memory is not None else None
         if config.warm_start is not None and not warm_folder(directory).is_dir():
             parts.examples, note = demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
             parts.notes += [note] if note is not None else []
-        directory.begin(place[2])
-        with Run(directory, config.run, resolved) as run:
-            yield parts, run
+        with open_cluster(config) as parts.cluster:
+            directory.begin(place[2])
+            with Run(directory, config.run, resolved) as run:
+                yield parts, run
 
 
-def execute(parts: Parts, run: Run) -> bool:
-    """Warm start and RL, each only as far as it is not done. True when the run is complete."""
+def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:
+    """Warm start and RL, each only as far as it is not done. True when the run is complete.
+
+    `profile` is the step to record with a profiler, or `NEXT`.
+    """
     config, warm = parts.config, warm_folder(run.directory)
-    if config.warm_start is not None and warm.is_dir():
-        parts.policy.load_weights(warm)
-    elif config.warm_start is not None:
+    if config.warm_start is not None and not warm.is_dir():
         warm_start(parts, config.warm_start, run, warm)
+    elif config.warm_start is not None and parts.cluster is None:
+        parts.policy.load_weights(warm)
+    parts.weights = warm if config.warm_start is not None else None
     job = assemble(parts, run)
     checkpoint = run.resume()
     if checkpoint is not None:
@@ -54,6 +73,7 @@ def execute(parts: Parts, run: Run) -> bool:
     if job.state.step >= config.training.steps:
         run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
         return True
+    job.profile = step_to_profile(profile, job.state.step, config.training.steps)
     return rl.train(job)
 
 

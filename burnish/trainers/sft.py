@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -16,10 +17,13 @@ from burnish.config.schema import Sft
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.supervised import Example, example_order
+from burnish.trainers.performance import learner_values
 from burnish.training.learner import Learner
+from burnish.training.memory_use import restart_peak
 
 OnUpdate = Callable[[int, dict[str, float]], bool | None]
 """Called after every update with its number and metrics; True ends the training there."""
+Around = Callable[[int], AbstractContextManager[None]]
 
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
@@ -33,20 +37,32 @@ def pack_examples(examples: Sequence[Example]) -> Batch:
 
 
 def train(
-    learner: Learner, examples: Sequence[Example], config: Sft, seed: int, on_update: OnUpdate, start: int = 0
+    learner: Learner,
+    examples: Sequence[Example],
+    config: Sft,
+    seed: int,
+    on_update: OnUpdate,
+    start: int = 0,
+    around: Around = lambda update: nullcontext(),
 ) -> None:
     """Updates `start`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order.
 
     `start` is not the learner's own count: that leaves out updates that were skipped, which used up their examples.
+    `around` gives the context an update is made in, by its number.
     """
     order = example_order(len(examples), seed, config.updates * config.batch_size)
     for update in range(start, config.updates):
         started = time.perf_counter()
+        restart_peak(learner.device)
         chosen = [examples[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
         batch = pack_examples(chosen).to(learner.device)
         batch = batch.with_token(weight=aggregation_weights(batch, "token-mean"))
-        result = learner.update(batch, NllLoss())
-        values = {f"sft/{name}": value for name, value in result.stats.items()}
+        with around(update + 1):
+            learning = time.perf_counter()
+            share = learner.ranks.share(batch, learner.packing.attention_cost)
+            result = learner.update(share, NllLoss())
+            speed = learner_values([learner], learning)
+        values = {f"sft/{name}": value for name, value in result.stats.items()} | speed
         if result.skipped:
             values["sft/skipped"] = 1.0
         values["time/step_s"] = time.perf_counter() - started

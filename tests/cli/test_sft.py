@@ -12,10 +12,13 @@ from burnish.cli.main import main
 from burnish.config.schema import Model, NewModel, Sft
 from burnish.data.supervised import Example, example_order
 from burnish.models.policy import load_policy
-from burnish.run.metrics import read
+from burnish.run.metrics import MEASURED, read
 from burnish.trainers import sft
 from burnish.trainers.sft_session import Learner
+from burnish.training.forward import Packing
 from burnish.training.learner import Update
+from burnish.training.meter import Meter
+from burnish.training.parallel.ranks import SOLO
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -35,7 +38,7 @@ def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(path)]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -127,11 +130,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
 class Recorder:
     """Stands for a learner whose every second update is skipped; keeps the tokens it was given."""
 
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
+    meter, names = Meter(device, None), {"weight": torch.zeros(1)}
+    ranks, packing = SOLO, Packing(1000)
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
         self.updates = 0
+
+    def usage(self) -> dict[str, float]:
+        return {}
 
     def update(self, batch: Any, loss: Any) -> Update:
         self.seen.append(batch.tokens.tolist())

@@ -245,6 +245,18 @@ def test_float64_and_a_note_about_top_p(capsys: pytest.CaptureFixture[str]) -> N
     assert metrics()[-1]["mismatch/mean"] > 1e-3
 
 
+def test_the_cache_is_told_with_its_numbers_and_8_bits_show_in_the_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    gaps = []
+    for dtype in ("auto", "fp8"):
+        assert train("new.yaml", "rollout.cache_gib=0.001", f"rollout.cache_dtype={dtype}", f"run.name={dtype}") == 0
+        assert "KV cache: 0.00 GiB, " in "".join(capsys.readouterr())
+        last = Path(f"runs/{dtype}/metrics.jsonl").read_text().splitlines()[-1]
+        gaps.append(abs(parse_line(last)["mismatch/mean"]))
+    assert gaps[0] < 1e-6 < 1e-5 < gaps[1]
+    assert train("new.yaml", "rollout.cache_gib=0.000001", "run.name=small") == 2
+    assert "rollout.cache_gib=1e-06: " in capsys.readouterr().err
+
+
 def test_a_warm_start_is_made_once(capsys: pytest.CaptureFixture[str]) -> None:
     stage = "warm_start={data: {task: sort_digits, options: {num: 20}}, updates: 2, batch_size: 4}"
     assert train("new.yaml", stage) == 0

@@ -131,6 +131,19 @@ def test_weights_of_reward_parts_follow_the_parts(tmp_path: Path) -> None:
     assert small(tmp_path, text).algorithm.advantage.weights == {"task": 2.0, "think_format": 0.5}
 
 
+def test_what_a_small_float32_model_on_a_cpu_cannot_use_is_taken_off_the_optimizers(tmp_path: Path) -> None:
+    options = "optimizer: {name: muon, precision: stochastic, offload: true, groups: [{match: layers.27, lr_scale: 2}]}"
+    text = (
+        f"model: {{path: m, dtype: bfloat16}}\ndata: {{train: {{path: d}}}}\ntraining: {{{options}}}\n"
+        f"algorithm: {{preset: ppo, critic: {{{options}}}}}\n"
+    )
+    config = small(tmp_path, text)
+    assert config.algorithm.critic is not None
+    for optimizer in (config.training.optimizer, config.algorithm.critic.optimizer):
+        assert (optimizer.precision, optimizer.offload, optimizer.groups) == ("master", False, [])
+        assert optimizer.name == "muon"
+
+
 def test_overrides_come_after_shrinking(tmp_path: Path) -> None:
     config = small(tmp_path, FULL, "rollout.n=6", "training.steps=5")
     assert (config.rollout.n, config.training.steps) == (6, 5)

@@ -7,6 +7,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.evaluation.subject import find_subject, fit_max_tokens
 from burnish.run.checkpoints import Checkpoints
+from burnish.run.contents import Blob, Snapshot
 
 
 def run_with(path: Path, scores: list[float | None]) -> Path:
@@ -15,7 +16,7 @@ def run_with(path: Path, scores: list[float | None]) -> Path:
     (path / "config.yaml").write_text("seed: 3\n")
     checkpoints = Checkpoints(path / "checkpoints", keep_last=10)
     for step, score in enumerate(scores, start=1):
-        checkpoints.write(step, lambda folder: (folder / "config.json").write_text("{}") and None, score)
+        checkpoints.write(step, Snapshot([Blob("config.json", "{}")]), score)
     return path
 
 

@@ -73,7 +73,10 @@ def requests(prompts: list[tuple[int, ...]], n: int = 1, **options: Any) -> list
 
 
 def distribution(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """Probabilities [vocab] after temperature, top-k, top-p, min-p, written from the definition in plain Python."""
+    """Probabilities [vocab] after bias, temperature, top-k, top-p, min-p, written from the definition in plain Python."""
+    logits = logits.double().clone()
+    for token, value in options.logit_bias:
+        logits[token] += value
     p = (logits / (options.temperature or 1.0)).softmax(-1).tolist()
     order = sorted(range(len(p)), key=lambda token: -p[token])
     if options.top_k:

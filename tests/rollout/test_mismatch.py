@@ -34,6 +34,8 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.mismatch import Faulty, MismatchEngine, noisy, reencode, rounded, score
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.transformers_engine import TransformersEngine
+from burnish.run.contents import write_contents
+from burnish.run.staging import leave
 
 PROMPTS = [(2, 3, 4), (5,), (7, 1, 2, 9)]
 EVERY: list[Mismatch] = [
@@ -237,10 +239,10 @@ def test_a_stale_engine_resumes_from_a_checkpoint(tools: Any, tmp_path: Path, sa
     for version in (1, 2, 3):
         step(model, version)
         if version == 3 and not saved_after_load:
-            engine.save(tmp_path)
+            write_contents(tmp_path, engine.contents(leave))
         engine.load(version, ())
     if saved_after_load:
-        engine.save(tmp_path)
+        write_contents(tmp_path, engine.contents(leave))
     again = MismatchEngine(
         NativeEngine, tools.decoder(), StaleFault(steps=2)
     )  # the run's start, as a resumed run has it

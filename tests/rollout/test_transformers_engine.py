@@ -26,6 +26,7 @@ SAMPLINGS = [
     SamplingOptions(max_tokens=7, top_p=0.8),
     SamplingOptions(max_tokens=7, min_p=0.3),
     SamplingOptions(max_tokens=8, temperature=0.0),
+    SamplingOptions(max_tokens=9, temperature=0.7, top_k=9, logit_bias=((3, 2.0), (5, -100.0)), raw_logprobs=True),
 ]
 
 
@@ -85,6 +86,23 @@ def test_every_request_gets_the_tokens_and_logprobs_of_a_sampler_on_full_forward
         assert got[request.id].tokens.tolist() == tokens, request.id
         assert got[request.id].finish == finish
         np.testing.assert_allclose(got[request.id].logp, logp, atol=1e-5)
+        assert (got[request.id].raw_logp is None) != request.sampling.raw_logprobs
+
+
+def test_raw_logprobs_are_those_of_the_model_itself(tools: Any, policy: TransformersPolicy) -> None:
+    wanted = [r for r in mixed_requests() if r.sampling.raw_logprobs]
+    for name, completion in tools.run(engine_of(policy), wanted).items():
+        (request,) = (r for r in wanted if r.id == name)
+        tokens = torch.tensor([*request.tokens, *completion.tokens.tolist()])
+        with torch.no_grad():
+            logp = policy.inner(tokens[None]).logits[0].log_softmax(-1)
+        expected = logp[len(request.tokens) - 1 : -1].gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        np.testing.assert_allclose(completion.raw_logp, expected.numpy(), atol=1e-5)
+        assert 5 not in completion.tokens
+        assert np.abs(completion.raw_logp - completion.logp).max() > 0.1
+    bad = replace(wanted[0], sampling=replace(wanted[0].sampling, logit_bias=((VOCAB, 1.0),)))
+    with pytest.raises(UserError, match=f"names token {VOCAB}"):
+        engine_of(policy).submit([bad])
 
 
 def test_logprobs_are_the_learners(tools: Any, policy: TransformersPolicy) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from burnish.run.metrics import read
+from burnish.run.metrics import MEASURED, read
 from tests.trainers.tiny import TINY, run_of
 
 PPO = ["algorithm=ppo", "algorithm.kl={reward: {coef: 0}, reference: none}"]
@@ -80,7 +80,7 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
 def finished(folder: Path, warm: Path, overrides: list[str]) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     """What a run logged at every step, without times, and the weights it ended with."""
     folder = run_of(folder, TINY, ["model.new=null", f"model.path={warm}", *overrides])
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(folder / "metrics.jsonl")]
+    rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(folder / "metrics.jsonl")]
     (last,) = (folder / "checkpoints").glob("step-*")
     return rows, {name: t.flatten().tolist() for name, t in load_file(last / "model.safetensors").items()}
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import read
+from burnish.run.metrics import MEASURED, read
 from burnish.trainers.session import checked_run, execute
 
 RECIPE = """
@@ -111,7 +111,7 @@ def runner() -> Iterator[Runner]:
 def result(folder: Path) -> tuple[list[dict], dict, list, dict]:
     """Everything that must not depend on interruptions: metrics, weights and optimizer, which samples were used, tables."""
     run = folder / "run"
-    metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read(run / "metrics.jsonl")]
+    metrics = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
     last = run / "checkpoints" / "step-000010"
     weights = {n: t.tobytes() for f in ("model", "optimizer") for n, t in load_file(last / f"{f}.safetensors").items()}
     events = [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]

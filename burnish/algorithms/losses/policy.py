@@ -30,7 +30,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """`entropy` if it wants entropies, `value` if it wants a critic's values."""
+        """`entropy` if it wants entropies, `kl` the exact one to the reference, `value` if it wants a critic's values."""
 
     @property
     def scope(self) -> str:
@@ -85,7 +85,15 @@ class PolicyLoss:
     entropy_top: float | None = None
     """The policy term only at this share of tokens, those of highest entropy; denominators stay (2506.01939)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    @property
+    def needs(self) -> frozenset[str]:
+        """`kl` is the exact one to the reference, of both models in one pass."""
+        return frozenset({"entropy", "kl"}) if self.uses_full_kl else frozenset({"entropy"})
+
+    @property
+    def uses_full_kl(self) -> bool:
+        """Whether the KL term is the sum over the vocabulary."""
+        return self.kl_coef > 0 and self.kl_estimator == "full"
 
     def __post_init__(self) -> None:
         if self.entropy_top is not None and self.scope != "batch":
@@ -104,7 +112,7 @@ class PolicyLoss:
             top = top_entropy_mask(entropy.detach(), self.entropy_top)
             per_token = torch.where(top, per_token, torch.zeros_like(per_token))
         if self.kl_coef > 0:
-            kl = kl_estimate(logp, view.column("ref_logp"), self.kl_estimator)
+            kl = self._kl(view, logp)
             if self.kl_is_corrected:
                 sampled = view.column("old_logp") if view.has("old_logp") else logp.detach()
                 kl = token_ratio(view, sampled) * kl
@@ -116,6 +124,13 @@ class PolicyLoss:
         if view.has("nll_weight"):
             total = total - (view.column("nll_weight") * logp).sum()
         return total, sums
+
+    def _kl(self, view: View, logp: Tensor) -> Tensor:
+        """[M] the KL to the reference at each token, estimated or exact."""
+        if self.uses_full_kl:
+            assert view.kl is not None, "the learner gives what the loss needs"
+            return view.kl
+        return kl_estimate(logp, view.column("ref_logp"), self.kl_estimator)
 
     def _policy(self, view: View, logp: Tensor, anchor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """[M] the policy's loss at each token, and the marks of clip and loss."""

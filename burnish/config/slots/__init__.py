@@ -14,7 +14,7 @@ from burnish.config.slots.filters import FILTERS, Refill
 from burnish.config.slots.losses import OTHER_LOSSES
 from burnish.config.slots.policy import CLIPS, LOSSES, RATIOS
 from burnish.config.slots.shaping import SHAPERS
-from burnish.config.slots.terms import REFERENCES, Aggregation, Auxiliary, Entropy, Kl, KlTerm
+from burnish.config.slots.terms import REFERENCES, Aggregation, Auxiliary, Entropy, Kl, KlLoss, KlReward
 
 __all__ = [
     "TABLE",
@@ -28,7 +28,8 @@ __all__ = [
     "Entropy",
     "FilterSlot",
     "Kl",
-    "KlTerm",
+    "KlLoss",
+    "KlReward",
     "LossSlot",
     "Plugin",
     "RatioSlot",

@@ -83,8 +83,6 @@ Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 class KlTerm(Record):
     """One use of a KL estimate."""
 
-    estimator: Estimator = "k3"
-    """k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1 with d = logp - ref; a plus means value of it, gradient of k2."""
     coef: float = Field(0.0, ge=0)
     """Its weight; 0 turns it off."""
 
@@ -92,11 +90,16 @@ class KlTerm(Record):
 class KlLoss(KlTerm):
     """A KL estimate in the loss, with gradient."""
 
+    estimator: Estimator | Literal["full"] = "k3"
+    """k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1 with d = logp - ref; a plus means value of it, gradient of k2; full is no
+    estimate but the KL over the whole vocabulary at every token, from both models in one pass."""
     is_corrected: bool = False
     """Multiply it by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
 
     @model_validator(mode="after")
     def _one_gradient(self) -> KlLoss:
+        if self.is_corrected and self.estimator == "full":
+            raise ValueError("is_corrected weighs the token that was sampled, and estimator=full sums over all of them")
         if self.is_corrected and self.estimator.endswith("+"):
             raise ValueError(
                 f"is_corrected makes the gradient of {self.estimator[:-1]} unbiased by itself; with {self.estimator}, which "

@@ -1,0 +1,296 @@
+"""A group of workers that run one class, called as if it were one object.
+
+    group = WorkerGroup("actor", TrainingWorker, backend, deadline_s=600)
+    columns = group.outputs(batch, needs)              # waits for all ranks
+    pending = group.outputs.later(batch, needs)        # does not; pending.result() does
+
+How a call is divided and its results joined stands at the method (`core/spread.py`). Where the workers are is the backend's
+business: `local.py` calls one in this process, `ray_group.py` sends messages to actors.
+
+Ranks that train a model together may have the same share of a batch (they divide its rows or its weights): `shares` says
+which share each rank has, so a split goes to data-parallel ranks and their peers get copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from burnish.controller.splitting import Divided, Division, join_parts, with_slots
+from burnish.core.batch import Batch
+from burnish.core.spread import Spread, mark_of, purpose_of
+from burnish.core.workers import WorkerLost
+
+LOOK_EVERY_S = 0.5
+"""How long a wait goes on before it looks for workers that have ended."""
+
+
+class Gone(Exception):
+    """There is no worker any more; the message says how that is known."""
+
+
+@dataclass
+class Traffic:
+    """What went to workers and came back."""
+
+    messages: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+    def take(self) -> Traffic:
+        """All since the last time."""
+        taken = Traffic(self.messages, self.bytes_out, self.bytes_in)
+        self.messages, self.bytes_out, self.bytes_in = 0, 0, 0
+        return taken
+
+
+@dataclass(eq=False)
+class Call:
+    """One method of one rank, asked for."""
+
+    rank: int
+    method: str
+    token: Any
+    """What the backend knows it by."""
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A call to be sent to one rank."""
+
+    rank: int
+    method: str
+    parcel: Any
+    """Its arguments, as the backend packed them; parts of batches go into the marked places (`splitting.Slot`)."""
+    lane: str
+    parts: Sequence[tuple[Divided, int]] = ()
+
+
+class Backend(Protocol):
+    """Where workers are and how they are reached."""
+
+    size: int
+    traffic: Traffic
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments, ready to be sent to any number of ranks."""
+
+    def send(self, orders: Sequence[Order]) -> list[Any]:
+        """Begin calls; what is returned stands for them, in their order."""
+
+    def wait(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The calls that have ended, well or badly: as soon as all have, or when the time is over. Those that ended badly first."""
+
+    def any_of(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The calls that have ended: as soon as one has (of very many: a few have), or when the time is over."""
+
+    def value(self, token: Any) -> Any:
+        """What a call that has ended gave. Raises a worker's `UserError`, `WorkerFailed` for any other error of its, and
+        `Gone` where there is no worker any more."""
+
+    def describe(self, rank: int) -> str:
+        """Which process a rank is, and the last lines it wrote."""
+
+    def silent(self, ranks: Sequence[int], what: str) -> str:
+        """What ranks that do not answer are doing, as far as it can be found out."""
+
+    def restart(self, rank: int) -> None:
+        """A new worker in a rank's place."""
+
+    def close(self) -> None:
+        """End all workers."""
+
+
+class Pending:
+    """A call on its way to the ranks of a group."""
+
+    def __init__(self, group: WorkerGroup, calls: list[Call], join: Callable[[list[Any]], Any]) -> None:
+        self._group, self._calls, self._join = group, calls, join
+
+    def result(self) -> Any:
+        """What the ranks gave, joined; waits for all, and raises the first error it sees of any."""
+        return self._join(self._group.gather(self._calls))
+
+
+class Method:
+    """A marked method of a group."""
+
+    def __init__(self, group: WorkerGroup, name: str, mark: Spread) -> None:
+        self._group, self._name, self._mark = group, name, mark
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pending = self.later(*args, **kwargs)
+        return None if self._mark.join == "nothing" else pending.result()
+
+    def later(self, *args: Any, **kwargs: Any) -> Pending:
+        """The same without waiting."""
+        return self._group.start(self._name, self._mark, args, kwargs)
+
+
+class WorkerGroup:
+    """See the module's docstring. `name` is what messages call it; every call must be answered in `deadline_s`."""
+
+    def __init__(
+        self, name: str, kind: type, backend: Backend, deadline_s: float, shares: Sequence[int] | None = None
+    ) -> None:
+        self.name, self.kind, self.backend, self.deadline_s = name, kind, backend, deadline_s
+        self.size = backend.size
+        self.shares = list(range(self.size)) if shares is None else list(shares)
+        self._lock = threading.Lock()  # a checkpoint is written from another thread
+        self._last: tuple[Batch, Divided] | None = None
+        self._unheard: list[Call] = []
+        """Calls whose results nobody waits for; their errors are raised by a later call."""
+
+    def __getattr__(self, name: str) -> Method:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Method(self, name, mark_of(self.kind, name))
+
+    # --- calls on the group ----------------------------------------------------------------------------------------------
+
+    def start(self, name: str, mark: Spread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+        """Begin a call on the ranks it is for."""
+        self._raise_unheard()
+        orders, division = self._orders(name, mark, args, kwargs)
+        calls = self._send(orders)
+        if mark.join == "nothing":
+            with self._lock:
+                self._unheard += calls
+            return Pending(self, calls, lambda results: None)
+        if mark.join == "list":
+            return Pending(self, calls, lambda results: results)
+        if division is None or mark.join == "first":
+            return Pending(self, calls, lambda results: results[0])
+        firsts = [self.shares.index(part) for part in range(division.num_parts)]
+        return Pending(self, calls, lambda results: join_parts([results[rank] for rank in firsts], division))
+
+    def _orders(
+        self, name: str, mark: Spread, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Order], Division | None]:
+        """What each rank is sent, and how the first batch among the arguments was divided."""
+        ranks = range(1 if mark.split == "first" else self.size)
+        if mark.split == "each":
+            values = [*args, *kwargs.values()]
+            if any(not isinstance(value, (list, tuple)) or len(value) != self.size for value in values):
+                raise ValueError(f"{self.name} has {self.size} ranks: every argument is a list with an entry for each")
+            own = [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in ranks]
+            return [Order(rank, name, self.backend.pack(*own[rank]), mark.lane) for rank in ranks], None
+        batches: list[Batch] = []
+        num_parts = max(self.shares) + 1
+        if mark.split == "sequences":
+            slotted = with_slots((args, kwargs), batches)
+            if not batches:
+                raise ValueError(f"no argument of this call of {self.name} is a batch that could be divided")
+            args, kwargs = slotted if num_parts > 1 else (args, kwargs)
+        parcel = self.backend.pack(args, kwargs)
+        if not batches or num_parts == 1:
+            return [Order(rank, name, parcel, mark.lane) for rank in ranks], None
+        divided = [self._divided(batch, num_parts) for batch in batches]
+        orders = [Order(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in divided]) for r in ranks]
+        return orders, divided[0].division
+
+    def _divided(self, batch: Batch, num_parts: int) -> Divided:
+        """The parts of a batch; of the one that was divided last they are known."""
+        if self._last is None or self._last[0] is not batch:
+            self._last = batch, Divided(batch, num_parts)
+        return self._last[1]
+
+    def gather(self, calls: Sequence[Call]) -> list[Any]:
+        """The results of calls, in their order; an error of any is raised as soon as it is seen."""
+        values: dict[int, Any] = {}
+        by_token = {id(call.token): (k, call) for k, call in enumerate(calls)}
+        while len(values) < len(calls):
+            left = [call for k, call in enumerate(calls) if k not in values]
+            for token in self.backend.wait([call.token for call in left], LOOK_EVERY_S):
+                k, call = by_token[id(token)]
+                values[k] = self._value(call)
+            self._check_deadline([call for k, call in enumerate(calls) if k not in values])
+        return [values[k] for k in range(len(calls))]
+
+    def _raise_unheard(self) -> None:
+        """The error of an earlier call that nobody waited for."""
+        with self._lock:
+            if not self._unheard:
+                return
+            ended = {id(token) for token in self.backend.wait([call.token for call in self._unheard], 0)}
+            done = [call for call in self._unheard if id(call.token) in ended]
+            self._unheard = [call for call in self._unheard if id(call.token) not in ended]
+        for call in done:
+            self._value(call)
+        self._check_deadline(self._unheard)
+
+    # --- calls on one rank (`core.workers.Workers`) ----------------------------------------------------------------------
+
+    def send(self, rank: int, method: str, *arguments: Any) -> Call:
+        """Call a method of one rank; its mark's lane is used, and nothing is divided or joined."""
+        return self.send_same([rank], method, *arguments)[0]
+
+    def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Call]:
+        """The same call to several ranks, packed once."""
+        parcel, lane = self.backend.pack(arguments, {}), mark_of(self.kind, method).lane
+        return self._send([Order(rank, method, parcel, lane) for rank in ranks])
+
+    def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Call]:
+        """A call to several ranks, each with arguments of its own."""
+        lane = mark_of(self.kind, method).lane
+        return self._send([Order(rank, method, self.backend.pack(own, {}), lane) for rank, own in arguments.items()])
+
+    def ready(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those that have ended, as soon as there is one, or when the time is over."""
+        ended = {id(token) for token in self.backend.any_of([call.token for call in handles], timeout_s)}
+        return [call for call in handles if id(call.token) in ended]
+
+    def result(self, handle: Any) -> Any:
+        """What a call gave; waits for it."""
+        return self.gather([handle])[0]
+
+    def restart(self, rank: int) -> None:
+        """A new worker in a lost one's place."""
+        with self._lock:
+            self._unheard = [call for call in self._unheard if call.rank != rank]
+        self.backend.restart(rank)
+
+    def close(self) -> None:
+        """End all workers."""
+        self.backend.close()
+
+    # --- one call --------------------------------------------------------------------------------------------------------
+
+    def _send(self, orders: Sequence[Order]) -> list[Call]:
+        tokens = self.backend.send(orders)
+        return [Call(order.rank, order.method, token) for order, token in zip(orders, tokens, strict=True)]
+
+    def _value(self, call: Call) -> Any:
+        try:
+            return self.backend.value(call.token)
+        except Gone as error:
+            raise self._lost(call.rank, call.method, error) from error
+
+    def _lost(self, rank: int, method: str, why: Gone) -> WorkerLost:
+        what = purpose_of(self.kind, method)
+        return WorkerLost(
+            f"{self.name} rank {rank} of {self.size} has ended in `{method}` ({what}): {why}\n{self.backend.describe(rank)}",
+            rank,
+        )
+
+    def _check_deadline(self, calls: Sequence[Call]) -> None:
+        late = next((call for call in calls if time.monotonic() - call.started > self.deadline_s), None)
+        if late is None:
+            return
+        method = late.method
+        ranks = [call.rank for call in calls if call.method == method]
+        doing = self.backend.silent(ranks, method)
+        raise WorkerLost(
+            f"{self.name} {_listed(ranks)} of {self.size} did not answer `{method}` ({purpose_of(self.kind, method)}) in "
+            f"{self.deadline_s:g} s, which is placement.timeout_s: {doing}",
+            ranks[0],
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    some = ", ".join(str(rank) for rank in ranks[:8])
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}{', ...' if len(ranks) > 8 else ''}"

@@ -1,0 +1,219 @@
+"""The memory plan of a configuration, on the machine that is here: what `training/planner.py` needs, read off the config.
+
+Lengths are the longest that the config allows; how long prompts really are is known only when they are read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.config.lora import Lora
+from burnish.config.parallel import Parallel
+from burnish.config.schema import Model, Sft, SftConfig, Source, TrainConfig
+from burnish.controller.roles import alphabet_of, find_directory
+from burnish.models.adapters import base_of, read_lora
+from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
+from burnish.models.ops.quantised import SCALE_BYTES
+from burnish.models.tokenizer import EOS, PAD
+from burnish.rollout.native.plan import cache_plan, token_bytes
+from burnish.training.plan_text import check, line_of, text_of
+from burnish.training.planner import CONTEXT, GIB, Plan, Setup, plan
+
+VLLM_CACHE = 4 * GIB
+"""Of vLLM in this process, unless the config says another size."""
+OWN_WEIGHTS = ("noise", "stale", "quantised", "never_loaded")
+"""Faults of a sampler that need a copy of the weights."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run needs and what there is."""
+
+    stages: dict[str, Plan]
+    """In the order in which they come."""
+    room: int | None
+    """Bytes of the device; None where it is not here."""
+    host_room: int | None
+    is_gpu: bool
+    reason: str | None = None
+    """Why there is no plan."""
+
+    def check(self) -> list[str]:
+        """What to tell the user; the error for what cannot fit. On a CPU nothing is refused: it has no limit but patience."""
+        if self.room is None or not self.is_gpu:
+            return []
+        found = [check(made, self.room, self.host_room) for made in self.stages.values()]
+        return [text for text in found if text is not None]
+
+    @property
+    def text(self) -> str:
+        """In full on a GPU, in a line on a CPU."""
+        if self.reason is not None:
+            return f"memory: not planned, {self.reason}"
+        if not self.is_gpu:
+            largest = max(self.stages.values(), key=lambda made: made.total)
+            return line_of(largest, self.room)
+        texts = [text_of(made, self.room) for made in self.stages.values()]
+        if len(texts) == 1:
+            return texts[0]
+        return "\n".join(f"{name}: {text}" for name, text in zip(self.stages, texts, strict=True))
+
+
+def planned(config: TrainConfig | SftConfig, base: Path | None) -> Planned:
+    """The plan of a run."""
+    is_gpu = config.model.device.startswith("cuda") or (config.model.device == "auto" and torch.cuda.is_available())
+    room, host_room = _room(config.model.device, is_gpu), _host_memory()
+    sources = config.sft.data if isinstance(config, SftConfig) else [*config.data.train, *config.data.validation]
+    found = _architecture(config.model, sources, config.seed, base)
+    if isinstance(found, str):
+        return Planned({}, room, host_room, is_gpu, found)
+    arch, lora = found
+    if isinstance(config, TrainConfig) and config.placement.name != "local":
+        return Planned(
+            {}, room, host_room, is_gpu, f"placement={config.placement.name} has the model on other processes"
+        )
+    if isinstance(config, SftConfig):
+        setup = _supervised(config.model, config.sft, arch, lora, is_gpu, "sft")
+        return Planned({"sft": plan(_divided(setup, config.parallel))}, room, host_room, is_gpu)
+    stages = {}
+    if config.warm_start is not None:
+        stages["warm start"] = plan(_supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start"))
+    stages["training"] = plan(_reinforced(config, arch, lora, is_gpu, room))
+    return Planned(stages, room, host_room, is_gpu)
+
+
+def _architecture(
+    model: Model, sources: list[Source], seed: int, base: Path | None
+) -> tuple[Architecture, Lora | None] | str:
+    """The shape of the policy and its adapters, or why it is not known."""
+    try:
+        if model.path is None and model.adapter is None:
+            return _new(model, sources, seed)
+        lora, path = model.lora, None if model.path is None else find_directory(model.path, base)
+        if model.adapter is not None:
+            adapter = find_directory(model.adapter, base)
+            lora, path = read_lora(adapter), path or base_of(adapter)
+        assert path is not None
+        config = read_config(path)
+        reason = why_not_native(config)
+        if reason is None and model.backend != "transformers":
+            return from_hf(config, str(path / "config.json")), lora
+    except UserError as error:  # whoever builds the policy says so too, and better
+        return str(error)
+    return f"the forward pass is transformers' own ({reason or 'model.backend=transformers'})"
+
+
+def _new(model: Model, sources: list[Source], seed: int) -> tuple[Architecture, None] | str:
+    plain = [source.model_copy(update={"options": {}}) for source in sources]  # the characters depend on no option
+    alphabet = alphabet_of(plain, seed)
+    if alphabet is None or model.new is None:
+        return "the characters of a new model's tokenizer are not known"
+    return from_nothing(model.new, len({PAD, EOS, *alphabet})), None
+
+
+def _supervised(model: Model, stage: Sft, arch: Architecture, lora: Lora | None, is_gpu: bool, section: str) -> Setup:
+    longest = min(stage.max_tokens, arch.max_positions)
+    return Setup(
+        arch,
+        model.dtype,
+        is_gpu,
+        stage.optimizer,
+        stage.token_budget,
+        longest,
+        stage.batch_size * longest,
+        activations=stage.activations,
+        lora=lora,
+        section=section,
+    )
+
+
+def _divided(setup: Setup, parallel: Parallel) -> Setup:
+    """The setup of one of the processes that a launcher started, if it did."""
+    replicate, shard, sequence, tensor = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
+    tokens = -(-setup.update_tokens // (replicate * shard))
+    return replace(setup, update_tokens=tokens, shards=shard * sequence * tensor, slices=sequence)
+
+
+def _reinforced(config: TrainConfig, arch: Architecture, lora: Lora | None, is_gpu: bool, room: int | None) -> Setup:
+    training, rollout, algorithm = config.training, config.rollout, config.algorithm
+    stages = rollout.all_stages()
+    written = max(stage.max_tokens for stage in stages) * config.environment.max_turns
+    prompt = min(config.data.max_prompt_tokens, arch.max_positions - 1)
+    longest = min(prompt + written, arch.max_positions)
+    samples = max(stage.n for stage in stages)
+    sequences = max(stage.n * stage.prompts for stage in stages)
+    setup = Setup(
+        arch,
+        config.model.dtype,
+        is_gpu,
+        training.optimizer,
+        training.token_budget,
+        longest,
+        -(-sequences // training.mini_batches) * longest,
+        activations=training.activations,
+        lora=lora,
+        spread=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
+        reference=_reference(config, lora),
+        full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
+        critic=None if algorithm.critic is None else algorithm.critic.optimizer,
+        engine_copy=_samples_here(config)
+        and (rollout.engine == "vllm" or (rollout.mismatch is not None and rollout.mismatch.name in OWN_WEIGHTS)),
+    )
+    return replace(setup, cache=_cache(config, setup, sequences, room))
+
+
+def _reference(config: TrainConfig, lora: Lora | None) -> str:
+    slot = config.algorithm.kl.reference
+    if slot.name == "none" or (slot.name == "iterate" and slot.every == 1):
+        return "none"
+    if slot.name == "frozen" and lora is not None and config.model.adapter is None:
+        return "off"
+    return "ema" if slot.name == "ema" else "copy"
+
+
+def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) -> int:
+    """Bytes of the engine's cache: what the config says, or what every row at its longest needs, at most a share of a GPU."""
+    arch, rollout = setup.arch, config.rollout
+    if not _samples_here(config):
+        return 0
+    size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
+    if rollout.engine == "vllm":
+        return size or VLLM_CACHE
+    each = (1, SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
+    token = token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
+    if not setup.on_gpu and size is None:
+        return min(rollout.max_rows, sequences) * setup.longest * token
+    held = [part.bytes for part in plan(setup).resident if part.name in ("weights", "reference", "engine's weights")]
+    free = None if room is None else max(0, room - CONTEXT - sum(held))
+    return cache_plan(
+        token_bytes=token, max_rows=rollout.max_rows, longest=setup.longest, free_bytes=free, cache_bytes=size
+    ).bytes
+
+
+def _samples_here(config: TrainConfig) -> bool:
+    """Whether the engine is in this process, and not a server's."""
+    rollout = config.rollout
+    return rollout.engine != "sglang" and not (rollout.vllm is not None and rollout.vllm.url is not None)
+
+
+def _room(device: str, is_gpu: bool) -> int | None:
+    """Bytes that a run may take of its device: all that nobody else has."""
+    if not is_gpu:
+        return _host_memory()
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(torch.device("cuda" if device == "auto" else device))
+    return int(min(total, free + CONTEXT))  # to ask is to make a context
+
+
+def _host_memory() -> int | None:
+    """Bytes of the machine, or of the container this runs in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdecimal() else total

@@ -1,0 +1,371 @@
+"""Workers as Ray actors (`ray_host.py`), each in its place of a placement group.
+
+A worker that ends is noticed by the next look at any call (half a second); the message has its last lines. Arguments are packed
+once however many ranks get them, and lie in the object store where they are large; parts of a batch are stored once, however many
+calls are given it. Groups of more than `RELAYS_FROM` ranks are spoken to through relays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from burnish.config.errors import UserError
+from burnish.config.placement import RayPlacement
+from burnish.controller.group import Gone, Order, Traffic
+from burnish.controller.placement import Layout, Seat, check, check_placement, lay_out, own_cores
+from burnish.controller.ray_host import Host, Message, Outcome, Relay, begin_call, end_process, outcome_of
+from burnish.controller.splitting import Divided
+from burnish.core.wire import Packed, decode, encode, num_bytes
+from burnish.core.workers import WorkerFailed
+
+STORED = 1 << 16
+"""Bytes from which arguments go through the object store."""
+PLACED_S = 60.0
+"""How long a cluster may take to give room that it has."""
+TAIL = 12
+"""Lines of a worker's output in a message about its end."""
+STACKS_S = 3.0
+RELAYS_FROM, FAN_OUT = 64, 32
+"""A group of more ranks than this is spoken to through relays, each of so many ranks."""
+
+
+class Cluster:
+    """Ray as the run found or started it, with room for a layout; use it in a `with` block."""
+
+    def __init__(self, placement: RayPlacement, on_gpu: bool | None = None) -> None:
+        self.placement = placement
+        joined = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        check_placement(placement)
+        self.is_own = _connect()
+        self._group: PlacementGroup | None = None
+        try:
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            self.on_gpu = any(node.get("GPU", 0) for node in nodes) if on_gpu is None else on_gpu
+            self.layout = lay_out(placement, self.on_gpu)
+            check(placement, self.layout, nodes, "the cluster" if joined else "this machine")
+            self._group = self._reserve(self.layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, layout: Layout) -> PlacementGroup:
+        group = placement_group([layout.bundle] * layout.num_bundles, strategy="PACK")
+        if not group.wait(PLACED_S):
+            free = ray.available_resources()
+            remove_placement_group(group)
+            names = " and ".join(f"{layout.total(what):g} {what}s" for what in layout.bundle)
+            there = " and ".join(f"{free.get(what, 0):g}" for what in layout.bundle)
+            raise UserError(
+                f"placement needs {names}, which the cluster has, but {there} are free after {PLACED_S:g} s: another run holds "
+                "the rest; wait for it, or lower placement.workers, engines or cpus"
+            )
+        return group
+
+    def host(self, seat: Seat) -> Any:
+        """A new actor in its place."""
+        assert self._group is not None
+        remote: Any = ray.remote  # its types do not know of lanes
+        actor = remote(concurrency_groups={"side": 1, "watch": 1})(Host)
+        return actor.options(
+            num_cpus=seat.resources["CPU"],
+            num_gpus=seat.resources.get("GPU", 0),
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
+        ).remote()
+
+    def close(self) -> None:
+        """Give the room back; Ray ends if it was started for this run."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self.is_own:
+            ray.shutdown()
+            self.is_own = False
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _connect() -> bool:
+    """Whether Ray was started here: not where the program or RAY_ADDRESS has named one."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if "RAY_ADDRESS" in os.environ:
+        try:
+            ray.init(**quiet)
+        except ConnectionError as error:
+            raise UserError(f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
+    else:
+        ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
+    return True
+
+
+class RayBackend:
+    """A group of workers of one class. `args` make each of them; with `together`, they can find each other (torch.distributed)."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        kind: type,
+        args: tuple[Any, ...],
+        logs: Path,
+        deadline_s: float,
+        together: bool = False,
+    ) -> None:
+        self.name, self.cluster, self.deadline_s = name, cluster, deadline_s
+        self.seats = cluster.layout.seats[name]
+        self.size, self.traffic = len(self.seats), Traffic()
+        self.logs = [(logs / f"{name}-{rank}.log").resolve() for rank in range(self.size)]
+        self._made = (kind, args)
+        self._environments: list[dict[str, str]] = [{} for _ in self.seats]
+        self._actors = [cluster.host(seat) for seat in self.seats]
+        self._processes: dict[int, tuple[int, str]] = {}
+        self._begun: dict[int, Any] = {}
+        self._relays: list[Any] = []
+        if together and self.size > 1:
+            address, port = self._first("where", self._actors[0].where.remote())
+            self._environments = [
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": "0",
+                    "WORLD_SIZE": str(self.size),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                }
+                for rank in range(self.size)
+            ]
+        for rank in range(self.size):
+            self._begin(rank)
+
+    def _begin(self, rank: int) -> None:
+        kind, args = self._made
+        environment, log = self._environments[rank], str(self.logs[rank])
+        self._begun[rank] = self._actors[rank].begin.remote(kind, args, environment, log, str(Path.cwd()))
+
+    def start(self) -> None:
+        """Wait until every worker is made; the first error of any is raised."""
+        until = time.monotonic() + self.deadline_s
+        while self._begun:
+            ready, _ = ray.wait(list(self._begun.values()), num_returns=len(self._begun), timeout=0.5)
+            for rank in [rank for rank, reference in self._begun.items() if reference in ready]:
+                self._processes[rank] = self.value(_Sent(rank, _Reply(self._begun.pop(rank), is_many=False), 0))
+            if self._begun and time.monotonic() > until:
+                raise UserError(
+                    f"{self.name}: ranks {sorted(self._begun)} of {self.size} were not ready in {self.deadline_s:g} s, which is "
+                    f"placement.timeout_s: {self.silent(sorted(self._begun), 'begin')}"
+                )
+        if self.size > RELAYS_FROM:
+            self._relays = [self._new_relay(first) for first in range(0, self.size, FAN_OUT)]
+
+    def _new_relay(self, first: int) -> Any:
+        """A relay on the machine of its first rank, which asks for no CPU: it does nothing but wait."""
+        hosts = dict(enumerate(self._actors[first : first + FAN_OUT], first))
+        relay = self.cluster.host(Seat(self.seats[first].bundle, {"CPU": 0.0}))
+        log = self.logs[0].parent / f"{self.name}-relay-{first}.log"
+        relay.begin.remote(Relay, (hosts,), {}, str(log), str(Path.cwd()))
+        return relay
+
+    def _first(self, what: str, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=self.deadline_s)
+        except GetTimeoutError as error:
+            raise UserError(f"{self.name} rank 0 was not ready in {self.deadline_s:g} s (asked for {what})") from error
+
+    # --- the Backend protocol --------------------------------------------------------------------------------------------
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Parcel:
+        packed = encode((args, kwargs))
+        return _Parcel(packed, num_bytes(packed))
+
+    def send(self, orders: Sequence[Order]) -> list[_Sent]:
+        sent: dict[int, _Sent] = {}
+        by_relay: dict[int, list[Order]] = {}
+        for order in orders:
+            if self._relays:
+                by_relay.setdefault(order.rank // FAN_OUT, []).append(order)
+            else:
+                parts = [self._kept(divided, share, divided.parts[share]) for divided, share in order.parts]
+                parcel = self._content(order.parcel)
+                reference = begin_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
+                self.traffic.messages += 1
+                sent[id(order)] = _Sent(order.rank, _Reply(reference, is_many=False), 0)
+        for relay, group in by_relay.items():
+            reply = self._forward(relay, group)
+            sent |= {id(order): _Sent(order.rank, reply, k) for k, order in enumerate(group)}
+        return [sent[id(order)] for order in orders]
+
+    def _forward(self, relay: int, orders: Sequence[Order]) -> _Reply:
+        """One message for all ranks of a relay that are called."""
+        first, ranks = orders[0], [order.rank for order in orders]
+        same = all(order.parcel is first.parcel for order in orders)
+        parcels = [self._content(order.parcel) for order in (orders[:1] if same else orders)]
+        bales = []
+        for j, (divided, _) in enumerate(first.parts):
+            parts = [divided.parts[order.parts[j][1]] for order in orders]
+            bales.append(self._kept(divided, tuple(ranks), parts))
+        message = Message(ranks, first.method, first.lane, parcels)
+        host = self._relays[relay]
+        self.traffic.messages += 1
+        return _Reply(
+            (host.forward_side if first.lane == "side" else host.forward).remote(message, *bales), is_many=True
+        )
+
+    def _content(self, parcel: _Parcel) -> Any:
+        """Arguments as they are sent: in the store where they are large, once."""
+        if parcel.stored is None and parcel.size > STORED:
+            parcel.stored = ray.put(parcel.content)
+            self.traffic.bytes_out += parcel.size
+        elif parcel.stored is None:
+            self.traffic.bytes_out += parcel.size
+        return parcel.content if parcel.stored is None else parcel.stored
+
+    def _kept(self, divided: Divided, key: Any, parts: Packed | list[Packed]) -> Any:
+        """Parts of a batch as they are sent: in the store where they are large, once."""
+        if key not in divided.stored:
+            size = num_bytes(parts)
+            self.traffic.bytes_out += size
+            divided.stored[key] = ray.put(parts) if size > STORED else parts
+        return divided.stored[key]
+
+    def wait(self, tokens: Sequence[_Sent], timeout_s: float) -> list[_Sent]:
+        return self._ended(tokens, 1.0, timeout_s)
+
+    def any_of(self, tokens: Sequence[_Sent], timeout_s: float) -> list[_Sent]:
+        # Each look costs time for every call that is looked at: of many, a sixteenth are waited for.
+        return self._ended(tokens, 1 / 16, timeout_s)
+
+    def _ended(self, tokens: Sequence[_Sent], share: float, timeout_s: float) -> list[_Sent]:
+        references = list(dict.fromkeys(token.reply.reference for token in tokens))
+        if not references:
+            return []
+        ready, _ = ray.wait(references, num_returns=max(1, int(share * len(references))), timeout=timeout_s)
+        found = set(ready)
+        ended = [token for token in tokens if token.reply.reference in found]
+        return sorted(ended, key=lambda token: not token.outcome.is_bad)  # those that ended badly first
+
+    def value(self, token: _Sent) -> Any:
+        found = token.outcome
+        if found.gone is not None:
+            raise Gone(found.gone)
+        if found.error is not None:
+            if found.is_users:
+                raise UserError(found.error)
+            raise WorkerFailed(f"{self.name} rank {token.rank} of {self.size} failed:\n{found.error}")
+        self.traffic.bytes_in += num_bytes(found.value)
+        return decode(found.value)
+
+    def describe(self, rank: int) -> str:
+        who = f"process {self._processes[rank][0]}" if rank in self._processes else "its process"
+        try:
+            lines = self.logs[rank].read_text(errors="replace").splitlines()[-TAIL:]
+        except OSError:
+            return f"{who} left no output at {self.logs[rank]}"
+        said = "\n".join(f"  {line}" for line in lines)
+        return (
+            f"{who} wrote to {self.logs[rank]} last:\n{said}" if lines else f"{who} wrote nothing to {self.logs[rank]}"
+        )
+
+    def silent(self, ranks: Sequence[int], what: str) -> str:
+        """The stacks of the ranks go to a file; one that cannot even tell them is stopped, or its machine is gone."""
+        asked = {rank: self._actors[rank].stacks.remote() for rank in ranks}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S)
+        texts, mute = [], []
+        for rank, reference in asked.items():
+            try:
+                texts.append(f"--- {self.name} rank {rank}\n{ray.get(reference) if reference in ready else ''}")
+            except RayError:
+                mute.append(rank)
+            else:
+                mute += [] if reference in ready else [rank]
+        path = self.logs[0].parent / f"stacks-{self.name}-{what}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
+        told = f"what they were doing is in {path}"
+        return told + (f"; ranks {mute} do not even tell that (stopped, swapped out, or gone)" if mute else "")
+
+    def restart(self, rank: int) -> None:
+        """The old process must be gone: Ray would wait for the CPUs it holds."""
+        self._look_for(rank)
+        ray.kill(self._actors[rank], no_restart=True)
+        if rank in self._processes:
+            pid, node = self._processes.pop(rank)
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there).remote(pid)
+        self._actors[rank] = self.cluster.host(self.seats[rank])
+        self._begin(rank)  # nobody waits for it: an error is raised by the first call
+        if self._relays:
+            self._relays[rank // FAN_OUT].call.remote("adopt", ((rank, self._actors[rank]), {}))
+
+    def _look_for(self, rank: int) -> None:
+        """Which process a rank is that was started again: known by now, unless it never came up."""
+        if rank in self._begun and ray.wait([self._begun[rank]], timeout=0)[0]:
+            with contextlib.suppress(RayError):
+                self._processes[rank] = ray.get(self._begun[rank])
+            del self._begun[rank]
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank, once it is there."""
+        self._look_for(rank)
+        return self._processes[rank][0]
+
+    def close(self) -> None:
+        for actor in [*self._actors, *self._relays]:
+            ray.kill(actor, no_restart=True)
+
+
+@dataclass
+class _Parcel:
+    """Arguments of a call."""
+
+    content: Any
+    size: int
+    stored: Any = None
+
+
+class _Reply:
+    """What comes back for one call, or for those that a relay passes on; read once."""
+
+    def __init__(self, reference: Any, is_many: bool) -> None:
+        self.reference, self.is_many = reference, is_many
+        self._outcomes: list[Outcome] | Outcome | None = None
+
+    def outcome(self, index: int) -> Outcome:
+        if self._outcomes is None:
+            found = outcome_of(self.reference)
+            # A relay that is gone takes everyone's answer with it.
+            self._outcomes = found.value if self.is_many and not found.is_bad else found
+        return self._outcomes[index] if isinstance(self._outcomes, list) else self._outcomes
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A call on its way."""
+
+    rank: int
+    reply: _Reply
+    index: int
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of a call that has ended."""
+        return self.reply.outcome(self.index)

@@ -1,0 +1,1 @@
+"""New weights from the trainer to engines in other processes: in buckets, versioned, verified after every transfer."""

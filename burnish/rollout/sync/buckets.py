@@ -1,0 +1,152 @@
+"""Named tensors in buckets of bytes: what a trainer publishes under a version, and how an engine takes it.
+
+A bucket is one flat array, since few large objects travel faster than many small ones. A tensor is never cut, so a bucket is
+as large as its largest tensor if need be. Every tensor's checksum goes along, made of the trainer's own bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.core.keys import MASK, fold
+from burnish.core.wire import to_tensor
+from burnish.rollout.sync.checksum import checksum
+from burnish.rollout.sync.delta import changes, split
+
+BUCKET_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a bucket, at bytes [start, stop)."""
+
+    name: str
+    dtype: torch.dtype
+    num_values: int
+    start: int
+    stop: int
+    is_delta: bool
+    checksum: int
+    """Of the whole tensor as it shall be."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together; `data` is their bytes, or whatever stands for them in a store."""
+
+    entries: tuple[Entry, ...]
+    data: Any
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The weights of a version; with a `base`, only what is new since that one."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
+    base: int | None = None
+    is_complete: bool = True
+    """Whether every parameter is in it: else only those that are trained."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for bucket in self.buckets for entry in bucket.entries]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.stop - entry.start for entry in self.entries)
+
+    @property
+    def checksums(self) -> dict[str, int]:
+        return {entry.name: entry.checksum for entry in self.entries}
+
+
+def digest(checksums: Mapping[str, int]) -> int:
+    """One number for the checksums of many tensors, whatever their order."""
+    return sum(fold(name, total) for name, total in checksums.items()) & MASK
+
+
+def raw_bytes(tensor: Tensor) -> np.ndarray:
+    """[bytes] of a tensor, in host memory; where it is contiguous there already, its own."""
+    raw: np.ndarray = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+@dataclass
+class Publisher:
+    """The trainer's side. With `keeps_base` it holds a copy of what it published last, and can publish what changed since."""
+
+    put: Callable[[np.ndarray], Any]
+    """Makes a bucket's bytes something that can be sent."""
+    keeps_base: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    _base: dict[str, np.ndarray] = field(default_factory=dict)
+    _version: int | None = None
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], as_delta: bool, complete: bool
+    ) -> Publication:
+        """The tensors as they are now; as a delta only if there is something it can be one to."""
+        base = self._version if as_delta and self.keeps_base else None
+        buckets: list[Bucket] = []
+        entries: list[Entry] = []
+        parts: list[np.ndarray] = []
+        size = 0
+        for name, tensor in tensors:
+            raw = raw_bytes(tensor)
+            delta = changes(self._base[name], raw, tensor.element_size()) if base is not None else None
+            sent = raw if delta is None else delta
+            if parts and size + sent.size > self.bucket_bytes:
+                buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
+                entries, parts, size = [], [], 0
+            total = checksum(tensor)
+            place = (tensor.numel(), size, size + sent.size)
+            entries.append(Entry(name, tensor.dtype, *place, delta is not None, total))
+            parts.append(sent)
+            size += sent.size
+            if self.keeps_base:
+                self._keep(name, raw)
+        if parts:
+            buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
+        self._version = version
+        return Publication(version, tuple(buckets), base, complete)
+
+    def _keep(self, name: str, raw: np.ndarray) -> None:
+        if name in self._base:
+            self._base[name][:] = raw
+        else:
+            self._base[name] = raw.copy()
+
+
+@torch.no_grad()
+def take(publication: Publication, parameters: Mapping[str, Tensor], get: Callable[[Any], np.ndarray]) -> None:
+    """The engine's side: write the weights into the parameters of their names, in place."""
+    for bucket in publication.buckets:
+        data = get(bucket.data)
+        for entry in bucket.entries:
+            _write(parameters[entry.name], entry, data[entry.start : entry.stop])
+
+
+def _write(parameter: Tensor, entry: Entry, raw: np.ndarray) -> None:
+    flat = parameter.data.view(-1)
+    if (parameter.dtype, parameter.numel()) != (entry.dtype, entry.num_values):
+        raise ValueError(
+            f"{entry.name} is {parameter.numel()} x {parameter.dtype} here and {entry.num_values} x {entry.dtype} at the trainer"
+        )
+    if not entry.is_delta:
+        flat.copy_(_values(raw, entry.dtype))
+        return
+    changed, values = split(raw, entry.num_values, parameter.element_size())
+    if values.size:
+        flat[torch.from_numpy(changed).to(flat.device)] = _values(values, entry.dtype).to(flat.device)
+
+
+def _values(raw: np.ndarray, dtype: torch.dtype) -> Tensor:
+    # A view of bytes as wider values must begin at a multiple of their size, which a part of a bucket may not.
+    return to_tensor(np.array(raw)).view(dtype)

@@ -1,0 +1,87 @@
+"""Several workers in this process, with all that a wire does to arguments and results: what a group sees of Ray, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.controller.group import Gone, Order, Traffic
+from burnish.controller.splitting import filled
+from burnish.core.wire import decode, encode, num_bytes
+
+
+@dataclass(eq=False)
+class Sent:
+    """A call and what came of it."""
+
+    rank: int
+    method: str
+    parcel: Any
+    lane: str
+    value: Any = None
+    error: Exception | None = None
+
+
+class HereBackend:
+    """Workers of `make(rank)`, called one after the other; those in `dead` are gone, those in `mute` never answer."""
+
+    def __init__(self, make: Callable[[int], Any], size: int) -> None:
+        self.make, self.workers = make, [make(rank) for rank in range(size)]
+        self.size, self.traffic = size, Traffic()
+        self.dead: set[int] = set()
+        self.mute: set[int] = set()
+        self.restarted: list[int] = []
+        self.sent: list[Sent] = []
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return encode((args, kwargs))
+
+    def send(self, orders: Sequence[Order]) -> list[Sent]:
+        return [self._send(order) for order in orders]
+
+    def _send(self, order: Order) -> Sent:
+        parts = [divided.parts[share] for divided, share in order.parts]
+        parcel = filled(order.parcel, parts)
+        self.traffic.messages += 1
+        self.traffic.bytes_out += num_bytes(parcel)
+        sent = Sent(order.rank, order.method, parcel, order.lane)
+        self.sent.append(sent)
+        if order.rank in self.dead:
+            sent.error = Gone("killed")
+        elif order.rank not in self.mute:
+            try:
+                args, kwargs = decode(parcel)
+                sent.value = encode(self.call(order.rank, order.method, args, kwargs))
+            except Exception as error:  # noqa: BLE001 (raised where the result is asked for)
+                sent.error = error
+        return sent
+
+    def call(self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(self.workers[rank], method)(*args, **kwargs)
+
+    def wait(self, tokens: Sequence[Sent], timeout_s: float) -> list[Sent]:
+        return [token for token in tokens if token.rank not in self.mute or token.value is not None]
+
+    any_of = wait
+
+    def value(self, token: Sent) -> Any:
+        if token.error is not None:
+            raise token.error
+        self.traffic.bytes_in += num_bytes(token.value)
+        return decode(token.value)
+
+    def describe(self, rank: int) -> str:
+        return f"last words of {rank}"
+
+    def silent(self, ranks: Sequence[int], what: str) -> str:
+        return f"{ranks} sleep in {what}"
+
+    def restart(self, rank: int) -> None:
+        self.dead.discard(rank)
+        self.mute.discard(rank)
+        self.workers[rank] = self.make(rank)
+        self.restarted.append(rank)
+
+    def close(self) -> None:
+        self.workers = []

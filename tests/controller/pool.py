@@ -1,0 +1,76 @@
+"""Processes of Ray that serve one run after another: a fresh one takes seconds to import torch, and tests have many runs.
+
+Everything else is the product's: actors, placement groups, messages, deaths.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+
+from burnish.controller.placement import Seat
+from burnish.controller.ray_group import Cluster, Host
+
+
+class Blank:
+    """What a process is between two runs: everything imported, nothing left of the last run."""
+
+    def __init__(self) -> None:
+        import torch.distributed.fsdp
+        import torch.distributed.tensor.parallel  # noqa: F401
+
+        import burnish.controller.workers  # noqa: F401
+        from burnish.training.parallel.join import leave
+
+        leave()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+class Pool:
+    """Hosts that wait for work, in an order that stays: torch keeps what it found out as one rank for its life, so a process
+    that was rank 1 may be that again, and never another."""
+
+    def __init__(self, size: int) -> None:
+        self.free = [(number, self._new()) for number in range(size)]
+
+    def _new(self) -> Any:
+        remote: Any = ray.remote
+        host = remote(concurrency_groups={"side": 1, "watch": 1})(Host).options(num_cpus=0).remote()
+        self.blank(host)
+        return host
+
+    def blank(self, host: Any) -> Any:
+        return host.begin.remote(Blank, (), {}, os.devnull, os.getcwd())
+
+    def take(self) -> tuple[int, Any]:
+        return self.free.pop(0) if self.free else (1000, self._new())
+
+    def give(self, number: int, host: Any) -> None:
+        try:
+            ray.get(self.blank(host), timeout=60)
+        except ray.exceptions.RayError:
+            host = self._new()  # it was killed
+        self.free = sorted([*self.free, (number, host)], key=lambda entry: entry[0])
+
+
+class PooledCluster(Cluster):
+    """Room is reserved as ever; the processes come from the pool and go back to it."""
+
+    pool: Pool
+
+    def __init__(self, *args: Any) -> None:
+        self.taken: list[tuple[int, Any]] = []
+        super().__init__(*args)
+
+    def host(self, seat: Seat) -> Any:
+        self.taken.append(self.pool.take())
+        return self.taken[-1][1]
+
+    def close(self) -> None:
+        super().close()
+        for number, host in self.taken:
+            self.pool.give(number, host)
+        self.taken = []

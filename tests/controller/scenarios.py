@@ -1,0 +1,255 @@
+"""The runs that the tests of Ray look at: `python -m tests.controller.scenarios <folder>`.
+
+One process, one Ray; each run in a folder of its own, and what else a test must know in `<folder>/facts.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from burnish.config.errors import UserError
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.controller import ray_group
+from burnish.controller.group import WorkerGroup
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+from burnish.rollout.remote import RemoteEngine
+from burnish.trainers.session import checked_run, execute
+from tests.controller.echo import Echo
+from tests.controller.pool import Pool, PooledCluster
+from tests.controller.toy import TOY
+
+CPUS = 4
+MIXED = [
+    "algorithm=ppo",
+    "algorithm.kl.reference=ema",
+    "algorithm.kl.loss.coef=0.1",
+    "algorithm.kl.loss.estimator=full",
+    "training.steps=3",
+]
+"""A critic, a reference that follows the policy, and one that is asked during the update."""
+Facts = dict[str, Any]
+fresh = ray_group.Cluster
+
+
+def run(folder: Path, name: str, *overrides: str) -> None:
+    (folder / "toy.yaml").write_text(TOY)
+    loaded = load(TrainConfig, folder / "toy.yaml", [*overrides, f"run.directory={folder}", f"run.name={name}"])
+    with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, directory):
+        assert execute(parts, directory)
+
+
+def placed(workers: int, engines: int, *more: str) -> list[str]:
+    return ["placement=ray", f"placement.workers={workers}", f"placement.engines={engines}", *more]
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def numbers(folder: Path, facts: Facts) -> None:
+    """The same recipe in one process, in two, in four, and divided in two ways."""
+    run(folder, "one")
+    run(folder, "two", *placed(2, 2, "placement.sync=delta"))
+    run(folder, "copies", *placed(2, 1, "parallel.replicate=2", "placement.layout=split", "training.steps=3"))
+    for name, where in (("one", []), ("two", placed(2, 2))):
+        run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
+        run(folder, f"{name}-mixed", *MIXED, *where)
+
+
+def own_processes(folder: Path, facts: Facts) -> None:
+    """Processes that nobody warmed up: what a user gets."""
+    ray_group.Cluster = fresh
+    try:
+        run(folder, "fresh", *placed(1, 1))
+    finally:
+        ray_group.Cluster = PooledCluster
+
+
+def killed_engine(folder: Path, facts: Facts) -> None:
+    """kill -9, and a stop for ever, of an engine that has just been given requests, in the middle of a run."""
+    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        victims: list[int] = []
+        with at_deal(3, number, victims):
+            run(folder, name, *placed(1, 2))
+        until = time.monotonic() + 10
+        while Path(f"/proc/{victims[0]}").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        facts[name] = {"victims": len(victims), "ended": not Path(f"/proc/{victims[0]}").exists()}
+
+
+def relayed(folder: Path, facts: Facts) -> None:
+    """Messages by way of relays, as in large groups; an engine is killed meanwhile."""
+    usual = ray_group.RELAYS_FROM, ray_group.FAN_OUT
+    ray_group.RELAYS_FROM, ray_group.FAN_OUT = 1, 2
+    victims: list[int] = []
+    try:
+        with at_deal(3, signal.SIGKILL, victims):
+            run(folder, "relayed", *placed(2, 3))
+    finally:
+        ray_group.RELAYS_FROM, ray_group.FAN_OUT = usual
+    facts["relayed"] = sorted(path.name for path in (folder / "relayed" / "workers").glob("*relay*"))
+
+
+@contextmanager
+def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None]:
+    """A signal to the second engine's process, right after it was given requests for the n-th time."""
+    original, count = RemoteEngine._deal, 0
+
+    def deal(engine: RemoteEngine, requests: Any) -> None:
+        nonlocal count
+        original(engine, requests)
+        count += 1
+        if count == n:
+            assert engine.members[1].running
+            engine.deadline_s = 3.0
+            victims.append(engine.workers.backend.pid(1))  # type: ignore[attr-defined]
+            os.kill(victims[0], number)
+
+    RemoteEngine._deal = deal  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RemoteEngine._deal = original  # type: ignore[method-assign]
+
+
+def killed_trainer(folder: Path, facts: Facts) -> None:
+    """A rank that trains is killed: the run says so at once, and goes on from its checkpoint, here in one process."""
+    name, started = "resumed", 0.0
+
+    def kill(engine: RemoteEngine) -> None:
+        nonlocal started
+        if engine.version == 6:
+            started = time.monotonic()
+            os.kill(actor_pid(), signal.SIGKILL)
+
+    original = RemoteEngine.load
+    backends: list[Any] = []
+    begin = ray_group.RayBackend.start
+
+    def starting(backend: Any) -> None:
+        backends.append(backend)
+        begin(backend)
+
+    def actor_pid() -> int:
+        return int(next(b for b in backends if b.name == "actor").pid(1))
+
+    def load(engine: RemoteEngine, version: int, named_tensors: Any) -> None:
+        original(engine, version, named_tensors)
+        kill(engine)
+
+    ray_group.RayBackend.start = starting  # type: ignore[method-assign]
+    RemoteEngine.load = load  # type: ignore[method-assign]
+    try:
+        run(folder, name, *placed(2, 1))
+    except UserError as error:
+        facts["killed trainer"] = {"said": str(error), "seconds": time.monotonic() - started}
+    finally:
+        RemoteEngine.load = original  # type: ignore[method-assign]
+        ray_group.RayBackend.start = begin  # type: ignore[method-assign]
+    run(folder, name)
+
+
+def refused(folder: Path, facts: Facts) -> None:
+    """Placements that this cluster of four CPUs cannot have."""
+    facts["refused"] = {}
+    for key, overrides in {
+        "too many": placed(2, 3, "placement.layout=split"),
+        "too large": placed(1, 1, "placement.cpus=5"),
+    }.items():
+        try:
+            run(folder, "refused", *overrides)
+        except UserError as error:
+            facts["refused"][key] = str(error)
+    facts["refused"]["left behind"] = (folder / "refused").exists()
+
+
+def taken(folder: Path, facts: Facts) -> None:
+    """Room that the cluster has, and somebody else holds."""
+    group = ray.util.placement_group([{"CPU": 3}])
+    assert group.wait(10)
+    waits, ray_group.PLACED_S = ray_group.PLACED_S, 0.5
+    try:
+        run(folder, "taken", *placed(2, 2))
+    except UserError as error:
+        facts["taken"] = str(error)
+    finally:
+        ray_group.PLACED_S = waits
+        ray.util.remove_placement_group(group)
+
+
+def actors(folder: Path, facts: Facts) -> None:
+    """A group of actors by itself: marks, errors and bytes over the real wire."""
+    from burnish.config.placement import RayPlacement
+
+    with PooledCluster(RayPlacement(workers=2, engines=1), False) as cluster:
+        backend = ray_group.RayBackend(cluster, "actor", Echo, (3,), folder / "echo", 30, together=True)
+        backend.start()
+        group = WorkerGroup("actor", Echo, backend, 30)
+        batch = Batch(torch.arange(40_000), offsets_from_lengths(torch.full((400,), 100)))
+        found = group.twice(batch)
+        facts["actors"] = seen = {
+            "ranks": group.who(),
+            "doubled": bool(torch.equal(found, batch.tokens * 2)),
+            "out": backend.traffic.bytes_out,
+            "in": backend.traffic.bytes_in,
+        }
+        for what in ("user", "bug"):
+            try:
+                group.fail(what)
+            except (UserError, RuntimeError) as error:
+                seen[what] = [type(error).__name__, str(error)]
+        group.deadline_s = 1.0
+        try:
+            group.wait_for(2.5)
+        except UserError as error:
+            seen["late"] = [type(error).__name__, str(error)]
+        group.deadline_s = 30.0
+        seen["stacks"] = (folder / "echo" / "stacks-actor-wait_for.txt").read_text()
+        pending = group.wait_for.later(3)
+        time.sleep(0.5)
+        os.kill(backend.pid(0), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            pending.result()
+        except UserError as error:
+            seen["lost"] = [type(error).__name__, str(error), time.monotonic() - started]
+
+
+SCENARIOS = (numbers, killed_engine, relayed, killed_trainer, refused, taken, actors, own_processes)
+
+
+def main(folder: Path) -> int:
+    torch.set_num_threads(1)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    PooledCluster.pool = Pool(4)
+    ray_group.Cluster = PooledCluster
+    facts: Facts = {"times": {}}
+    for scenario in SCENARIOS:
+        started = time.monotonic()
+        try:
+            scenario(folder, facts)
+        except BaseException:  # noqa: BLE001 (told to the tests)
+            (folder / "error.txt").write_text(f"{scenario.__name__}\n{traceback.format_exc()}")
+            return 1
+        facts["times"][scenario.__name__] = time.monotonic() - started
+    (folder / "facts.json").write_text(json.dumps(facts))
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

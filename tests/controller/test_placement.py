@@ -1,0 +1,144 @@
+"""Who sits where, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.cli.main import main
+from burnish.config.errors import UserError
+from burnish.config.explain import plan_text
+from burnish.config.load import load
+from burnish.config.placement import LocalPlacement, RayPlacement
+from burnish.config.schema import TrainConfig
+from burnish.controller import placement
+from burnish.controller.placement import ACTOR, ROLLOUT, check, check_placement, lay_out
+from burnish.controller.start import open_cluster
+from burnish.controller.workers import RolloutWorker, TrainingWorker
+from tests.controller.toy import TOY, config_of
+
+BASIC = ["model.new.num_layers=1", "data.train.task=sort_digits"]
+
+
+def bundles(layout: str, workers: int, engines: int, on_gpu: bool = False) -> tuple[int, list[int], list[int]]:
+    made = lay_out(RayPlacement(workers=workers, engines=engines, layout=layout), on_gpu)
+    return made.num_bundles, *([seat.bundle for seat in made.seats[group]] for group in (ACTOR, ROLLOUT))
+
+
+def test_colocated_processes_share_bundles_and_split_ones_do_not() -> None:
+    assert bundles("colocated", 2, 2) == (2, [0, 1], [0, 1])
+    assert bundles("colocated", 1, 3) == (3, [0], [0, 1, 2])
+    assert bundles("split", 1, 3) == (4, [0], [1, 2, 3])
+
+
+def test_who_shares_a_bundle_asks_for_his_part_of_it() -> None:
+    made = lay_out(RayPlacement(workers=1, engines=2, cpus=4), on_gpu=True)
+    assert made.bundle == {"CPU": 4, "GPU": 1}
+    assert [seat.resources for seat in made.seats[ACTOR]] == [{"CPU": 2, "GPU": 0.5}]
+    assert [seat.resources for seat in made.seats[ROLLOUT]] == [{"CPU": 2, "GPU": 0.5}, {"CPU": 4, "GPU": 1}]
+    for k in range(2):
+        assert sum(s.resources["CPU"] for seats in made.seats.values() for s in seats if s.bundle == k) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "nodes", "words"),
+    [
+        (
+            {"engines": 2, "layout": "split"},
+            False,
+            [{"CPU": 2}],
+            r"needs 3 CPUs \(1 worker and 2 engines, split, 1 CPU each\), it has 2",
+        ),
+        ({"workers": 2}, True, [{"CPU": 8, "GPU": 1}], r"needs 2 GPUs .*it has 1"),
+        (
+            {"workers": 2, "cpus": 3},
+            False,
+            [{"CPU": 4}, {"CPU": 2}],
+            r"needs 2 places of 3 CPU, each on one machine, and it has 1 such places",
+        ),
+        ({}, True, [{"CPU": 4}, {"GPU": 1}], r"needs 1 places of 1 CPU and 1 GPU, each on one machine, and it has 0"),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_the_numbers(options: dict, on_gpu: bool, nodes: list, words: str) -> None:
+    wanted = RayPlacement(**options)
+    with pytest.raises(UserError, match=words):
+        check(wanted, lay_out(wanted, on_gpu), nodes, "it")
+
+
+def test_a_possible_layout_is_not_refused() -> None:
+    wanted = RayPlacement(workers=2, engines=3, cpus=2)
+    check(wanted, lay_out(wanted, False), [{"CPU": 3}, {"CPU": 5}], "it")
+
+
+def test_a_run_that_cannot_be_placed_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(placement, "own_cores", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "toy.yaml").write_text(TOY)
+    command = ["train", str(tmp_path / "toy.yaml"), "placement=ray", "placement.engines=2", "placement.layout=split"]
+    for more in ([], ["--dry-run"]):
+        assert main([*command, f"run.directory={tmp_path}", "run.name=never", *more]) == 2
+        assert "needs 3 CPUs (1 worker and 2 engines, split, 1 CPU each), this machine has 2" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "burnish.controller.ray_group", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'burnish\[ray\]'"), open_cluster(config_of(tmp_path)):
+        pass
+
+
+def test_one_process_needs_no_cluster() -> None:
+    config = load(TrainConfig, None, BASIC).config
+    assert isinstance(config.placement, LocalPlacement)
+    check_placement(config.placement)
+    with open_cluster(config) as cluster:
+        assert cluster is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["placement.workers=2"], "placement.workers: local has no option 'workers'; it belongs to placement ray"),
+        (["parallel.replicate=2"], "parallel has no effect with placement=local"),
+        (["placement=ray", "placement.workers=3", "parallel.replicate=2"], "placement.workers=3: parallel: .* does not make 3 processes"),
+        (["placement=ray", "placement.workers=2", "parallel.tensor=2", "training.optimizer.name=muon"], "order of rows that muon needs"),
+        (["placement=ray", "rollout.mismatch=stale"], "rollout.mismatch needs placement=local"),
+        (["placement=ray", "rollout.exact=true"], "rollout.exact needs placement=local"),
+        (["placement=ray", "model.device=cuda:1"], "Ray gives each process its GPU"),
+        (["placement=ray", "placement.workers=2", "training.compile=true"], "training.compile needs placement.workers=1"),
+        (["placement=ray", "placement.layout=spilt"], "did you mean 'split'"),
+    ],
+)  # fmt: skip
+def test_what_would_have_no_effect_or_cannot_be_done_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load(TrainConfig, None, [*BASIC, *overrides])
+
+
+def test_adapters_are_trained_by_one_worker() -> None:
+    some = ["model.path=somewhere", "model.lora={}", "data.train.task=sort_digits", "placement=ray"]
+    load(TrainConfig, None, some)
+    with pytest.raises(UserError, match="cannot divide a model with adapters"):
+        load(TrainConfig, None, [*some, "placement.workers=2"])
+
+
+def test_the_plan_of_a_dry_run_names_the_processes() -> None:
+    config = load(TrainConfig, None, [*BASIC, "placement=ray", "placement.engines=2"]).config
+    assert "processes         1 worker and 2 engines, colocated, 1 CPU each" in plan_text(config)
+    assert "processes" not in plan_text(load(TrainConfig, None, BASIC).config)
+
+
+def test_a_process_computes_with_as_many_threads_as_it_has_cpus(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        for kind, more in ((TrainingWorker, (None,)), (RolloutWorker, ())):
+            kind(config_of(tmp_path, "placement.cpus=2"), tmp_path, *more)
+            assert torch.get_num_threads() == 2
+            torch.set_num_threads(1)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,314 @@
+"""Many engines as one: the same samples as one engine's, nothing lost and nothing twice when one ends, no weights unverified."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.config.errors import UserError
+from burnish.core.engine import SamplingOptions
+from burnish.core.workers import WorkerLost
+from burnish.rollout import remote
+from burnish.rollout.messages import pack_completions, pack_requests, unpack_completions, unpack_requests
+from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.sync.buckets import Publication, Publisher
+from burnish.rollout.sync.verify import SyncError
+from tests.controller.here import HereBackend
+from tests.controller.toy import OPTIONS, learn, parts_of, requests, run, told
+
+
+def test_many_engines_give_what_one_gives(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, engines=3)
+    asked = requests(7, 3)
+    assert run(parts.engine, asked) == run(parts.local, asked)
+    learn(parts.trainer)
+    parts.engine.load(4, ())
+    local = parts.local
+    local.load(4, ())
+    found = run(parts.engine, asked)
+    assert found == run(local, asked)
+    assert {version for _, _, version in found.values()} == {4}
+
+
+def test_samples_of_a_prompt_stay_together_and_work_is_dealt_evenly(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, engines=3)
+    asked = requests(9, 4)
+    parts.engine.submit(asked)
+    homes = [{request.tokens for request in member.running.values()} for member in parts.engine.members]
+    assert [len(home) for home in homes] == [3, 3, 3]
+    assert not homes[0] & homes[1]
+    assert len({member.work for member in parts.engine.members}) == 1
+    assert len(list(parts.engine.stream())) == 36
+    assert [member.work for member in parts.engine.members] == [0, 0, 0]
+
+
+def test_requests_may_be_submitted_while_others_run(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    parts.engine.submit(requests(3))
+    found, more = {}, requests(3, first=3)
+    for completion in parts.engine.stream():
+        found[completion.id] = told(completion)
+        if more:
+            parts.engine.submit(more)
+            more = []
+    assert found == run(parts.local, requests(6))
+
+
+def test_a_request_that_can_never_run_is_refused_at_once(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    with pytest.raises(UserError, match="made for 32 positions"):
+        parts.engine.submit(requests(1, sampling=SamplingOptions(max_tokens=100)))
+    parts.engine.submit(requests(1))
+    with pytest.raises(ValueError, match="already running"):
+        parts.engine.submit(requests(1))
+
+
+def test_an_interrupted_stream_goes_on_later(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    parts.engine.submit(requests(4))
+    parts.engine.interrupt()
+    assert not list(parts.engine.stream())
+    assert {c.id: told(c) for c in parts.engine.stream()} == run(parts.local, requests(4))
+
+
+def test_aborted_requests_are_gone_or_handed_over(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    parts.engine.submit(requests(4))
+    kept = parts.engine.abort(["0.0", "1.1"], keep=True)
+    rest = {c.id for c in parts.engine.stream()}
+    # One that had finished is handed over by the stream instead.
+    assert {c.id for c in kept} | rest == {request.id for request in requests(4)}
+    assert not {c.id for c in kept} & rest
+    assert parts.engine.num_unfinished == 0
+    with pytest.raises(KeyError, match="not running"):
+        parts.engine.abort(["0.0"], keep=False)
+
+
+def test_sleep_needs_no_word_to_an_engine_that_sleeps(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    run(parts.engine, requests(2))
+    parts.engine.sleep()
+    parts.engine.sleep()
+    assert Counter(call.method for call in parts.backend.sent)["sleep"] == 2
+    assert run(parts.engine, requests(2)) == run(parts.local, requests(2))
+
+
+# --- engines that end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engines", "how"), [(1, "dead"), (2, "dead"), (2, "mute")])
+def test_an_engine_that_ends_is_started_again_and_nothing_is_lost_or_twice(
+    tmp_path: Path, engines: int, how: str
+) -> None:
+    parts = parts_of(tmp_path, engines=engines)
+    parts.engine.deadline_s = 0.3
+    asked = requests(6, 3)
+    expected = run(parts.local, asked)
+    parts.engine.submit(asked)
+    getattr(parts.backend, how).add(engines - 1)
+    found = [(c.id, told(c)) for c in parts.engine.stream()]
+    assert len(found) == len(asked)
+    assert dict(found) == expected
+    assert parts.backend.restarted == [engines - 1]
+    assert parts.counted["controller/restarts"] == 1
+    assert f"engine {engines - 1} is started again, and its" in parts.notes[0]
+    learn(parts.trainer)
+    parts.engine.load(1, ())  # the new one gets all weights
+    local = parts.local
+    local.load(1, ())
+    assert run(parts.engine, asked) == run(local, asked)
+
+
+def test_an_engine_that_ends_while_it_takes_weights_is_sent_them_again(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, "placement.sync=delta")
+    run(parts.engine, requests(2))
+    parts.backend.dead.add(0)
+    learn(parts.trainer)
+    parts.engine.load(1, ())
+    assert parts.backend.restarted == [0]
+    assert [member.has_weights for member in parts.engine.members] == [True, True]
+    assert {version for _, _, version in run(parts.engine, requests(4)).values()} == {1}
+
+
+def test_an_engine_that_always_ends_stops_the_run(tmp_path: Path) -> None:
+    class Doomed(HereBackend):
+        def restart(self, rank: int) -> None:
+            super().restart(rank)
+            self.dead.add(rank)
+
+    parts = parts_of(tmp_path, engines=1, backend=Doomed)
+    parts.engine.submit(requests(2))
+    parts.backend.dead.add(0)
+    with pytest.raises(WorkerLost, match=r"rollout rank 0 of 1 has ended in `take`"):
+        list(parts.engine.stream())
+    assert len(parts.backend.restarted) == remote.MAX_RESTARTS
+
+
+# --- weights -------------------------------------------------------------------------------------------------------------
+
+
+class Faulty(HereBackend):
+    """Does something to the weights on their way to engine 1, from the second version on."""
+
+    def fault(self, publication: Publication, worker: Any) -> Any:
+        raise NotImplementedError
+
+    def call(self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if method == "take" and rank == 1 and args[0].version > 0:
+            return self.fault(args[0], self.workers[rank])
+        return super().call(rank, method, args, kwargs)
+
+
+class OneBucketMissing(Faulty):
+    def fault(self, publication: Publication, worker: Any) -> Any:
+        return worker.take(replace(publication, buckets=publication.buckets[:1] + publication.buckets[2:]))
+
+
+class OneVersionMissing(Faulty):
+    def fault(self, publication: Publication, worker: Any) -> Any:
+        old = Publication(publication.version - 1, (), None, True)
+        return worker.take(old)
+
+
+class OneBitWrong(Faulty):
+    def fault(self, publication: Publication, worker: Any) -> Any:
+        bucket = publication.buckets[-1]
+        data = np.array(bucket.data)
+        data[-1] ^= 1
+        return worker.take(replace(publication, buckets=(*publication.buckets[:-1], replace(bucket, data=data))))
+
+
+class OtherWeightsInUse(Faulty):
+    """The parameters are right, and the engine samples with a copy that is not."""
+
+    def fault(self, publication: Publication, worker: Any) -> Any:
+        stale = copy.deepcopy(worker.policy.module)
+        worker.thread.engine.model = stale
+        return worker.take(publication)
+
+
+def synced(folder: Path, backend: type[HereBackend], *overrides: str) -> None:
+    parts = parts_of(folder, *overrides, backend=backend)
+    parts.trainer._publisher = Publisher(parts.trainer.store.put, parts.trainer._delta, bucket_bytes=1 << 11)
+    run(parts.engine, requests(2))
+    learn(parts.trainer)
+    parts.engine.load(1, ())
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (OneBucketMissing, r"engine 1, version 1: tensor layers\.0\.qkv\.weight is not what the trainer has \(1 of"),
+        (OneVersionMissing, "engine 1 has version 0 of the weights, and 1 was published"),
+        (OneBitWrong, r"engine 1, version 1: tensor head\.weight is not what the trainer has \(1 of"),
+        (
+            OtherWeightsInUse,
+            "engine 1, version 1: token [12] of the probe has log-prob .* though all tensors are the same",
+        ),
+    ],
+)
+@pytest.mark.parametrize("sync", ["full", "delta"])
+def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path, backend: type[Faulty], words: str, sync: str) -> None:
+    with pytest.raises(SyncError, match=words):
+        synced(tmp_path, backend, f"placement.sync={sync}")
+
+
+def test_an_engine_that_was_left_out_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(tmp_path, engines=3)
+    run(parts.engine, requests(2))
+    send = parts.engine.workers.send_same
+
+    def forgetful(ranks: Sequence[int], method: str, *arguments: Any) -> Any:
+        return send([rank for rank in ranks if rank != 2], method, *arguments)
+
+    monkeypatch.setattr(parts.engine.workers, "send_same", forgetful)
+    learn(parts.trainer)
+    with pytest.raises(SyncError, match="engine 2 was not sent version 1 of the weights"):
+        parts.engine.load(1, ())
+
+
+def test_a_change_to_another_version_than_the_engine_has_is_refused(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, "placement.sync=delta", engines=1)
+    run(parts.engine, requests(1))
+    parts.trainer.publish(1, False)  # nobody takes it
+    learn(parts.trainer)
+    with pytest.raises(RuntimeError, match="changed since version 1 is of no use to an engine with version 0"):
+        parts.engine.load(2, ())
+
+
+def test_nothing_is_loaded_under_running_requests(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    parts.engine.submit(requests(2))
+    with pytest.raises(RuntimeError, match="new weights while 4 requests run"):
+        parts.engine.load(1, ())
+    list(parts.engine.stream())
+    with pytest.raises(ValueError, match="from the trainer, not from here"):
+        parts.engine.load(1, [("head.weight", torch.zeros(1))])
+
+
+def test_a_delta_sends_less_and_leaves_the_same_bits(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, "placement.sync=delta")
+    run(parts.engine, requests(2))
+    everything = parts.counted.pop("controller/sync_bytes")
+    with torch.no_grad():
+        parts.trainer.policy.module.norm.weight[3] += 1e-9
+    parts.engine.load(1, ())
+    changed = parts.counted["controller/sync_bytes"]
+    values = sum(p.numel() for p in parts.trainer.policy.module.parameters())
+    assert everything == 8 * values
+    assert values / 8 <= changed < values / 8 + 40
+    for worker in parts.backend.workers:
+        theirs = dict(worker.policy.module.named_parameters())
+        assert all(torch.equal(theirs[name], mine) for name, mine in parts.trainer.policy.module.named_parameters())
+
+
+# --- messages ------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_and_completions_travel_as_they_are(tmp_path: Path) -> None:
+    asked = requests(3) + requests(1, sampling=replace(OPTIONS, raw_logprobs=True, top_k=3), first=9)
+    asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2)
+    assert unpack_requests(pack_requests(asked)) == asked
+    assert unpack_requests(pack_requests([])) == []
+    parts = parts_of(tmp_path)
+    engine = parts.local
+    assert isinstance(engine, NativeEngine)
+    engine.submit([replace(request, generated=0) for request in asked])
+    done = list(engine.stream())
+    back = unpack_completions(pack_completions(done))
+    for one, other in zip(done, back, strict=True):
+        assert (one.id, one.finish, one.version) == (other.id, other.finish, other.version)
+        for name in ("tokens", "logp", "raw_logp"):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert (mine is None) == (theirs is None)
+            assert mine is None or (mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist())
+    assert unpack_completions(pack_completions([])) == []
+
+
+def test_an_engine_that_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, engines=1)
+    run(parts.engine, requests(1))
+    worker = parts.backend.workers[0]
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no more tokens")
+
+    worker.thread.engine._decode_step = broken
+    parts.engine.submit(requests(2))
+    with pytest.raises(RuntimeError, match="no more tokens"):
+        list(parts.engine.stream())
+    with pytest.raises(RuntimeError, match="no more tokens"):
+        worker.sleep()
+    until = time.monotonic() + 5
+    while worker.thread._thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not worker.thread._thread.is_alive()

@@ -1,0 +1,81 @@
+"""Rates, shares of a peak, the split of time and memory: the arithmetic, and that a run logs all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.rollout.scored import Scored
+from burnish.run.display import summarise
+from burnish.run.metrics import MEASURED, read
+from burnish.trainers.performance import rate_values, rollout_rate, time_values
+from burnish.training.memory_use import memory_values
+from burnish.training.meter import Reading
+from tests.trainers.tiny import TINY, run_of
+
+READING = Reading(
+    {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "communication": 0.25, "other": 0.25},
+    8000,
+    4 * 10**12,
+    6 * 10**12,
+)
+
+
+def test_the_split_of_the_learning_phase_adds_up() -> None:
+    values = time_values(READING, 5.0)
+    assert values["time/learn_s"] == 5.0
+    assert values["time/other_s"] == 1.25  # the learner's own, and what lies between its calls
+    assert sum(value for name, value in values.items() if name != "time/learn_s") == 5.0
+
+
+def test_rates_are_over_the_learners_own_time() -> None:
+    values = rate_values(READING, 10e12)
+    assert values["performance/learn_tokens_per_s"] == 2000
+    assert values["performance/tflops_per_s"] == pytest.approx(1.5)
+    assert values["performance/mfu"] == pytest.approx(0.1)
+    assert values["performance/hfu"] == pytest.approx(0.15)
+    assert summarise(values) == {"mfu": pytest.approx(0.1)}
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert rate_values(READING, None).keys() == {"performance/learn_tokens_per_s", "performance/tflops_per_s"}
+    unknown = Reading(READING.seconds, 8000, None, None)
+    assert rate_values(unknown, 10e12).keys() == {"performance/learn_tokens_per_s"}
+    assert rate_values(Reading(), 10e12) == {}
+    assert rollout_rate(Scored([], [], 0.0, 0.0)) == {}
+
+
+def test_memory_of_a_process_is_its_resident_size() -> None:
+    before = memory_values(torch.device("cpu"))
+    block = torch.ones(2**26, dtype=torch.uint8)
+    after = memory_values(torch.device("cpu"))
+    grown = after["memory/current_gib"] - before["memory/current_gib"]
+    assert 2**-4 * 0.9 < grown < 2**-4 * 2
+    assert after["memory/peak_gib"] >= after["memory/current_gib"] * 0.99
+    assert block.numel() == 2**26
+
+
+def test_a_run_logs_all_of_it_for_policy_and_critic(tmp_path: Path) -> None:
+    overrides = [
+        "training.steps=2",
+        "training.grad_norms=true",
+        "algorithm.advantage=gae",
+        "algorithm.critic.warmup_steps=1",
+    ]
+    rows = read(run_of(tmp_path, TINY, overrides) / "metrics.jsonl")[-2:]
+    for row in rows:
+        parts = [row[f"time/{part}_s"] for part in ("forward", "backward", "optimizer", "communication", "other")]
+        assert sum(parts) == pytest.approx(row["time/learn_s"])
+        assert row["time/learn_s"] < row["time/step_s"]
+        assert row["performance/learn_tokens_per_s"] > 0
+        assert row["performance/rollout_tokens_per_s"] > 0
+        assert row["performance/tflops_per_s"] > 0
+        assert "performance/mfu" not in row  # nobody knows a CPU's peak
+        assert row["memory/peak_gib"] > 0
+        assert row["memory/current_gib"] > 0
+    blocks = {name for name in rows[-1] if "/grad_norm_" in name}
+    assert blocks == {f"actor/grad_norm_{block}" for block in ("embedding", "layer_00", "head", "rest")}
+    here = set(MEASURED) - {"controller/"}  # which one process has none of
+    assert {name.split("/")[0] + "/" for name in rows[-1] if name.startswith(MEASURED)} == here
