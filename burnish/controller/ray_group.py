@@ -25,7 +25,7 @@ from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
 from burnish.controller.group import Gone, Order, Traffic
 from burnish.controller.placement import Layout, Seat, check, check_placement, lay_out, own_cores
-from burnish.controller.ray_host import Host, Message, Outcome, Relay, begin_call, end_process, outcome_of
+from burnish.controller.ray_host import LANES, Host, Message, Outcome, Relay, begin_call, end_process, outcome_of
 from burnish.controller.splitting import Divided
 from burnish.core.wire import Packed, decode, encode, num_bytes
 from burnish.core.workers import WorkerFailed
@@ -77,7 +77,7 @@ class Cluster:
         """A new actor in its place."""
         assert self._group is not None
         remote: Any = ray.remote  # its types do not know of lanes
-        actor = remote(concurrency_groups={"side": 1, "watch": 1})(Host)
+        actor = remote(concurrency_groups=LANES)(Host)
         return actor.options(
             num_cpus=seat.resources["CPU"],
             num_gpus=seat.resources.get("GPU", 0),

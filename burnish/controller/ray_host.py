@@ -43,6 +43,10 @@ class RayStore:
         return ray.get(reference)
 
 
+LANES = {"side": 1, "begin": 1, "watch": 1}
+"""Threads of an actor besides the one for work."""
+
+
 class Host:
     """The actor: makes a worker and calls it. One thread for each lane, and one that can tell what the others do."""
 
@@ -57,6 +61,7 @@ class Host:
             free.bind(("", 0))
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
+    @ray.method(concurrency_group="begin")  # a call may come before it by way of a relay, and waits for it
     def begin(
         self, kind: type, args: tuple[Any, ...], environment: Mapping[str, str], log: str, folder: str
     ) -> tuple[int, str]:

@@ -45,10 +45,11 @@ class EngineThread:
         self._ask(take)
 
     def collect(self, at_least: int, wait_s: float) -> list[Completion]:
-        """What has finished since the last time: as soon as there are so many, or nothing is left, or the time is over."""
+        """What has finished since the last time: as soon as there are so many, or nothing else is left, or the time is over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._finished) >= min(at_least, self.num_unfinished) or self._error is not None, wait_s
+                lambda: len(self._finished) >= max(1, min(at_least, self.num_unfinished)) or self._error is not None,
+                wait_s,
             )
             if self._error is not None:
                 raise self._error

@@ -29,6 +29,11 @@ class Echo:
         """Who it is."""
         return os.environ["RANK"], self.number
 
+    @spread("each", "list")
+    def own(self, value: int) -> tuple[str, int]:
+        """What one alone is told."""
+        return os.environ["RANK"], value
+
     @spread("broadcast", "list")
     def fail(self, how: str) -> None:
         """Fail in some way."""

@@ -11,22 +11,27 @@ from typing import Any
 import ray
 
 from burnish.controller.placement import Seat
-from burnish.controller.ray_group import Cluster, Host
+from burnish.controller.ray_group import Cluster
+from burnish.controller.ray_host import LANES, Host
 
 
-class Blank:
-    """What a process is between two runs: everything imported, nothing left of the last run."""
+class PooledHost(Host):
+    """A host that can be what it was in the beginning, with everything imported."""
 
-    def __init__(self) -> None:
+    def warm(self) -> None:
         import torch.distributed.fsdp
         import torch.distributed.tensor.parallel  # noqa: F401
 
         import burnish.controller.workers  # noqa: F401
+
+    def clean(self) -> None:
         from burnish.training.parallel.join import leave
 
         leave()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
+        self.is_there.clear()
+        self.worker = None
 
 
 class Pool:
@@ -38,19 +43,16 @@ class Pool:
 
     def _new(self) -> Any:
         remote: Any = ray.remote
-        host = remote(concurrency_groups={"side": 1, "watch": 1})(Host).options(num_cpus=0).remote()
-        self.blank(host)
+        host = remote(concurrency_groups=LANES)(PooledHost).options(num_cpus=0).remote()
+        host.warm.remote()
         return host
-
-    def blank(self, host: Any) -> Any:
-        return host.begin.remote(Blank, (), {}, os.devnull, os.getcwd())
 
     def take(self) -> tuple[int, Any]:
         return self.free.pop(0) if self.free else (1000, self._new())
 
     def give(self, number: int, host: Any) -> None:
         try:
-            ray.get(self.blank(host), timeout=60)
+            ray.get(host.clean.remote(), timeout=60)
         except ray.exceptions.RayError:
             host = self._new()  # it was killed
         self.free = sorted([*self.free, (number, host)], key=lambda entry: entry[0])

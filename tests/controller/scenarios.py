@@ -97,7 +97,7 @@ def relayed(folder: Path, facts: Facts) -> None:
     victims: list[int] = []
     try:
         with at_deal(3, signal.SIGKILL, victims):
-            run(folder, "relayed", *placed(2, 3))
+            run(folder, "relayed", *placed(2, 2))
     finally:
         ray_group.RELAYS_FROM, ray_group.FAN_OUT = usual
     facts["relayed"] = sorted(path.name for path in (folder / "relayed" / "workers").glob("*relay*"))
@@ -206,6 +206,10 @@ def actors(folder: Path, facts: Facts) -> None:
             "out": backend.traffic.bytes_out,
             "in": backend.traffic.bytes_in,
         }
+        relays, ray_group.FAN_OUT = ray_group.FAN_OUT, 1
+        backend._relays = [backend._new_relay(rank) for rank in range(2)]
+        seen["relayed"] = [group.who(), bool(torch.equal(group.twice(batch), batch.tokens * 2)), group.own([5, 6])]
+        backend._relays, ray_group.FAN_OUT = [], relays
         for what in ("user", "bug"):
             try:
                 group.fail(what)

@@ -21,6 +21,7 @@ from burnish.run.metrics import MEASURED, read
 from burnish.run.samples import read_samples
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
+pytestmark = pytest.mark.slow  # a Ray of its own and a dozen runs: one to two minutes
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400
@@ -69,7 +70,7 @@ def samples(folder: Path, name: str) -> list[tuple[int, str, int, list[str]]]:
     return [(row["step"], row["group"], row["sample"], row["pieces"]) for row in rows]
 
 
-RELAYS = ["actor-relay-0.log", "rollout-relay-0.log", "rollout-relay-2.log"]
+RELAYS = ["actor-relay-0.log", "rollout-relay-0.log"]
 ROOTS = ("mismatch/rollout_is_std", "mismatch/heat_fit", "mismatch/balance")
 """Quotients and roots of differences that are nothing but rounding here: they keep half of the digits."""
 
@@ -157,8 +158,9 @@ def test_actors_answer_fail_and_end_as_a_group_says(facts: dict[str, Any]) -> No
     seen = facts["actors"]
     assert seen["ranks"] == [["0", 3], ["1", 3]]
     assert seen["doubled"]
-    assert 40_000 * 8 < seen["out"] < 40_000 * 8 + 20_000  # each got its part and no more
+    assert 40_000 * 4 < seen["out"] < 40_000 * 4 + 20_000  # each got its part and no more
     assert seen["in"] == 40_000 * 8
+    assert seen["relayed"] == [[["0", 3], ["1", 3]], True, [["0", 5], ["1", 6]]]
     assert seen["user"] == ["UserError", "do it otherwise"]
     kind, text = seen["bug"]
     assert kind == "WorkerFailed"
