@@ -113,7 +113,10 @@ def _connect() -> bool:
         try:
             ray.init(**quiet)
         except ConnectionError as error:
-            raise UserError(f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
+            raise UserError(
+                f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}; is it running, and if it checks tokens, "
+                "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
+            ) from error
     else:
         ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
     return True
