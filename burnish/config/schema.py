@@ -422,6 +422,8 @@ class Run(Record):
     """background: a checkpoint is copied to host memory and written while training goes on; wait: training stands still, no memory is needed."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints kept, besides the best one."""
+    keep_best: bool = True
+    """Save at every validation too, so that the best policy measured is kept; false saves only every save_every steps."""
     samples_every: int = Field(10, ge=1)
     """Steps between tables of samples."""
     trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
@@ -488,6 +490,10 @@ class TrainConfig(Record):
         measuring = [k for k in ("every", "limit", "by") if getattr(self.validation, k)]
         if measuring and not self.data.validation:
             raise ValueError(f"validation.{measuring[0]} has no effect without held-out prompts: give data.validation")
+        if not self.run.keep_best and not self.validation.every:
+            raise ValueError(
+                "run.keep_best=false has no effect without validation.every: no policy but the last is measured"
+            )
         for source in self.data.validation:
             if source.task is not None and self.validation.limit is None and source.limit is None:
                 raise ValueError("a generated task has no end: set validation.limit (or the source's limit)")
@@ -515,6 +521,8 @@ class SftConfig(Record):
         _check_trainable(self.model)
         check_parallel_fits(self.parallel, self.model, self.sft.optimizer, self.sft.activations)
         check_optimizer_fits(self.sft.optimizer, "sft.optimizer", self.model.dtype, self.model.device)
+        if not self.run.keep_best:
+            raise ValueError("run.keep_best=false has no effect on sft, which measures no policy between its updates")
         if not self.sft.data:
             raise ValueError("no data: give sft.data (a file, a task or a plug-in)")
         return self

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "run.save",
     "run.save_every",
     "run.keep_last",
+    "run.keep_best",
     "run.samples_every",
     "run.trackers",
     "reward.workers",

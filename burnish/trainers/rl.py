@@ -192,7 +192,8 @@ def finish_step(
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
     run.commit(step, values, observe.used_ids(rollouts, learned.batch))
     stopping = stop.requested
-    if stopping or step == config.training.steps or score is not None or step % config.run.save_every == 0:
+    measured_best = config.run.keep_best and score is not None
+    if stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0:
         run.checkpoint(step, lambda stage: snapshot(job, stage), score)
     if stopping or step == config.training.steps:
         run.wait()

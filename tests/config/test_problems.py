@@ -94,6 +94,7 @@ def test_a_wrong_value_says_what_was_given_and_expected(override: str, words: st
         ("algorithm.kl.reference=none", "algorithm: kl has a coefficient above 0 but kl.reference is none"),
         ("data.train.path=x", "data.train.0: a data source needs exactly one of path, task, plugin; got path, task"),
         ("training.optimizer.final=0.1", "training.optimizer: final has no effect on a constant schedule"),
+        ("run.keep_best=false", "run.keep_best=false has no effect without validation.every"),
         ("validation.every=5", "validation.every has no effect without held-out prompts: give data.validation"),
         ("data.train.answer_key=target", "prompt_key and answer_key name columns of a file or a plug-in"),
     ],
