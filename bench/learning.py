@@ -76,10 +76,10 @@ def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def chart(curves: dict[str, list[list[float]]]) -> str:
+def chart(curves: dict[str, list[list[float]]], title: str = "Held-out accuracy (greedy) by step") -> str:
     """The curves as one SVG that stands alone: style and legend inside."""
     lines = {name: [(int(step), value) for step, value in curve] for name, curve in curves.items()}
-    svg, _ = draw(Chart("Held-out accuracy (greedy) by step", lines), 1000)
+    svg, _ = draw(Chart(title, lines), 1000)
     assert len(PALETTE) >= len(lines)
     style = (
         "text{font:11px sans-serif;fill:#555}.grid{stroke:#ddd}.line{fill:none;stroke-width:1.6}.cursor{display:none}"

@@ -16,8 +16,8 @@ from burnish.trainers import sft_session
 from burnish.trainers.session import checked_run, execute
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-EXAMPLES = {"sort_digits", "beyond_demonstrations"}
-"""Recipes of a task of ours rather than of a published method."""
+EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k"}
+"""Recipes of a task rather than of a published method."""
 RL = [path for path in RECIPES if path.stem != "sft"]
 
 

@@ -1,9 +1,13 @@
-"""Addition: `17+5=` is answered by `22`. Held out iff a hash of the unordered pair says so."""
+"""Addition: `17+5=` is answered by `22`. Held out iff a hash of the unordered pair says so.
+
+A model that talks is asked in words (`prompt`), and its answer is read by the reward `number`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from burnish.config.errors import UserError
 from burnish.data.rows import Row
 from burnish.data.tasks.base import Dice, check_span, first_on_side
 
@@ -16,15 +20,17 @@ def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
 
 
 class Addition:
-    """Two numbers of `min_digits` to `max_digits` digits, every pair of lengths equally often."""
+    """Two numbers of `min_digits` to `max_digits` digits, every pair of lengths equally often, asked for by `prompt`."""
 
     name = NAME
     alphabet = "0123456789+="
     score = staticmethod(score)
 
-    def __init__(self, seed: int, min_digits: int = 1, max_digits: int = 3) -> None:
+    def __init__(self, seed: int, min_digits: int = 1, max_digits: int = 3, prompt: str = "{a}+{b}=") -> None:
         check_span(NAME, "digits", min_digits, max_digits, least=1, most=64)
-        self.seed, self.min_digits, self.max_digits = seed, min_digits, max_digits
+        if "{a}" not in prompt or "{b}" not in prompt:
+            raise UserError(f"task {NAME}: the prompt {prompt!r} must say {{a}} and {{b}}, where the two numbers go")
+        self.seed, self.min_digits, self.max_digits, self.prompt = seed, min_digits, max_digits, prompt
 
     def row(self, split: str, index: int) -> Row:
         """The index-th problem of a split; extra["length"] is the digits of the longer number."""
@@ -36,7 +42,8 @@ class Addition:
 
         a, b = first_on_side(split, propose, NAME)
         extra = {"task": NAME, "length": len(str(max(a, b)))}
-        return Row(f"{NAME}/{split}/{index}", f"{a}+{b}=", NAME, str(a + b), extra)
+        asked = self.prompt.replace("{a}", str(a)).replace("{b}", str(b))
+        return Row(f"{NAME}/{split}/{index}", asked, NAME, str(a + b), extra)
 
     def _number(self, dice: Dice) -> int:
         length = dice.between(self.min_digits, self.max_digits)

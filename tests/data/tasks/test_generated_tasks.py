@@ -115,6 +115,13 @@ def test_demonstrations_are_2000_by_default_and_follow_the_seed() -> None:
     assert first != make_demonstrations("sort_digits", {}, seed=1)
 
 
+def test_addition_is_asked_as_the_prompt_says() -> None:
+    task = make_task("addition", {"prompt": "What is {a} + {b}?"}, 0)
+    assert task.row("test", 0).prompt == "What is 306 + 9?"
+    with pytest.raises(UserError, match="must say {a} and {b}"):
+        make_task("addition", {"prompt": "add {a}!"}, 0)
+
+
 def test_addition_adds() -> None:
     task = make_task("addition", {"min_digits": 2, "max_digits": 4}, 0)
     for i in range(200):
