@@ -28,7 +28,7 @@ from burnish.training.learner import Learner
 def measure(family: str, dtype: torch.dtype, device: torch.device, quantised: bool = False) -> dict[str, object]:
     """Sample 64 x 8 completions, compare log-probs with the learner's, make three updates."""
     kind = FAMILIES[family]
-    arch = Architecture(family, 1024, 256, 4, 8, 4, 32, 768, 512, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm)
+    arch = Architecture(family, 1024, 256, 4, 8, 4, 32, 768, 512, **{**kind.fixed, **kind.invent(4)})
     model = Decoder(arch)
     initialise(model, seed=0, std=0.05)
     model.to(device=device, dtype=dtype)

@@ -19,6 +19,7 @@ from burnish.config.placement import LocalPlacement, PlacementSlot, check_placem
 from burnish.config.slots import Record
 from burnish.config.slots.curriculum import LengthBudget
 from burnish.config.slots.mismatch import MismatchSlot
+from burnish.config.source import SourceSlot, Sync, check_source_fits
 from burnish.config.vllm import Vllm, check_vllm_fits
 
 
@@ -39,7 +40,7 @@ Activations = Literal["keep", "selective", "recompute", "offload"]
 class NewModel(Record):
     """A decoder made from nothing, with random weights."""
 
-    family: Literal["llama", "qwen2", "qwen3", "mistral"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text"] = "llama"
     """Architecture."""
     hidden_size: int = Field(128, ge=1)
     """Width of the residual stream."""
@@ -103,15 +104,19 @@ class Source(Record):
     """Where rows come from: files, a built-in task, or a plug-in. Exactly one of path, task, plugin."""
 
     path: str | None = None
-    """A jsonl, parquet or csv file, or a glob."""
+    """A jsonl, json, csv, parquet or arrow file, or a glob."""
+    shape: str | None = None
+    """Which published data set a file's rows are like (gsm8k, math, mbpp, ...): they are asked and judged as `burnish data prepare`
+    would write them. Null: rows are recognised by their columns."""
     task: str | None = None
     """A generated task: sort_digits, addition, countdown, or reasoning-gym/<name>."""
     plugin: str | None = None
     """`path/to/file.py:function`, called with options, returning an iterable of rows (dictionaries)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task or plug-in."""
-    split: Literal["train", "test"] | None = None
-    """Which side of a task's split; null means train for training data and test for validation."""
+    split: str | None = None
+    """Which side of a task's split (train, test); null means train for training data and test for validation. Of a file with a
+    shape: which of the splits it holds, where it holds several (mbpp)."""
     weight: float = Field(1.0, gt=0)
     """Share of draws when there are several sources."""
     limit: int | None = Field(None, ge=1)
@@ -130,10 +135,15 @@ class Source(Record):
             raise ValueError(f"a data source needs exactly one of path, task, plugin; got {', '.join(given) or 'none'}")
         if self.options and self.path is not None:
             raise ValueError("options belong to a task or a plug-in, not to a file")
-        if self.split is not None and self.task is None:
-            raise ValueError("split belongs to a task; a file is its own split")
-        if self.task is not None and (self.prompt_key, self.answer_key) != ("question", "answer"):
-            raise ValueError("prompt_key and answer_key name columns of a file or a plug-in; a task has none to name")
+        if self.split is not None and self.task is None and self.shape is None:
+            raise ValueError("split belongs to a task, or to a file with a shape; any other file is its own split")
+        if self.split is not None and self.task is not None and self.split not in ("train", "test"):
+            raise ValueError(f"a task has the splits train and test, not {self.split!r}")
+        if self.shape is not None and self.path is None:
+            raise ValueError("shape tells what the rows of a file are like; it needs a path")
+        if (self.task or self.shape) and (self.prompt_key, self.answer_key) != ("question", "answer"):
+            what = "a task" if self.task else "a file with a shape"
+            raise ValueError(f"prompt_key and answer_key name columns of a file or a plug-in; {what} has none to name")
         return self
 
 
@@ -183,7 +193,7 @@ class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, think_format, language, rule_scores, task, or `path/to/file.py:function`."""
+    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, ifeval, code, row, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Its weight in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -210,7 +220,15 @@ class Reward(Record):
     max_answer_chars: int = Field(20_000, ge=1)
     """Longer completions are cut to their last characters before verifying."""
     memory_gib: float = Field(2.0, gt=0)
-    """Address-space limit of a verifier process."""
+    """Address-space limit of a verifier process; of a program of the `code` reward with all it starts."""
+    sandbox: Literal["namespaces", "unsafe"] = "namespaces"
+    """Where programs of the `code` reward run: namespaces (no files, no network), or unsafe: as you, with only the limits on resources."""
+
+    @model_validator(mode="after")
+    def _sandbox_has_an_effect(self) -> Reward:
+        if self.sandbox == "unsafe" and not any(part.name in ("code", "row") for part in self.parts):
+            raise ValueError("reward.sandbox=unsafe has no effect: no part of the reward runs programs (code, row)")
+        return self
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------
@@ -290,6 +308,8 @@ class Rollout(Sampling):
     """A fault injected between the policy that samples and the one that is trained, to study corrections; validation has it too."""
     stages: list[RolloutStage] = Field(default_factory=list)
     """Changes of max_tokens, n and prompts at later steps, in order."""
+    source: SourceSlot = Sync()
+    """When rollouts are made: before their step, during the one before, or all the time."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Rollout:
@@ -466,6 +486,7 @@ class TrainConfig(Record):
     def _combinations(self) -> TrainConfig:
         _check_trainable(self.model)
         check_placement_fits(self)
+        check_source_fits(self)
         for where, section in (
             ("training", self.training),
             ("warm_start", self.warm_start),

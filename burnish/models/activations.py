@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.models.decoder import Attend, Decoder, Layer
 from burnish.models.offload import Queue
-from burnish.models.ops.swiglu import swiglu
 from burnish.models.recompute import as_leaf, lent, recomputed
 
 Around = Callable[..., Any]
@@ -39,11 +38,11 @@ def selective(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend)
         qk, v = layer.heads(layer.qkv(normed))
     with lent(layer.rotated, qk, cos, sin) as turned:
         mixed = layer.mix(turned, v, attend)
-    x = x + layer.out(mixed)
+    x = x + layer.attended(mixed)
     with lent(layer.mlp_norm, x) as normed:
         gate_up = layer.gate_up(normed)
-    with lent(swiglu, gate_up) as activated:
-        return x + layer.down(activated)
+    with lent(layer.gated, gate_up) as activated:
+        return x + layer.computed(activated)
 
 
 class Offload:

@@ -1,8 +1,8 @@
 """What a decoder looks like: read from a Hugging Face config.json, written back to one.
 
-`FAMILIES` is the table of what differs between the families our decoder covers. A config that asks for something
-the decoder does not do (another activation, an unknown rope type) is not native: `why_not_native` says why, and
-such a model goes through `models/hf.py`.
+`models/families/` has a row for each family our decoder covers. A config that asks for something the decoder does not do
+(another activation, an unknown rope type) is not native: `why_not_native` says why, and such a model goes through
+`models/hf.py`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,14 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.schema import NewModel
 from burnish.config.text import read_json_object
+from burnish.models.families import FAMILIES
 
+Windows = int | None | tuple[int | None, ...]
+"""How far tokens look back: one window for all layers (None is no limit), or one for each."""
 
-@dataclass(frozen=True)
-class Family:
-    """What a family fixes."""
-
-    hf_class: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
-    "mistral": Family("MistralForCausalLM", sliding_window=True),
-}
 ROPE_TYPES = ("default", "linear", "llama3")
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+"""The gates of our decoder, with their names in a config.json."""
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -58,6 +47,31 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
+    """Tokens that a layer sees, itself included."""
+    local_layers: tuple[bool, ...] | None = None
+    """Which layers see the window alone; None: all of them, where there is a window."""
+    local_theta: float | None = None
+    """Base frequency of the rotation in local layers; None: as in the others."""
+    activation: str = "silu"
+    norm_shift: float = 0.0
+    """Norms multiply by this plus their weight."""
+    out_norms: bool = False
+    """Whether what attention and the MLP give is normed before it goes into the residual."""
+    query_scale: float = 1.0
+    """Queries are multiplied by this, besides the root of the head size."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of the width."""
+
+    @property
+    def windows(self) -> Windows:
+        """How far each layer looks back."""
+        if self.window is None or self.local_layers is None:
+            return self.window
+        return tuple(self.window if is_local else None for is_local in self.local_layers)
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer is one of those that see the window alone, in a model that has both kinds."""
+        return self.local_layers is not None and self.local_layers[layer]
 
     @property
     def num_parameters(self) -> int:
@@ -65,7 +79,7 @@ class Architecture:
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (qkv + self.num_heads * self.head_dim + 3 * self.mlp_size) + 2 * self.hidden_size
         layer += qkv * self.qkv_bias + self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
-        layer += (2 * self.mlp_size + self.hidden_size) * self.mlp_bias
+        layer += (2 * self.mlp_size + self.hidden_size) * self.mlp_bias + 2 * self.hidden_size * self.out_norms
         return self.num_layers * layer + self.hidden_size + (1 if self.tied else 2) * self.vocab_size * self.hidden_size
 
 
@@ -84,14 +98,23 @@ def why_not_native(config: dict[str, Any]) -> str | None:
     family = config.get("model_type")
     if family not in FAMILIES:
         return f"architecture {family!r} is not one of {', '.join(FAMILIES)}"
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        return f"activation {config['hidden_act']!r} is not silu"
-    if _rope(config)[1].get("rope_type", "default") not in ROPE_TYPES:
-        return f"rope type {_rope(config)[1]['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
+    record = FAMILIES[family]
+    names = ACTIVATIONS[record.fixed.get("activation", "silu")]
+    activation = config.get("hidden_activation") or config.get("hidden_act") or names[0]
+    if activation not in names:
+        return f"activation {activation!r} is not {names[0]}"
     if config.get("use_sliding_window"):
         return "it mixes sliding-window and full attention layers"
     if config.get("quantization_config"):
         return "its weights are quantised"
+    if any(name not in config for name in SIZES):
+        return None  # `from_hf` says which
+    reason = record.refuse(config)
+    if reason is not None:
+        return reason
+    scaling = _fields(config)["rope_scaling"] or {}
+    if scaling.get("rope_type", "default") not in ROPE_TYPES:
+        return f"rope type {scaling['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
     return None
 
 
@@ -100,11 +123,7 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
     missing = [name for name in SIZES if not isinstance(config.get(name), int)]
     if missing:
         raise UserError(f"{where} gives no number for {missing[0]!r}, which a {config['model_type']} model needs")
-    family = FAMILIES[config["model_type"]]
     heads = config["num_attention_heads"]
-    theta, scaling = _rope(config)
-    # The other families' classes in transformers have no such option, and ignore the key.
-    attention_bias = bool(config.get("attention_bias", False)) and config["model_type"] in ("llama", "qwen3")
     return Architecture(
         family=config["model_type"],
         vocab_size=config["vocab_size"],
@@ -112,19 +131,24 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         mlp_size=config["intermediate_size"],
-        max_positions=config.get("max_position_embeddings", 2048),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling if scaling.get("rope_type", "default") != "default" else None,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias or attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and config["model_type"] == "llama",
-        qk_norm=family.qk_norm,
-        window=config.get("sliding_window") if family.sliding_window else None,
+        **_fields(config),
     )
+
+
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
+    """What follows from a config.json besides the sizes every one must name: the usual, then what the family says."""
+    family = FAMILIES[config["model_type"]]
+    theta, scaling = _rope(config)
+    usual = {
+        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "max_positions": config.get("max_position_embeddings", 2048),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    }
+    return {**usual, **family.read(config), **family.fixed}
 
 
 def from_nothing(new: NewModel, vocab_size: int) -> Architecture:
@@ -146,8 +170,8 @@ def from_nothing(new: NewModel, vocab_size: int) -> Architecture:
         mlp_size=new.mlp_size,
         max_positions=new.max_positions,
         tied=new.tied,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        **family.fixed,
+        **family.invent(new.num_layers),
     )
 
 
@@ -163,7 +187,7 @@ def to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...], pad_id: int 
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[arch.activation][0],
         "max_position_embeddings": arch.max_positions,
         "rms_norm_eps": arch.norm_eps,
         "rope_theta": arch.rope_theta,
@@ -175,11 +199,10 @@ def to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...], pad_id: int 
         "eos_token_id": list(eos_ids) if len(eos_ids) != 1 else eos_ids[0],
         "pad_token_id": pad_id,
     }
-    if FAMILIES[arch.family].sliding_window:
-        config["sliding_window"] = arch.window
-    if arch.rope_scaling:
+    own = FAMILIES[arch.family].write(arch)
+    if arch.rope_scaling and "rope_parameters" not in own:
         config["rope_scaling"] = arch.rope_scaling
-    return config
+    return {**config, **own}
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:

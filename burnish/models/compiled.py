@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from burnish.config.errors import UserError
 from burnish.models.decoder import Attend, Layer
+from burnish.models.ops.geglu import FORM
+from burnish.models.ops.norm import RMSNorm, rms_norm
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -67,16 +69,21 @@ def _before(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     qk, v = layer.heads(layer.qkv(_normed(layer.attention_norm, x)))
     if arch.qk_norm:
         q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
-        qk = torch.cat([_normed(layer.q_norm, q), _normed(layer.k_norm, k)], 1)
+        qk = torch.cat([_normed(layer.q_norm, q) * arch.query_scale, _normed(layer.k_norm, k)], 1)
     low, high = qk.chunk(2, -1)
     return qk * cos + torch.cat([high, low], -1) * sin, v
 
 
 def _after(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
-    x = x + layer.out(mixed)
+    has_out_norms = layer.arch.out_norms
+    attended = layer.out(mixed)
+    x = x + (_normed(layer.attention_out_norm, attended) if has_out_norms else attended)
     gate, up = layer.gate_up(_normed(layer.mlp_norm, x)).chunk(2, -1)
-    return x + layer.down(functional.silu(gate) * up)
+    activated = functional.silu(gate) if layer.arch.activation == "silu" else functional.gelu(gate, approximate=FORM)
+    computed = layer.down(activated * up)
+    return x + (_normed(layer.mlp_out_norm, computed) if has_out_norms else computed)
 
 
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    return functional.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    assert norm.eps is not None
+    return rms_norm(x, norm.weight, norm.eps, norm.shift)

@@ -1,6 +1,7 @@
 """The decoder: one definition for the learner's forward and for the native engine.
 
-Pre-norm, grouped-query attention with rotary positions, gated MLP. It sees packed tokens [N] with their positions;
+Pre-norm, grouped-query attention with rotary positions, gated MLP; what families change of that are fields of
+`Architecture`. It sees packed tokens [N] with their positions;
 who attends to whom is the business of the `attend` callable handed in, so the same layers serve training (packed
 sequences), prefill (packed, writing the cache) and decoding (one token a row against the cache). Query, key and
 value projections are one matrix, as are gate and up: fewer, larger matmuls. `models/weights.py` maps them to
@@ -18,6 +19,7 @@ from torch.nn import functional
 from burnish.config.lora import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.ops.attention import PackedAttention
+from burnish.models.ops.geglu import geglu
 from burnish.models.ops.kl import Distribution, head_kl
 from burnish.models.ops.logprob import head_logprob, head_statistics
 from burnish.models.ops.norm import RMSNorm
@@ -27,6 +29,7 @@ from burnish.models.ops.swiglu import swiglu
 from burnish.models.ops.trunks import Trunks, rows_of
 
 LayerPolicy = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
 ExactLogprobs = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(tokens [N], offsets [S + 1], wanted [M], temperature) -> log-probs [M]."""
 
@@ -38,15 +41,19 @@ class Layer(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         heads = arch.num_heads + 2 * arch.num_kv_heads
-        self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.gated = GATES[arch.activation]
+        self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.qkv = nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
         self.out = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.out_bias)
-        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.mlp_size, bias=arch.mlp_bias)
         self.down = nn.Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
         if arch.qk_norm:
-            self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps)
-            self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps)
+            self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, arch.norm_shift)
+            self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, arch.norm_shift)
+        if arch.out_norms:
+            self.attention_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
+            self.mlp_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.policy: LayerPolicy | None = None
         """How a forward pass with gradient is made where not all is kept (`models/activations.py`)."""
         self.body: LayerPolicy | None = None
@@ -64,8 +71,8 @@ class Layer(nn.Module):
     def plain(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The same as it is written."""
         qk, v = self.heads(self.qkv(self.attention_norm(x)))
-        x = x + self.out(self.mix(self.rotated(qk, cos, sin), v, attend))
-        return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
+        x = x + self.attended(self.mix(self.rotated(qk, cos, sin), v, attend))
+        return x + self.computed(self.gated(self.gate_up(self.mlp_norm(x))))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Of a projection [N, all heads * D]: query and key heads [N, q + k, D], value heads."""
@@ -80,13 +87,24 @@ class Layer(nn.Module):
         arch = self.arch
         if arch.qk_norm:
             q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
+            q = self.q_norm(q) if arch.query_scale == 1.0 else self.q_norm(q) * arch.query_scale
+            qk = torch.cat([q, self.k_norm(k)], 1)
         return rotate(qk, cos, sin)
 
     def mix(self, qk: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """[N, query heads * D]: attention of rotated queries and keys over the values."""
         q, k = qk.split([self.arch.num_heads, self.arch.num_kv_heads], 1)
         return attend(self.index, q, k, v).reshape(qk.shape[0], -1)
+
+    def attended(self, mixed: Tensor) -> Tensor:
+        """What attention adds to the residual stream."""
+        out: Tensor = self.out(mixed)
+        return self.attention_out_norm(out) if self.arch.out_norms else out
+
+    def computed(self, activated: Tensor) -> Tensor:
+        """What the MLP adds to it."""
+        out: Tensor = self.down(activated)
+        return self.mlp_out_norm(out) if self.arch.out_norms else out
 
 
 class Decoder(nn.Module):
@@ -97,9 +115,9 @@ class Decoder(nn.Module):
         self.arch = arch
         self.embedding = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.num_layers))
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
         self.activations = "keep"
         """What its layers keep for the backward pass (`models/activations.py`)."""
         self.lora: Lora | None = None
@@ -124,17 +142,29 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden]. `num_positions` bounds `positions`, known to the caller without a sync."""
-        cos, sin = self.rotations(num_positions)
-        cos, sin = cos[positions], sin[positions]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+        turns: dict[bool, tuple[Tensor, Tensor]] = {}
+        x = self.embedded(tokens)
+        for index, layer in enumerate(self.layers):
+            is_local = self.arch.is_local(index)
+            if is_local not in turns:
+                cos, sin = self.rotations(num_positions, index)
+                turns[is_local] = cos[positions], sin[positions]
+            x = layer(x, *turns[is_local], attend)
         return self.norm(x)
 
-    def rotations(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """The rotation table of at least so many positions."""
-        weight = self.embedding.weight
-        table = self._table
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """[N, hidden] what goes into the first layer."""
+        x: Tensor = self.embedding(tokens)
+        if not self.arch.scaled_embedding:
+            return x
+        # In the model's own type, as it was trained: in bfloat16 the root of 640 is 25.25.
+        return x * torch.tensor(self.arch.hidden_size**0.5, dtype=x.dtype).item()
+
+    def rotations(self, num_positions: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """The rotation table of a layer for at least so many positions."""
+        weight, arch = self.embedding.weight, self.arch
+        is_local = arch.is_local(layer) and arch.local_theta is not None
+        table = self._tables.get(is_local)
         if (
             table is None
             or table[0].shape[0] < num_positions
@@ -142,10 +172,12 @@ class Decoder(nn.Module):
             or table[0].dtype != weight.dtype
         ):
             size = max(256, 1 << (num_positions - 1).bit_length())
-            inverse = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
+            theta, scaling = (arch.local_theta, None) if is_local else (arch.rope_theta, arch.rope_scaling)
+            assert theta is not None
+            inverse = inverse_frequencies(arch.head_dim, theta, scaling)
             # Made on the CPU: a GPU's sines differ in the last bit, and one model has one table.
             cos, sin = rotation_table(size, inverse, weight.dtype)
-            self._table = table = cos.to(weight.device), sin.to(weight.device)
+            self._tables[is_local] = table = cos.to(weight.device), sin.to(weight.device)
         return table
 
     def hidden(self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, trunks: Trunks | None = None) -> Tensor:
@@ -159,7 +191,7 @@ class Decoder(nn.Module):
         starts = torch.repeat_interleave(offsets[:-1], lengths)
         positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
         rows = None if trunks is None else rows_of(offsets, trunks)
-        attend = PackedAttention(offsets, self.arch.window, rows)
+        attend = PackedAttention(offsets, self.arch.windows, rows)
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
         cut = Uncut(at) if self.split is None else self.split(tokens.shape[0], at)
@@ -231,7 +263,7 @@ class Decoder(nn.Module):
 
 
 def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:
-    """Random weights from a seed: normal with `std`, residual outputs scaled by depth (GPT-2), biases 0, norms 1."""
+    """Random weights from a seed: normal with `std`, residual outputs scaled by depth (GPT-2), biases 0, norms 1 in all."""
     generator = torch.Generator().manual_seed(seed)
     scale = (2 * model.arch.num_layers) ** -0.5
     with torch.no_grad():
@@ -240,4 +272,4 @@ def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:
                 width = std * (scale if name.endswith(("out.weight", "down.weight")) else 1.0)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * width)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0 - model.arch.norm_shift)

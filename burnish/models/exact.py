@@ -12,6 +12,7 @@ from torch import Tensor
 
 from burnish.models.decoder import Decoder
 from burnish.models.inference import paged_forward
+from burnish.models.ops.attention import window_of
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits, token_logp
 from burnish.models.ops.paged import Norms, Placement, rotate_store
 
@@ -36,11 +37,10 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
     shape = (int(pages.sum()) + 1, arch.num_kv_heads, PAGE, arch.head_dim)
     store = torch.zeros(2, *shape, dtype=model.embedding.weight.dtype, device=tokens.device)
     cache = store.expand(arch.num_layers, *store.shape)  # one layer's keys and values are done with before the next's
-    cos, sin = model.rotations(longest)
 
-    def attend(qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
-        q = rotate_store(qkv, cos, sin, place, norms, keys, values)
-        return exact_attention(q, keys, values, place, arch.window)
+    def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+        q = rotate_store(qkv, *model.rotations(longest, layer), place, norms, keys, values)
+        return exact_attention(q, keys, values, place, window_of(arch.windows, layer))
 
     hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]
     size = max(1, LOGITS // arch.vocab_size)

@@ -12,11 +12,12 @@ with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from burnish.config.lora import Lora
-from burnish.models.architecture import Architecture
+from burnish.models.architecture import Architecture, Windows
 from burnish.models.projections import lora_parameters, targets
 
 LAYER = ("qkv", "out", "gate_up", "down")
@@ -29,8 +30,8 @@ class Counts:
 
     tokens: int = 0
     """Rows that go through the layers."""
-    pairs: int = 0
-    """(query, key) pairs that each head of attention looks at."""
+    pairs: float = 0
+    """(query, key) pairs that each head of attention looks at, in the mean over the layers."""
     outputs: int = 0
     """Rows that go through the output head."""
 
@@ -67,15 +68,21 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def packed_counts(
-    lengths: Sequence[int], num_outputs: int, window: int | None = None, shared: Sequence[int] | None = None
+    lengths: Sequence[int], num_outputs: int, windows: Windows = None, shared: Sequence[int] | None = None
 ) -> Counts:
     """Counts of packed sequences; the first `shared[s]` tokens of sequence s are another's, and computed there."""
     begun = [0] * len(lengths) if shared is None else shared
     tokens = sum(lengths) - sum(begun)
-    pairs = sum(
-        causal_pairs(length, window) - causal_pairs(start, window) for length, start in zip(lengths, begun, strict=True)
-    )
-    return Counts(tokens, pairs, num_outputs)
+
+    def pairs(window: int | None) -> int:
+        spans = zip(lengths, begun, strict=True)
+        return sum(causal_pairs(length, window) - causal_pairs(start, window) for length, start in spans)
+
+    if not isinstance(windows, tuple):
+        return Counts(tokens, pairs(windows), num_outputs)
+    layers = Counter(windows)
+    mean = sum(times * pairs(window) for window, times in layers.items()) / len(windows)
+    return Counts(tokens, mean, num_outputs)
 
 
 def layer_weights(arch: Architecture) -> dict[str, int]:
@@ -134,17 +141,17 @@ def recomputed(
     """What the backward calculates again: the layers, by the policy for activations; scores in a fused kernel; logits.
 
     A layer that is recomputed is so up to the last tensor that its backward reads, the input of `down` (a layer with an
-    adapter there runs to its end). A critic's single output is kept; the logits of a vocabulary never are.
+    adapter there, or a norm behind it, runs to its end). A critic's single output is kept; the logits of a vocabulary never are.
     """
     whole, scores = forward(arch, counts, head_size, lora), _pair_product(arch, counts) * fused_attention
     head = whole.head if head_size is None else 0
     if activations in ("keep", "selective"):
         return Flops(attention=scores, head=head)
-    to_the_end = lora is not None and any(target.module == "down" for target in targets(arch, lora))
+    to_the_end = arch.out_norms or (lora is not None and any(t.module == "down" for t in targets(arch, lora)))
     skipped = 0 if to_the_end else 2 * counts.tokens * arch.num_layers * layer_weights(arch)["down"]
     return Flops(whole.matmul - skipped, whole.attention + scores, head, whole.adapters)
 
 
 def _pair_product(arch: Architecture, counts: Counts) -> int:
     """One product over the pairs, such as the scores, in all layers."""
-    return 2 * counts.pairs * arch.num_layers * arch.num_heads * arch.head_dim
+    return round(2 * counts.pairs * arch.num_layers * arch.num_heads * arch.head_dim)

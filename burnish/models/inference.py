@@ -11,15 +11,16 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from burnish.models.decoder import Decoder, Layer
+from burnish.models.decoder import GATES, Decoder, Layer
 from burnish.models.ops.exact import exact_swiglu
+from burnish.models.ops.geglu import exact_geglu
 from burnish.models.ops.paged import Norms, add_norm
 from burnish.models.ops.partial_sums import partial_linear
 from burnish.models.ops.quantised import Cache
-from burnish.models.ops.swiglu import swiglu
 
-PagedAttend = Callable[[Tensor, Norms | None, Any, Any], Tensor]
-"""(fused projections [N, all heads * D], head norms, keys, values of the layer's `Pages`) -> [N, heads * D]; the new keys and
+EXACT_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
+PagedAttend = Callable[[int, Tensor, Norms | None, Any, Any], Tensor]
+"""(layer, fused projections [N, all heads * D], head norms, keys, values of the layer's `Pages`) -> [N, heads * D]; the new keys and
 values are in the pages afterwards."""
 
 
@@ -35,16 +36,28 @@ def paged_forward(
     What goes into the residual may come in parts, which the norm adds up (`ops/partial_sums.py`), unless a `linear` is given:
     then everything is exact (`ops/exact.py`).
     """
-    into_residual, activate = (partial_linear, swiglu) if linear is None else (linear, exact_swiglu)
-    linear = nn.Linear.__call__ if linear is None else linear
-    eps = model.arch.norm_eps
-    x, delta = model.embedding(tokens), None
+    arch = model.arch
+    activate = GATES[arch.activation] if linear is None else EXACT_GATES[arch.activation]
+    # What is normed before it goes into the residual must be whole.
+    into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
+    linear = linear or nn.Linear.__call__
+    eps, shift = arch.norm_eps, arch.norm_shift
+    x, delta = model.embedded(tokens), None
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
         keys, values = cache[index]
-        norms = (layer.q_norm.weight, layer.k_norm.weight, eps) if model.arch.qk_norm else None
-        qkv = linear(layer.qkv, add_norm(x, delta, layer.attention_norm.weight, eps))
-        delta = into_residual(layer.out, attend(qkv, norms, keys, values))
-        gate_up = linear(layer.gate_up, add_norm(x, delta, layer.mlp_norm.weight, eps))
+        qkv = linear(layer.qkv, add_norm(x, delta, layer.attention_norm.weight, eps, shift))
+        delta = into_residual(layer.out, attend(index, qkv, head_norms(layer), keys, values))
+        delta = layer.attention_out_norm(delta) if arch.out_norms else delta
+        gate_up = linear(layer.gate_up, add_norm(x, delta, layer.mlp_norm.weight, eps, shift))
         delta = into_residual(layer.down, activate(gate_up))
-    return add_norm(x, delta, model.norm.weight, eps)
+        delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
+    return add_norm(x, delta, model.norm.weight, eps, shift)
+
+
+def head_norms(layer: Layer) -> Norms | None:
+    """The norms of a layer's query and key heads, where it has any."""
+    arch = layer.arch
+    if not arch.qk_norm:
+        return None
+    return Norms(layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps, arch.norm_shift, arch.query_scale)

@@ -68,7 +68,7 @@ class Forward:
 
     def _keep(self) -> Bytes:
         h, q, k, m = self.widths
-        norms = 2 * self._norm(h, 1)
+        norms = (4 if self.arch.out_norms else 2) * self._norm(h, 1)
         inputs = self._input("qkv", h) + self._input("gate_up", h) + self._input("down", m)
         attention = self._attention()
         raw = (q + 2 * k) * self.element  # the projection: its values are read as they are
@@ -83,7 +83,8 @@ class Forward:
     def _selective(self) -> Bytes:
         h, q, k, m = self.widths
         attention = self._attention()
-        return Bytes((2 * h + q + 2 * k + 2 * m) * self.element + attention.row + self._adapters(), attention.token)
+        rows = (2 * h + q + 2 * k + 2 * m) * self.element + attention.row + self._adapters()
+        return Bytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token)
 
     def _norm(self, width: int, scales: int) -> int:
         """A norm keeps its input or, in wide types, its result before the weight; and a scale for each vector."""
@@ -123,7 +124,8 @@ class Forward:
 
     def _gate(self) -> int:
         """The gated activation keeps its input, and the activated gate where it is no kernel."""
-        return (2 if self.on_gpu else 3) * self.arch.mlp_size * self.element
+        by_kernel = self.on_gpu and self.arch.activation == "silu"
+        return (2 if by_kernel else 3) * self.arch.mlp_size * self.element
 
     # --- all of it -----------------------------------------------------------------------------------------------------
 
@@ -141,4 +143,5 @@ class Forward:
 
     def around(self) -> Bytes:
         """Kept outside the layers for each row: the final norm's input, rotations."""
-        return Bytes(self._norm(self.arch.hidden_size, 1) + 2 * self.arch.head_dim * self.element)
+        tables = 1 if self.arch.local_theta is None else 2
+        return Bytes(self._norm(self.arch.hidden_size, 1) + 2 * tables * self.arch.head_dim * self.element)

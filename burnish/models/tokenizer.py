@@ -15,6 +15,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.text import read_json_object
+from burnish.models.families import FAMILIES
 from burnish.run.contents import Blob, Content, write_contents
 
 PAD, EOS = "<pad>", "<eos>"
@@ -26,7 +27,7 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a char
 class Tokenizer:
     """Encodes, decodes and renders chats. Everything is token ids in plain lists."""
 
-    def __init__(self, inner: Any, generation_config: dict[str, Any] | None = None) -> None:
+    def __init__(self, inner: Any, generation_config: dict[str, Any] | None = None, needs_bos: bool = False) -> None:
         self._inner = inner
         self._generation_config = generation_config or {}
         self._alphabet = _alphabet(inner)
@@ -34,6 +35,8 @@ class Tokenizer:
             i for i, token in inner.added_tokens_decoder.items() if token.special
         }
         self._before = [] if self._alphabet is not None else _before(inner)
+        if needs_bos and inner.bos_token_id is not None and self._before[:1] != [inner.bos_token_id]:
+            self._before = [inner.bos_token_id, *self._before]
         self.eos_ids: tuple[int, ...] = _eos_ids(inner.eos_token_id, self._generation_config)
         """Tokens that end a completion: the tokenizer's own first, then those of generation_config.json."""
         self.pad_id: int = _first(inner.pad_token_id, *self.eos_ids, 0)
@@ -61,7 +64,7 @@ class Tokenizer:
             inner = loader.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"the tokenizer in {directory} does not load: {error}") from error
-        return cls(inner, _read_generation_config(directory / GENERATION_CONFIG))
+        return cls(inner, _read_generation_config(directory / GENERATION_CONFIG), _needs_bos(directory / "config.json"))
 
     @classmethod
     def from_characters(cls, alphabet: str) -> Tokenizer:
@@ -192,6 +195,12 @@ def _eos_ids(own: int | None, generation_config: dict[str, Any]) -> tuple[int, .
 
 def _first(*choices: int | None) -> int:
     return next(c for c in choices if c is not None)
+
+
+def _needs_bos(config: Path) -> bool:
+    """Whether the model beside a tokenizer is of a family whose texts begin with BOS, whatever the tokenizer's files say."""
+    family = FAMILIES.get(read_json_object(config).get("model_type", "")) if config.is_file() else None
+    return family is not None and family.needs_bos
 
 
 def _read_generation_config(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from burnish.core.local import gathered, local, shard_of
 from burnish.core.shards import Shard, Slices, alone, in_usual_order, overlap
 from burnish.models.architecture import Architecture, from_hf, read_config, why_not_native
 from burnish.models.decoder import Decoder
+from burnish.models.families import FAMILIES
 from burnish.models.meta import without_memory
 from burnish.models.row_order import Order, order_of, usual
 
@@ -67,8 +68,8 @@ def blocks(arch: Architecture) -> list[Block]:
                 Block(f"{theirs}mlp.up_proj.{kind}", f"{ours}gate_up.{kind}", arch.mlp_size, 2 * arch.mlp_size),
                 Block(f"{theirs}mlp.down_proj.{kind}", f"{ours}down.{kind}"),
             ]
-        table.append(Block(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight"))
-        table.append(Block(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight"))
+        norms = FAMILIES[arch.family].norms.items()
+        table += [Block(f"{theirs}{their_norm}.weight", f"{ours}{our_norm}.weight") for our_norm, their_norm in norms]
     table.append(Block("model.norm.weight", "norm.weight"))
     if not arch.tied:
         table.append(Block("lm_head.weight", "head.weight"))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from burnish.models.architecture import Windows
 from burnish.models.flops import Counts, packed_counts
 from burnish.models.ops.trunks import Trunks
 from burnish.training.cost import Cost
@@ -64,14 +65,14 @@ class _Pass:
     num_outputs: int
     with_gradient: bool
 
-    def counts(self, window: int | None) -> tuple[Counts, int]:
+    def counts(self, windows: Windows) -> tuple[Counts, int]:
         """What was computed, and how many tokens the micro-batch has."""
         lengths = self.offsets.diff().tolist()
         shared = None
         if self.trunks is not None:
             rows = zip(self.trunks.owner.tolist(), self.trunks.length.tolist(), strict=True)
             shared = [0 if owner == s else length for s, (owner, length) in enumerate(rows)]
-        return packed_counts(lengths, self.num_outputs, window, shared), sum(lengths)
+        return packed_counts(lengths, self.num_outputs, windows, shared), sum(lengths)
 
 
 class Meter:
@@ -122,7 +123,7 @@ class Meter:
                 seconds[part] += self._between(start, end)
         needed, executed, tokens = 0, 0, 0
         for seen in self._passes:
-            counts, size = seen.counts(None if self.cost is None else self.cost.arch.window)
+            counts, size = seen.counts(None if self.cost is None else self.cost.arch.windows)
             tokens += size if seen.with_gradient else 0
             if self.cost is not None:
                 flops = self.cost.of(counts, seen.with_gradient)

@@ -33,6 +33,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+# Two layers that see a window to one that sees everything; scores scaled by another number than the head size.
+GEMMA3 = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 24,
+}
+GEMMA3_LINEAR = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -44,6 +56,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral-window": ("Mistral", {"sliding_window": 5}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "gemma3": ("Gemma3Text", GEMMA3),
+    "gemma3-linear": ("Gemma3Text", GEMMA3 | {"rope_parameters": GEMMA3_LINEAR, "query_pre_attn_scalar": 16}),
 }
 
 OTHER_COMMON: dict[str, Any] = {"vocab_size": 61, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -86,7 +100,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
             family, options = VARIANTS[variant]
             config = getattr(transformers, f"{family}Config")(**(COMMON | {"tie_word_embeddings": tied} | options))
             config._attn_implementation = "eager"
-            model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+            model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval()
             randomise(model)
             directory = tmp_path_factory.mktemp(f"{variant}-{'tied' if tied else 'untied'}")
             model.save_pretrained(directory)

@@ -30,14 +30,9 @@ WANTED = torch.tensor([1, 4, 6, 9, 15, 19, 22])
 
 def make(family: str, dtype: torch.dtype = torch.float64, num_layers: int = 3) -> Decoder:
     kind = FAMILIES[family]
-    model = Decoder(
-        Architecture(
-            *(family, 61, 32, num_layers, 4, 2, 8, 96, 64),
-            qkv_bias=kind.qkv_bias,
-            qk_norm=kind.qk_norm,
-            window=5 if kind.sliding_window else None,
-        )
-    )
+    window = {"window": 5 if family in ("mistral", "gemma3_text") else None}
+    fields = {**kind.fixed, **kind.invent(num_layers), **window}
+    model = Decoder(Architecture(family, 61, 32, num_layers, 4, 2, 8, 96, 64, **fields))
     initialise(model, 0, 0.3)
     return model.to(dtype)
 

@@ -16,6 +16,7 @@ from burnish.models.weights import load_decoder
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
+    "gemma3", "gemma3-linear",
 ]  # fmt: skip
 CPU = torch.device("cpu")
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -61,6 +62,7 @@ def test_variants_compute_different_things(tiny_model: TinyModel, packed: Packed
     for other in ("llama-theta", "llama-linear", "llama3", "llama-bias"):
         assert (by_variant["llama"] - by_variant[other]).abs().max() > 0.05
     assert (by_variant["mistral"] - by_variant["mistral-window"]).abs().max() > 0.05
+    assert (by_variant["gemma3"] - by_variant["gemma3-linear"]).abs().max() > 0.05
 
 
 @settings(max_examples=20, deadline=None)

@@ -27,6 +27,9 @@ FAMILIES = {
     "qwen2-tied": replace(BASE, family="qwen2", qkv_bias=True, tied=True),
     "qwen3": replace(BASE, family="qwen3", qk_norm=True, head_dim=16),
     "mistral-window": replace(BASE, family="mistral", window=5),
+    "gemma3": replace(
+        BASE, family="gemma3_text", window=5, local_layers=(True, False), out_norms=True, norm_shift=1.0, qk_norm=True
+    ),
 }
 SEQUENCES, LENGTH = 3, 12
 
@@ -144,6 +147,14 @@ def test_shared_beginnings_leave_the_queries_of_the_rest(rows: list[tuple[int, i
     tokens = [position for length, start in rows for position in range(start, length)]
     looks = [min(position + 1, window or position + 1) for position in tokens]
     assert counts == Counts(len(tokens), sum(looks), 7)
+
+
+def test_layers_of_two_kinds_count_the_pairs_of_each() -> None:
+    counts = packed_counts([10, 3], 7, (4, 4, None))
+    near, far = causal_pairs(10, 4) + causal_pairs(3, 4), causal_pairs(10) + causal_pairs(3)
+    assert counts == Counts(13, (2 * near + far) / 3, 7)
+    arch = replace(BASE, num_layers=3, window=4, local_layers=(True, True, False))
+    assert forward(arch, counts).attention == 4 * (2 * near + far) * arch.num_heads * arch.head_dim
 
 
 def test_the_sums_add_up() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.config.lora import Lora
-from burnish.models import activations
+from burnish.models import activations, decoder
 from burnish.models.activations import set_activations
 from burnish.models.architecture import FAMILIES, Architecture
 from burnish.models.decoder import Decoder
@@ -33,9 +33,9 @@ ROWS_SHARED = LENGTH * SEQUENCES - 2 * 5
 
 def arch_of(family: str, num_layers: int) -> Architecture:
     kind = FAMILIES[family]
-    window = 5 if kind.sliding_window else None
+    window = {"window": 5 if family in ("mistral", "gemma3_text") else None}
     sizes = (61, 32, num_layers, 4, 2, 8, 96, 64)
-    return Architecture(family, *sizes, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm, window=window)
+    return Architecture(family, *sizes, **{**kind.fixed, **kind.invent(num_layers), **window})
 
 
 def kept(arch: Architecture, dtype: torch.dtype, policy: str, lora: Lora | None, trunks: Trunks | None) -> int:
@@ -51,9 +51,9 @@ def kept(arch: Architecture, dtype: torch.dtype, policy: str, lora: Lora | None,
 
 
 def of_a_layer(family: str, dtype: torch.dtype, policy: str, lora: Lora | None, trunks: Trunks | None) -> int:
-    """By the difference that a third layer makes; the first reads an embedding that may be frozen."""
-    three, two = (kept(arch_of(family, n), dtype, policy, lora, trunks) for n in (3, 2))
-    return three - two
+    """By the difference that a fourth layer makes; the first reads an embedding that may be frozen, the last sees everything."""
+    four, three = (kept(arch_of(family, n), dtype, policy, lora, trunks) for n in (4, 3))
+    return four - three
 
 
 ADAPTERS = [
@@ -122,7 +122,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *_: Varlen.apply(q, k, v))
     monkeypatch.setattr(attention.PackedAttention, "__init__", _ragged(attention.PackedAttention.__init__))
     monkeypatch.setattr(norm.functional, "rms_norm", lambda x, _, weight, eps: Norm.apply(x, weight, eps))
-    assert activations.swiglu is swiglu.swiglu
+    assert decoder.GATES["silu"] is swiglu.swiglu
     assert functional.rms_norm is norm.functional.rms_norm
 
 
@@ -160,16 +160,14 @@ def test_the_formula_in_the_text_is_the_one_that_counts(policy: str, text: str) 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3_text"])
 def test_a_layer_on_a_real_gpu_keeps_what_the_formula_says(family: str, policy: str) -> None:
     kind = FAMILIES[family]
     held = []
     lengths = torch.arange(100, 164)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda()
     for num_layers in (5, 4):
-        arch = Architecture(
-            family, 512, 512, num_layers, 8, 2, 64, 1536, 512, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm
-        )
+        arch = Architecture(family, 512, 512, num_layers, 8, 2, 64, 1536, 512, **kind.fixed, **kind.invent(num_layers))
         model = Decoder(arch).to("cuda", torch.bfloat16)
         set_activations(model, policy)
         tokens = torch.arange(int(offsets[-1]), device="cuda") % 512

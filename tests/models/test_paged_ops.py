@@ -20,6 +20,7 @@ from torch import Tensor
 from burnish.models.decoder import Decoder
 from burnish.models.inference import paged_forward
 from burnish.models.ops import paged
+from burnish.models.ops.attention import window_of
 from burnish.models.ops.paged import Norms, Placement
 from burnish.models.ops.paged_prefill import PrefillAttention
 from burnish.models.ops.quantised import EIGHT_BITS, Quantised, QuantisedCache, quantise, read, write
@@ -30,6 +31,7 @@ from burnish.rollout.native.state import LIVE, POSITION, NewRow, RowState, Wants
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
+    "gemma3", "gemma3-linear",
 ]  # fmt: skip
 PAGE = 4
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -65,7 +67,7 @@ class Paged:
         self.model, self.table = model, shuffled_table(rows, width)
         shape = (arch.num_layers, 2, rows * width + 1, arch.num_kv_heads, PAGE, arch.head_dim)
         self.cache = torch.zeros(shape, dtype=model.embedding.weight.dtype)
-        self.rotations = model.rotations(width * PAGE)
+        self.rotations = [model.rotations(width * PAGE, layer) for layer in range(arch.num_layers)]
 
     def prefill(self, tokens: list[Tensor], stretches: list[tuple[int, int, int]]) -> Tensor:
         """Hidden states of (row, start, stop) stretches, one after the other."""
@@ -73,7 +75,7 @@ class Paged:
         owner = torch.from_numpy(np.repeat(rows, stops - starts))
         position = torch.cat([torch.arange(a, b) for _, a, b in stretches])
         place = Placement(owner, position, self.table)
-        attend = PrefillAttention(rows, starts, stops - starts, place, self.rotations, PAGE, self.model.arch.window)
+        attend = PrefillAttention(rows, starts, stops - starts, place, self.rotations, PAGE, self.model.arch.windows)
         packed = torch.cat([tokens[row][a:b] for row, a, b in stretches])
         return paged_forward(self.model, packed, self.cache, attend)
 
@@ -81,8 +83,9 @@ class Paged:
         """Hidden states of one token a row; a position of -1 is a row that is not there."""
         place = Placement(torch.arange(len(positions)), torch.tensor(positions), self.table)
 
-        def attend(qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
-            return paged.decode_attention(qkv, *self.rotations, place, norms, keys, values, self.model.arch.window)
+        def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+            window = window_of(self.model.arch.windows, layer)
+            return paged.decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window)
 
         drawn = torch.stack([row[position] for row, position in zip(tokens, positions, strict=True)])
         return paged_forward(self.model, drawn, self.cache, attend)
@@ -153,11 +156,11 @@ def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
         randn(size, dtype=dtype, seed=2),
     )
     parts = torch.stack([randn(5, size, dtype=dtype, seed=s) for s in (4, 5, 6)])
-    for step in (delta, None, parts):
+    for step, shift in ((delta, 0.0), (None, 0.0), (parts, 0.0), (delta, 1.0)):
         expected = x.clone()
-        normed = paged.add_norm(expected, step, weight, 1e-5)
+        normed = paged.add_norm(expected, step, weight, 1e-5, shift)
         there, scale = on_device(x, weight)
-        got = rows.add_norm(there, None if step is None else step.to(DEVICE), scale, 1e-5)
+        got = rows.add_norm(there, None if step is None else step.to(DEVICE), scale, 1e-5, shift)
         close(got, normed, dtype)
         close(there, expected, dtype)
     both = randn(5, 2 * size, dtype=dtype, seed=3)
@@ -168,8 +171,10 @@ def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
 @kernel
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 16), (6, 6, 20), (12, 2, 128)])
-@pytest.mark.parametrize("has_norms", [False, True])
-def test_rotate_store_kernel(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_norms: bool) -> None:
+@pytest.mark.parametrize(("has_norms", "shift", "query_scale"), [(False, 0.0, 1.0), (True, 0.0, 1.0), (True, 1.0, 0.8)])
+def test_rotate_store_kernel(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_norms: bool, shift: float, query_scale: float
+) -> None:
     from burnish.models.ops.kernels import rows
 
     table = shuffled_table(4, 5)
@@ -177,12 +182,13 @@ def test_rotate_store_kernel(dtype: torch.dtype, heads: int, kv_heads: int, dim:
     qkv = randn(6, (heads + 2 * kv_heads) * dim, dtype=dtype)
     cos, sin = randn(20, 1, dim // 2, dtype=dtype, seed=1), randn(20, 1, dim // 2, dtype=dtype, seed=2)
     cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    norms = (randn(dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=4), 1e-6) if has_norms else None
+    weights = randn(dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=4)
+    norms = Norms(*weights, 1e-6, shift, query_scale) if has_norms else None
     keys, values = (randn(21, kv_heads, PAGE, dim, dtype=dtype, seed=s) for s in (5, 6))
     there = on_device(qkv, cos, sin, keys, values)
     moved = Placement(*on_device(place.owner, place.position, table))
-    weights = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE), norms[2])
-    got = rows.rotate_store(*there[:3], moved, weights, *there[3:])
+    sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
+    got = rows.rotate_store(*there[:3], moved, sent, *there[3:])
     with torch.no_grad():
         expected = paged.rotate_store(qkv, cos, sin, place, norms, keys, values)
     known = place.position >= 0

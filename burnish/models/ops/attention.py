@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.models.architecture import Windows
 from burnish.models.ops.trunks import Rows, spread
 from burnish.models.ops.varlen import has_varlen, varlen_attention
 
@@ -26,9 +27,9 @@ WASTE = 1.25  # a bucket's longest sequence over its shortest
 class PackedAttention:
     """Attention for one packing; planned once, called by every layer as `attend(layer, q, k, v)`."""
 
-    def __init__(self, offsets: Tensor, window: int | None = None, rows: Rows | None = None) -> None:
+    def __init__(self, offsets: Tensor, windows: Windows = None, rows: Rows | None = None) -> None:
         self.offsets = offsets
-        self.window = window
+        self.windows = windows
         self.rows = rows
         self.lengths = offsets.diff().tolist()
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
@@ -43,31 +44,37 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
+        window = window_of(self.windows, layer)
         if self.rows is not None:
-            return self._shared(self.rows, q, k, v)
-        return self._whole(q, k, v)
+            return self._shared(self.rows, q, k, v, window)
+        return self._whole(q, k, v, window)
 
-    def _shared(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _shared(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         k, v = spread(k, rows), spread(v, rows)
         if has_varlen(q):
             bounds = rows.offsets.int(), self.offsets.int()
             longest = int(rows.offsets.diff().max()), max(self.lengths)
-            return varlen_attention(q, k, v, bounds, longest, self.window)
-        return self._whole(spread(q, rows), k, v).index_select(0, rows.own)
+            return varlen_attention(q, k, v, bounds, longest, window)
+        return self._whole(spread(q, rows), k, v, window).index_select(0, rows.own)
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.uniform:
             shape = (-1, self.uniform)
             q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
-            return _causal(q, k, v, self.window).flatten(0, 1)
+            return _causal(q, k, v, window).flatten(0, 1)
         if has_varlen(q):
             bounds, longest = self.offsets.int(), max(self.lengths)
-            return varlen_attention(q, k, v, (bounds, bounds), (longest, longest), self.window)
+            return varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window)
         out = torch.empty_like(q)
         for gather, keep, where in self.buckets:
-            stacked = _causal(q[gather], k[gather], v[gather], self.window)
+            stacked = _causal(q[gather], k[gather], v[gather], window)
             out = out.index_copy(0, where, stacked[keep])
         return out
+
+
+def window_of(windows: Windows, layer: int) -> int | None:
+    """How far a layer looks back."""
+    return windows[layer] if isinstance(windows, tuple) else windows
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

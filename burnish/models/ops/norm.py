@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+WIDE = (torch.float32, torch.float64)
+
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         normal = x * scale
         ctx.save_for_backward(normal, scale, weight)
-        return normal * weight
+        ctx.shift = shift
+        return normal * _shifted(weight, shift)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -23,15 +26,56 @@ class _RmsNorm(torch.autograd.Function):
         normal, scale, weight = ctx.saved_tensors
         grad_weight = (grad * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         # d x = scale * (g - normal * mean(g * normal)), g the gradient of the normalised input
-        slope = grad * weight
+        slope = grad * _shifted(weight, ctx.shift)
         mean = torch.linalg.vecdot(slope, normal).unsqueeze(-1).div_(-normal.shape[-1])
-        return slope.addcmul_(normal, mean).mul_(scale), grad_weight, None
+        return slope.addcmul_(normal, mean).mul_(scale), grad_weight, None, None
+
+
+class _HalfRmsNorm(torch.autograd.Function):
+    """The same in half types, computed in float32: 1 + weight has too few digits in bfloat16. Keeps its input and a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, weight)
+        ctx.shift = shift
+        return (wide * scale * (weight.float() + shift)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, scale, weight = ctx.saved_tensors
+        grad, normal = grads[0].float(), x.float() * scale
+        grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        slope = grad * (weight.float() + ctx.shift)
+        mean = (slope * normal).mean(-1, keepdim=True)
+        return ((slope - normal * mean) * scale).to(x.dtype), grad_weight, None, None
+
+
+def _shifted(weight: Tensor, shift: float) -> Tensor:
+    return weight + shift if shift else weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+    """x / rms(x) * (shift + weight) over the last dimension, without gradient."""
+    if not shift:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + shift, eps).to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's module; float32 and float64 train through the function above, half types through torch's own."""
+    """torch's module, with a weight that may be counted from 1; float32 and float64 train through the function above, half
+    types through torch's own where nothing is shifted."""
+
+    def __init__(self, size: int, eps: float, shift: float = 0.0) -> None:
+        super().__init__(size, eps)
+        self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64):
-            return _RmsNorm.apply(x, self.weight, self.eps)
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if torch.is_grad_enabled() and x.dtype in WIDE:
+            return _RmsNorm.apply(x, self.weight, self.eps, self.shift)
+        if torch.is_grad_enabled() and self.shift:
+            return _HalfRmsNorm.apply(x, self.weight, self.eps, self.shift)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps, self.shift)

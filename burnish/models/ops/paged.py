@@ -8,12 +8,13 @@ nothing, and what it writes goes to page 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from burnish.models.ops.device import use_kernels
+from burnish.models.ops.norm import rms_norm
 from burnish.models.ops.quantised import Pages, read, write
 from burnish.models.ops.rope import rotate
 
@@ -27,19 +28,30 @@ class Placement:
     table: Tensor  # [rows, width]
 
 
-Norms = tuple[Tensor, Tensor, float]
-"""Weights of per-head query and key norms taken before the rotation, and their epsilon."""
+class Norms(NamedTuple):
+    """Weights of per-head query and key norms taken before the rotation."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    shift: float = 0.0
+    """Added to the weights."""
+    query_scale: float = 1.0
+    """Normed queries are multiplied by this."""
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += delta in place (if there is one), then the RMS norm of x; [N, hidden]. Parts [P, N, hidden] are added up first."""
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+    """x += delta in place (if there is one), then the RMS norm of x times shift + weight; [N, hidden].
+
+    Parts [P, N, hidden] are added up first.
+    """
     if use_kernels(x):
         from burnish.models.ops.kernels import rows
 
-        return rows.add_norm(x, delta, weight, eps)
+        return rows.add_norm(x, delta, weight, eps, shift)
     if delta is not None:
         x += delta if delta.dim() == 2 else delta.sum(0, dtype=torch.promote_types(delta.dtype, torch.float32))
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    return rms_norm(x, weight, eps, shift)
 
 
 def rotate_store(
@@ -61,7 +73,8 @@ def rotate_store(
     heads = qkv.view(qkv.shape[0], -1, dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if norms is not None:
-        q, k = (functional.rms_norm(x, (dim,), weight, norms[2]) for x, weight in ((q, norms[0]), (k, norms[1])))
+        q, k = (rms_norm(x, weight, norms.eps, norms.shift) for x, weight in ((q, norms.query), (k, norms.key)))
+        q = q if norms.query_scale == 1.0 else q * norms.query_scale
     q, k = (rotate(x, cos[position], sin[position]) for x in (q, k))
     where = place.table[place.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
     at = (where, slice(None), position % page)

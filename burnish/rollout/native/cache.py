@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.architecture import Architecture
-from burnish.models.ops.attention import PackedAttention
+from burnish.models.ops.attention import PackedAttention, window_of
 
 
 class KVCache:
@@ -83,16 +83,20 @@ class DecodeAttention:
         self.cache, self.rows, self.width = cache, rows, longest + 1
         heads = torch.arange(rows * arch.num_kv_heads, device=positions.device).view(rows, -1)
         self.slots = (heads * cache.capacity + positions[:, None]).view(-1)
-        self.hidden: Tensor | None = None
-        if shortest != longest or (arch.window is not None and longest >= arch.window):
-            column = torch.arange(self.width, device=positions.device)
-            hidden = column > positions[:, None]
-            if arch.window is not None:
-                hidden |= column <= positions[:, None] - arch.window
-            bias = torch.zeros(hidden.shape, dtype=cache.dtype, device=positions.device).masked_fill_(
-                hidden, -torch.inf
-            )
-            self.hidden = bias.repeat_interleave(arch.num_kv_heads, 0)[:, None]  # [rows * kv_heads, 1, width]
+        self.windows = arch.windows
+        kinds = set(self.windows) if isinstance(self.windows, tuple) else {self.windows}
+        self.hidden = {window: self._hidden(positions, longest, shortest, window) for window in kinds}
+
+    def _hidden(self, positions: Tensor, longest: int, shortest: int, window: int | None) -> Tensor | None:
+        """[rows * kv_heads, 1, width]: -inf where a query must not look; None where all look at everything."""
+        if shortest == longest and (window is None or longest < window):
+            return None
+        column = torch.arange(self.width, device=positions.device)
+        hidden = column > positions[:, None]
+        if window is not None:
+            hidden |= column <= positions[:, None] - window
+        bias = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=positions.device)
+        return bias.masked_fill_(hidden, -torch.inf).repeat_interleave(self.cache.arch.num_kv_heads, 0)[:, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache, arch = self.cache, self.cache.arch
@@ -101,10 +105,11 @@ class DecodeAttention:
         stop = self.rows * arch.num_kv_heads
         keys, values = (x[layer].flatten(0, 1)[:stop, : self.width] for x in (cache.keys, cache.values))
         queries = q.reshape(self.rows * arch.num_kv_heads, -1, arch.head_dim)
+        hidden = self.hidden[window_of(self.windows, layer)]
         if cache.dtype in (torch.float32, torch.float64):
-            out = _explicit(queries, keys, values, self.hidden)
+            out = _explicit(queries, keys, values, hidden)
         else:
-            out = functional.scaled_dot_product_attention(queries, keys, values, self.hidden)
+            out = functional.scaled_dot_product_attention(queries, keys, values, hidden)
         return out.reshape(q.shape)
 
 

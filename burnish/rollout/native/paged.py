@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.core.engine import Completion, Request
+from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.models.decoder import Decoder
 from burnish.models.ops.quantised import SCALE_BYTES
 from burnish.rollout.native.admission import admit
@@ -165,6 +165,16 @@ class PagedEngine:
         plan = self.plan(longest)
         plan.require_one("the KV cache")
         self._make_cache(plan, rows, Wants())
+
+    def prepare(self, longest: int, rows: int, sampling: SamplingOptions) -> None:
+        """The same for requests drawn in one way, with the graphs of all numbers of rows: what would else be made on the way."""
+        wants = wants_of(Request("", (), sampling, 0))
+        plan = self.plan(longest)
+        plan.require_one("the KV cache")
+        rows = min(rows, self.max_rows)
+        self._make_cache(plan, rows, wants)
+        with torch.inference_mode():
+            self.runner.capture(rows, wants)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """A cache that the longest of the requests fits into, made anew if need be once nothing runs."""

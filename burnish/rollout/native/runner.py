@@ -17,6 +17,7 @@ from torch import Tensor
 
 from burnish.models.decoder import Decoder
 from burnish.models.inference import PagedAttend, paged_forward
+from burnish.models.ops.attention import window_of
 from burnish.models.ops.device import use_kernels
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.ops.paged import Norms, Placement, decode_attention, rotate_store
@@ -52,7 +53,8 @@ class Runner:
         self.has_kernels = use_kernels(weight)
         self._clear()
         self.state = RowState(plan.max_rows, plan.width, weight.device)
-        self.rotations = model.rotations(plan.width * plan.page)
+        self.windows = model.arch.windows
+        self.rotations = [model.rotations(plan.width * plan.page, layer) for layer in range(model.arch.num_layers)]
         self.every = torch.arange(plan.max_rows, device=weight.device)
         self._graphs: dict[tuple[int, Wants], torch.cuda.CUDAGraph] = {}
 
@@ -66,7 +68,7 @@ class Runner:
             started = time.perf_counter()
             state = self._nobody()
             place = Placement(self.every[:rows], state.ints[POSITION, :rows], state.table)
-            warm(self.model, self.cache, self.rotations, state, place, wants, self.exact)
+            warm(self.model, self.cache, self.rotations[0], state, place, wants, self.exact)
             self.stats.compile_s += time.perf_counter() - started
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class Runner:
         if self.exact:
             return self._logits(tokens, self._exact_attend(place), last)
         rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in stretches), strict=True))
-        attend = PrefillAttention(rows, starts, lengths, place, self.rotations, self.page, self.model.arch.window)
+        attend = PrefillAttention(rows, starts, lengths, place, self.rotations, self.page, self.windows)
         return self._logits(tokens, attend, last)
 
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
@@ -157,8 +159,9 @@ class Runner:
         every = self.every[:rows]
         place = Placement(every, state.ints[POSITION, :rows], state.table)
 
-        def attend(qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
-            return decode_attention(qkv, *self.rotations, place, norms, keys, values, self.model.arch.window)
+        def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
+            window = window_of(self.windows, layer)
+            return decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window)
 
         logits = self._logits(state.ints[LAST, :rows], self._exact_attend(place) if self.exact else attend)
         state.draw(logits, every, every, wants)
@@ -174,11 +177,19 @@ class Runner:
     def _exact_attend(self, place: Placement) -> PagedAttend:
         """Every token a query of its own, in prefill as in decoding: then both give it the same bits."""
 
-        def attend(qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
-            q = rotate_store(qkv, *self.rotations, place, norms, keys, values)
-            return exact_attention(q, keys, values, place, self.model.arch.window)
+        def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+            q = rotate_store(qkv, *self.rotations[layer], place, norms, keys, values)
+            return exact_attention(q, keys, values, place, window_of(self.windows, layer))
 
         return attend
+
+    def capture(self, rows: int, wants: Wants) -> None:
+        """Capture the step of every number of rows up to this one; without this each is captured when it is first needed."""
+        if self.has_kernels:
+            # The largest first: the others fit into its memory.
+            for size in sorted({self.bucket(r) for r in range(1, rows + 1)}, reverse=True):
+                if (size, wants) not in self._graphs:
+                    self._capture(size, wants)
 
     def _capture(self, rows: int, wants: Wants) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.inference import head_norms
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.ops.paged import Placement, add_norm, attend_pages, rotate_store
 from burnish.models.ops.partial_sums import partial_linear
 from burnish.models.ops.quantised import Cache
-from burnish.models.ops.swiglu import swiglu
 from burnish.models.ops.varlen import has_varlen, varlen_attention
 from burnish.rollout.native.state import RowState, Wants
 
@@ -41,28 +41,30 @@ def warm(
     arch, layer = model.arch, cast(Layer, model.layers[0])
     keys, values = cache[0]
     weight, rows = model.embedding.weight, place.position.shape[0]
-    norms = (layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps) if arch.qk_norm else None
+    windows = set(arch.windows) if isinstance(arch.windows, tuple) else {arch.windows}
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     def norm() -> None:
-        project = exact_linear if exact else partial_linear
+        project = exact_linear if exact else nn.Linear.__call__ if arch.out_norms else partial_linear
         into_residual = (project(module, zeros(rows, module.in_features)) for module in (layer.out, layer.down))
         for delta in (None, *into_residual):
-            add_norm(zeros(rows, arch.hidden_size), delta, layer.attention_norm.weight, arch.norm_eps)
+            x = zeros(rows, arch.hidden_size)
+            add_norm(x, delta, layer.attention_norm.weight, arch.norm_eps, arch.norm_shift)
 
     def rotate() -> None:
         qkv = zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
-        rotate_store(qkv, *rotations, place, norms, keys, values)
+        rotate_store(qkv, *rotations, place, head_norms(layer), keys, values)
 
     def attend() -> None:
         q = zeros(rows, arch.num_heads, arch.head_dim)
-        if exact:
-            assert isinstance(cache, Tensor), "exactness is not for 8 bits"
-            exact_attention(q, cache[0, 0], cache[0, 1], place, arch.window)
-        else:
-            attend_pages(q, keys, values, place, arch.window)
+        for window in windows:
+            if exact:
+                assert isinstance(cache, Tensor), "exactness is not for 8 bits"
+                exact_attention(q, cache[0, 0], cache[0, 1], place, window)
+            else:
+                attend_pages(q, keys, values, place, window)
 
     def draw() -> None:
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, wants)
@@ -79,10 +81,11 @@ def warm(
         q, k = zeros(1, arch.num_heads, arch.head_dim), zeros(1, arch.num_kv_heads, arch.head_dim)
         if has_varlen(q):
             bounds = torch.arange(2, dtype=torch.int32, device=weight.device)
-            varlen_attention(q, k, k, (bounds, bounds), (1, 1), arch.window)
+            for window in windows:
+                varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
 
     def gate() -> None:
-        swiglu(zeros(rows, 2 * arch.mlp_size))
+        layer.gated(zeros(rows, 2 * arch.mlp_size))
 
     def exact_matmuls() -> None:  # one kernel for all, which no two threads should compile
         matmuls()

@@ -27,6 +27,13 @@ def model(tools: Any) -> Decoder:
     return tools.decoder()
 
 
+GEMMA3 = {
+    "family": "gemma3_text", "qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh",
+    "scaled_embedding": True, "tied": True, "window": 6, "local_layers": (True, False), "local_theta": 100.0,
+    "query_scale": 0.8,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
     """Each mixed request by itself in an engine of its own."""
@@ -36,7 +43,11 @@ def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
 # --- the right tokens ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 6}, {"qk_norm": True, "tied": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3],
+    ids=["plain", "window", "norms", "gemma3"],
+)
 def test_a_crowd_gets_the_tokens_and_logprobs_of_a_sampler_without_a_cache(
     tools: Any, native: Any, options: dict[str, Any]
 ) -> None:

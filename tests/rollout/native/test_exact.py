@@ -27,7 +27,9 @@ SHAPES: list[dict[str, Any]] = [
     {"qk_norm": True, "tied": True},
     {"num_kv_heads": 1},
     {"qkv_bias": True, "num_kv_heads": 4},
-]
+    {"qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True, "window": 6,
+     "local_layers": (True, False), "local_theta": 100.0, "query_scale": 0.8},
+]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -33,7 +33,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "tied": True},
     "mistral": {"window": 24},
-}
+    "gemma3_text": {
+        "qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True,
+        "tied": True, "window": 24, "local_layers": (True, False), "local_theta": 10_000.0, "rope_theta": 1e6,
+    },
+}  # fmt: skip
 TEXT = tuple((5 * i + i * i // 7) % 13 for i in range(600))
 
 
@@ -376,3 +380,13 @@ def test_a_request_that_the_free_memory_cannot_hold_is_refused_and_disturbs_nobo
     got += list(stream)
     near(tools, model, {c.id: c for c in got}, wanted, 1e-4)
     assert engine.stats.preemptions == 0
+
+
+def test_a_prepared_engine_captures_no_graph_on_the_way(tools: Any) -> None:
+    model = decoder(tools).to(DEVICE, torch.bfloat16)
+    engine = PagedEngine(model, max_rows=100)
+    wanted = tools.requests([(i % 13, 3) for i in range(90)], max_tokens=40)
+    engine.prepare(48, len(wanted), wanted[0].sampling)
+    assert engine.stats.graphs == 8  # of 1, 2, 4, 8, 16, 32, 64 and, since there are no more rows, 100
+    tools.run(engine, wanted)
+    assert engine.stats.graphs == 8

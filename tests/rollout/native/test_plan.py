@@ -72,6 +72,20 @@ def test_the_engine_makes_the_cache_it_plans_and_says_so(tools: Any) -> None:
     assert [plan.width for plan in heard] == [3, 14]
 
 
+def test_a_prepared_engine_makes_nothing_on_the_way(tools: Any, native: Any) -> None:
+    model = tools.decoder()
+    heard: list[CachePlan] = []
+    engine = PagedEngine(model, max_rows=2, on_cache=heard.append)
+    wanted = tools.requests([(3,) * 20, (4,), (5, 6)], max_tokens=30)
+    engine.prepare(50, 3, wanted[0].sampling)
+    address = engine.runner.cache.data_ptr()
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+    assert len(heard) == 1
+    assert engine.runner.cache.data_ptr() == address
+    with pytest.raises(UserError, match="the KV cache"):
+        PagedEngine(model, max_rows=2, num_pages=3).prepare(100, 2, wanted[0].sampling)
+
+
 def test_a_reserved_cache_is_made_at_once_and_stays(tools: Any, native: Any) -> None:
     model = tools.decoder()
     heard: list[CachePlan] = []

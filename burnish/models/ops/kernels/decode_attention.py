@@ -160,7 +160,8 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         QUANTISED=key_scale is not q,
         num_warps=2,
-        num_stages=3 if q.dtype != torch.float32 else 2,
+        # Heads of 256 fill a processor's shared memory with a stage fewer.
+        num_stages=(3 if q.dtype != torch.float32 else 2) - (block >= 256),
     )
     if splits > 1:
         _join[(rows * kv_heads, shared)](

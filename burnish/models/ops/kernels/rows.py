@@ -19,6 +19,7 @@ def _add_norm(
     out_ptr,
     size,
     eps,
+    shift,
     part_stride,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -26,7 +27,7 @@ def _add_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + shift
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
     if PARTS > 0:
         delta = tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
@@ -41,7 +42,7 @@ def _add_norm(
     tl.store(out_ptr + row * size + column, (wide * scale * weight).to(x.dtype), mask=inside)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """x += delta in place (if there is one; parts are added up), then the RMS norm of x."""
     rows, size = x.shape
     parts = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
@@ -54,6 +55,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
         out,
         size,
         eps,
+        shift,
         rows * size,
         PARTS=parts,
         BLOCK=block,
@@ -87,6 +89,8 @@ def _rotate_store(
     key_scale_ptr,
     value_scale_ptr,
     eps,
+    shift,
+    query_scale,
     table_stride,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -95,6 +99,7 @@ def _rotate_store(
     HALF_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     QK_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     QUANTISED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
@@ -113,12 +118,16 @@ def _rotate_store(
         for_q = inside & (head < Q_HEADS)
         for_k = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
         # Heads of neither kind are values: their rotation is not used either.
-        weight = tl.load(q_norm_ptr + column + tl.zeros_like(head), mask=for_q, other=0.0)
-        weight += tl.load(k_norm_ptr + column + tl.zeros_like(head), mask=for_k, other=0.0)
-        low = (low * scale * weight).to(dtype).to(tl.float32)
-        weight = tl.load(q_norm_ptr + HALF + column + tl.zeros_like(head), mask=for_q, other=0.0)
-        weight += tl.load(k_norm_ptr + HALF + column + tl.zeros_like(head), mask=for_k, other=0.0)
-        high = (high * scale * weight).to(dtype).to(tl.float32)
+        weight = tl.load(q_norm_ptr + column + tl.zeros_like(head), mask=for_q, other=0.0).to(tl.float32)
+        weight += tl.load(k_norm_ptr + column + tl.zeros_like(head), mask=for_k, other=0.0).to(tl.float32)
+        low = (low * scale * (weight + shift)).to(dtype).to(tl.float32)
+        weight = tl.load(q_norm_ptr + HALF + column + tl.zeros_like(head), mask=for_q, other=0.0).to(tl.float32)
+        weight += tl.load(k_norm_ptr + HALF + column + tl.zeros_like(head), mask=for_k, other=0.0).to(tl.float32)
+        high = (high * scale * (weight + shift)).to(dtype).to(tl.float32)
+        if SCALED:
+            factor = tl.where(head < Q_HEADS, query_scale, 1.0)
+            low = (low * factor).to(dtype).to(tl.float32)
+            high = (high * factor).to(dtype).to(tl.float32)
     position = tl.load(position_ptr + row)
     known = tl.maximum(position, 0)
     turn = known * DIM + HALF + column  # the second half of the table: +sin
@@ -164,7 +173,7 @@ def rotate_store(
     _, kv_heads, page, dim = keys.shape
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(rows, q_heads, dim)
-    q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    q_norm, k_norm, eps, shift, query_scale = norms or Norms(qkv, qkv, 0.0)
     (keys, key_scale), (values, value_scale) = (x if isinstance(x, Quantised) else (x, q) for x in (keys, values))
     heads_block = triton.next_power_of_2(q_heads + 2 * kv_heads)
     half_block = triton.next_power_of_2(dim // 2)
@@ -183,6 +192,8 @@ def rotate_store(
         key_scale,
         value_scale,
         eps,
+        shift,
+        query_scale,
         place.table.stride(0),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
@@ -191,6 +202,7 @@ def rotate_store(
         HALF_BLOCK=half_block,
         PAGE=page,
         QK_NORM=norms is not None,
+        SCALED=query_scale != 1.0,
         QUANTISED=key_scale is not q,
         LARGEST=LARGEST,
         num_warps=max(1, min(8, heads_block * half_block // 256)),
