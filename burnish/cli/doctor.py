@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import burnish
+from burnish.config.errors import UserError
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
+from burnish.rewards.code import check_sandbox
 
 OK, ABSENT, WRONG = "ok", "--", "!!"
 GIB = 1024**3
@@ -34,15 +36,12 @@ USES = {
     "math": "the math reward (math-verify)",
     "tasks": "reasoning-gym/<name> tasks",
     "track": "TensorBoard and Weights & Biases",
-    "ray": "training on a cluster",
+    "ray": "placement=ray and burnish launch, several processes or machines",
     "serve": "burnish serve, an OpenAI-compatible server",
     "vllm": "the vLLM engine",
     "dev": "the tests and the linters",
 }
 """What each extra is for."""
-
-RESERVED = ("ray",)
-"""Extras whose feature does not exist yet: installing them changes nothing today."""
 
 # In a process of its own, since a namespace once left cannot be entered again.
 LEAVE_NETWORK = "import sys; from burnish.rewards.limits import leave_network; sys.exit(not leave_network())"
@@ -113,9 +112,7 @@ def extras() -> Iterator[Row]:
     """Each extra of the package: what it is for, and how to get it if it is not here."""
     for extra, use in USES.items():
         missing = [name for name in distributions(extra) if not installed(name)]
-        if extra in RESERVED:
-            yield Row(ABSENT, f"[{extra}]", f"{use}: not built yet, nothing uses this extra")
-        elif missing:
+        if missing:
             yield Row(
                 ABSENT, f"[{extra}]", f"{use}: pip install -e '.[{extra}]' -c constraints.txt (no {', '.join(missing)})"
             )
@@ -124,7 +121,7 @@ def extras() -> Iterator[Row]:
 
 
 def isolation() -> Iterator[Row]:
-    """Whether reward workers can be cut off from the network."""
+    """Whether reward workers can be cut off from the network, and programs from everything."""
     if not sys.platform.startswith("linux"):
         yield Row(ABSENT, "reward isolation", "network namespaces exist on Linux only: verifiers keep their network")
         return
@@ -137,6 +134,11 @@ def isolation() -> Iterator[Row]:
             "reward isolation",
             "verifiers keep their network: no namespaces here (kernel.unprivileged_userns_clone, or the container forbids them)",
         )
+    try:
+        check_sandbox(is_isolated=True)
+        yield Row(OK, "code sandbox", "programs of the code reward run in namespaces, without files or network")
+    except UserError as error:
+        yield Row(ABSENT, "code sandbox", f"the code reward would not start: {error}")
 
 
 def self_check() -> Iterator[Row]:

@@ -1,4 +1,7 @@
-"""`burnish eval DIR DATA [key=value ...]`: accuracy with its interval, pass@k and length; the completions as a file."""
+"""`burnish eval DIR DATA... [key=value ...]`: accuracy with its interval, pass@k, maj@k and length; every completion kept.
+
+`burnish eval --compare A B` compares two of them question by question.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.config.errors import UserError
+
 if TYPE_CHECKING:
-    from burnish.evaluation.evaluate import Result
-    from burnish.evaluation.settings import EvalConfig
-    from burnish.evaluation.statistics import Estimate
+    from burnish.evaluation.session import Measured, Test
+    from burnish.evaluation.subject import Subject
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.1
@@ -20,52 +24,165 @@ REDRAW_EVERY_S = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; every setting also has a dotted key, explained by --help."""
     from burnish.config.explain import help_text
+    from burnish.data.benchmarks import BENCHMARKS
     from burnish.evaluation.settings import EvalConfig
 
     add = parser.add_argument
-    add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
-    add("data", metavar="DATA", help="a jsonl, parquet or csv file, a glob, or task:NAME")
-    add("overrides", nargs="*", metavar="key=value", help="further settings, such as reward.timeout_s=30")
+    add(
+        "words",
+        nargs="*",
+        metavar="DIR DATA ... key=value",
+        help=f"a model directory or a run (its best checkpoint); \
+what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a glob, task:NAME; further settings",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="compare two results (folders or files of completions)",
+    )
+    add("--data-dir", type=Path, metavar="FOLDER", help="where the benchmarks' files are (default: BURNISH_DATA)")
     add("--n", type=int, help="samples of each prompt (default 1)")
     add("--temperature", type=float, help="0 is greedy, the default; above 0 for several samples")
     add("--top-p", type=float, help="keep the smallest set of tokens with this probability")
     add("--top-k", type=int, help="keep the k most likely tokens")
-    add("--max-tokens", type=int, help="most new tokens of one completion (default 256, of a run its own)")
+    add(
+        "--max-tokens",
+        type=int,
+        help="most new tokens of one completion (default: the benchmark's or run's own, or 256)",
+    )
     add("--limit", type=int, help="most prompts (default: all rows of a file, 1000 problems of a task)")
     add("--reward", action="append", metavar="NAME", help="what counts as right; may be repeated, the first decides")
+    add("--best-by", metavar="PART", help="best@k chooses the sample this part of the reward scores highest")
     add("--template", choices=("auto", "chat", "plain"), help="how a prompt becomes text")
     add("--system", help="a system message (chat templates)")
     add("--prompt-key", metavar="COLUMN", help="column of the prompt in plain rows (default question)")
     add("--answer-key", metavar="COLUMN", help="column of the expected answer (default answer)")
-    add("--out", type=Path, metavar="FILE", help="completions, .jsonl or .parquet (default eval-<model>-<data>.jsonl)")
-    add("--force", action="store_true", help="replace the file of completions")
+    add("--out", type=Path, metavar="PATH", help="a folder (default eval-<model>), or one .jsonl or .parquet file")
+    add("--force", action="store_true", help="start over where there are completions already")
     add("--seed", type=int, help="which problems a task generates, and all sampling noise (default 0)")
     add("--device", help="auto, cpu, cuda, cuda:1")
-    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="type of the arithmetic")
-    add("--max-rows", type=int, help="most sequences decoded at once (default 256)")
+    add(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="type of the arithmetic (on a GPU: as stored)",
+    )
+    add("--max-rows", type=int, help="most sequences decoded at once (default: what fits a GPU, 256 on a CPU)")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(EvalConfig)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; status 1 when not one completion could be scored."""
-    from burnish.evaluation.completions import check_target, default_target, write_completions
-    from burnish.evaluation.settings import settings
+    """Measure and print; status 1 when not one completion of some data set could be scored."""
+    if args.compare is not None:
+        return run_compare(args)
+    from burnish.evaluation.session import run_tests, write_together
     from burnish.evaluation.subject import find_subject
 
-    target = args.out or default_target(args.model, args.data)
-    check_target(target, args.force)
-    subject = find_subject(args.model)
-    config, _, base = settings(args.data, flags(args), args.overrides, subject.config)
-    if subject.note is not None:
-        say(f"{subject.note}; what it says of template, reward, seed and max_tokens holds unless the command differs")
-    result = measure(config, base, subject.path)
-    write_completions(target, result.rows)
-    print(table(result, config.sampling.n))
-    print(f"completions  {target}")
-    if result.num_failed:
-        say(f"{result.num_failed} of {result.num_samples} samples could not be scored; first: {result.first_error}")
-    return int(result.num_failed == result.num_samples)
+    model, data, overrides = split_words(args.words)
+    subject = find_subject(model)
+    tests = make_tests(args, model, subject, data, overrides)
+    printer = Printer(args, len(tests) > 1)
+    for test in tests:
+        printer.reuse(test)
+    left = [test for test in tests if test.place.name not in printer.results]
+    if left:
+        if subject.note is not None:
+            say(f"{subject.note}; what it says of the template holds unless the command differs{of_run(data)}")
+        with Progress() as progress:
+            run_tests(left, subject.path, args.best_by, say, progress, lambda m: printer.measured(m, progress))
+    if len(tests) > 1:
+        print(printer.summary([test.place.name for test in tests]))
+        folder = tests[0].place.completions.parent
+        print(f"results      {write_together(folder, [printer.files[t.place.name] for t in tests], model)}")
+    return int(any(result.num_failed == result.num_samples for result in printer.results.values()))
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare two results question by question; the questions that changed go to a file."""
+    import json
+
+    from burnish.evaluation.comparison import (
+        compare,
+        comparison_json,
+        comparison_table,
+        differing_settings,
+        find_pairs,
+        read_pair,
+    )
+    from burnish.evaluation.completions import encode
+    from burnish.evaluation.places import TOGETHER, places
+    from burnish.run.files import atomic_write
+
+    idle = [*args.words, *(key for key, value in flags(args).items() if value is not None)]
+    idle += [name for name in ("best_by", "data_dir") if getattr(args, name) is not None]
+    if idle:
+        raise UserError(f"--compare A B reads two results and measures nothing, so {idle[0]} has no effect")
+    if args.out is not None and args.out.suffix == ".parquet":
+        raise UserError(f"--out {args.out}: the questions that changed are written as .jsonl")
+    pairs = find_pairs(*args.compare)
+    folder = args.out or Path("-".join(["compare", *labels(*args.compare)]))
+    targets = places(folder, Path(), [pair.name for pair in pairs])
+    together = targets[0].result if len(pairs) == 1 and folder.suffix else folder / f"{TOGETHER}.json"
+    there = [path for path in (*(target.completions for target in targets), together) if path.exists()]
+    if there and not args.force:
+        raise UserError(f"{there[0]} exists; give --force to replace it, or --out for another place")
+    found = [compare(*read_pair(pair)) for pair in pairs]
+    together.parent.mkdir(exist_ok=True)
+    for pair, one, target in zip(pairs, found, targets, strict=True):
+        for line in differing_settings(pair):
+            say(f"{pair.name}: the two were measured differently: {line}")
+        atomic_write(target.completions, b"".join(map(encode, one.changed)))
+        print(comparison_table(one, pair))
+        print(f"changed      {target.completions} ({len(one.changed):,} questions)")
+    results = {pair.name: comparison_json(one, pair) for pair, one in zip(pairs, found, strict=True)}
+    atomic_write(together, json.dumps({"comparison": results}, indent=1) + "\n")
+    print(f"results      {together}")
+    return 0
+
+
+def labels(a: Path, b: Path) -> tuple[str, str]:
+    """What two results are called: their folder or file, with the folder around it where that is the same."""
+    names = [(path.stem if path.is_file() else path.name, path.resolve().parent.name) for path in (a, b)]
+    (one, above), (other, beside) = names
+    return (one, other) if one != other else (f"{above}-{one}", f"{beside}-{other}")
+
+
+def split_words(words: list[str]) -> tuple[Path, list[str], list[str]]:
+    """The model, the data sets and the settings: `key=value` words are settings, except where the first data set must be."""
+    if len(words) < 2:
+        raise UserError("burnish eval needs a model directory and what to measure it on: burnish eval DIR gsm8k")
+    model, first, *rest = words
+    overrides = [word for word in rest if word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word]
+    return Path(model), [first, *(word for word in rest if word not in overrides)], overrides
+
+
+def make_tests(
+    args: argparse.Namespace, model: Path, subject: Subject, data: list[str], overrides: list[str]
+) -> list[Test]:
+    """The checked settings of every data set with what they come to on this machine; --force clears the way."""
+    from burnish.evaluation.fingerprint import fingerprint
+    from burnish.evaluation.places import places
+    from burnish.evaluation.session import Test, choose_dtype, spare_workers
+    from burnish.evaluation.settings import is_given, settings
+
+    tests, given = [], flags(args)
+    for place, one in zip(places(args.out, model, data), data, strict=True):
+        config, resolved, base = settings(one, given, overrides, subject.config, args.data_dir)
+        if args.best_by is not None and config.sampling.n == 1:
+            raise UserError("--best-by chooses among several samples: give --n above 1 and --temperature above 0")
+        if not is_given("model.dtype", given, overrides, subject.config):
+            resolved["model"]["dtype"] = choose_dtype(config.model, subject.path)
+        if not is_given("reward.workers", given, overrides, {}):
+            resolved["reward"]["workers"] = spare_workers()
+        config = type(config).model_validate(resolved)
+        if place.completions.exists() and one == str(place.completions):
+            raise UserError(f"--out {place.completions} is the data itself; give another place")
+        if args.force:
+            place.clear()
+        tests.append(Test(place, config, base, fingerprint(resolved, base, subject.path)))
+    return tests
 
 
 def flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,54 +206,64 @@ def flags(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(config: EvalConfig, base: Path, model: Path) -> Result:
-    """Load everything, sample and score; what is wrong with the data is found before the first token."""
-    from burnish.data.prompts import validation_prompts
-    from burnish.evaluation.evaluate import evaluate
-    from burnish.evaluation.subject import fit_max_tokens
-    from burnish.models.policy import load_policy
-    from burnish.rewards.rewards import Rewards
-    from burnish.rollout.measure import sampling_options
+def of_run(data: list[str]) -> str:
+    """What else a run's config says to data that is no benchmark."""
+    from burnish.data.benchmarks import BENCHMARKS
 
-    with Rewards(config.reward, base) as rewards:
-        policy = load_policy(config.model, model, None, config.seed)
-        positions = policy.max_positions
-        data = config.prompts(positions)
-        prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, base)
-        longest = max(len(p.tokens) for p in prompts)
-        max_tokens, note = fit_max_tokens(config.sampling.max_tokens, longest, positions)
-        n, plural = config.sampling.n, "s" if config.sampling.n > 1 else ""
-        say(f"{model}: {policy.note}; {len(prompts):,} prompts, {n} sample{plural} of each")
-        if note is not None:
-            say(note)
-        sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
-        options = sampling_options(sampling, policy.tokenizer.eos_ids)
-        with Progress() as progress:
-            return evaluate(policy, rewards, prompts, n, options, progress, config.seed, config.max_rows)
-
-
-def table(result: Result, n: int) -> str:
-    """The numbers a person wants, a line each."""
-    label = f"mean@{n}" if n > 1 else "accuracy"
-    rows = [("prompts", f"{result.num_prompts:,}" + (f" x {n} samples" if n > 1 else ""))]
-    rows.append(
-        (label, interval(result.accuracy) if result.accuracy else "- (nothing that was scored says right or wrong)")
+    return (
+        "" if all(one in BENCHMARKS for one in data) else ", and of reward, seed and max_tokens where no benchmark does"
     )
-    rows += [(f"  {name}", interval(estimate)) for name, estimate in result.by_source.items()]
-    rows += [(f"pass@{k}", f"{value:.3f}") for k, value in result.pass_at.items() if n > 1]
-    if result.reward_mean is not None and (result.accuracy is None or result.reward_mean != result.accuracy.mean):
-        rows.append(("mean reward", f"{result.reward_mean:.3f}"))
-    rows.append(("mean length", f"{result.length_mean:.1f} tokens"))
-    rows.append(("truncated", f"{result.truncated:.1%}"))
-    rows += [("timed out", f"{result.num_timed_out} answers, counted as wrong")] if result.num_timed_out else []
-    rows += [("failed", f"{result.num_failed} samples, not counted")] if result.num_failed else []
-    width = max(11, *(len(name) for name, _ in rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def interval(estimate: Estimate) -> str:
-    """`0.402  (95% interval 0.372 to 0.433)`."""
-    return f"{estimate.mean:.3f}  (95% interval {estimate.low:.3f} to {estimate.high:.3f})"
+class Printer:
+    """What goes to stdout: each data set as it is done, and one table at the end."""
+
+    def __init__(self, args: argparse.Namespace, is_many: bool) -> None:
+        self.best_by, self.is_many = args.best_by, is_many
+        self.results: dict[str, Any] = {}
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def reuse(self, test: Test) -> None:
+        """A data set that was measured before, from its files."""
+        from burnish.evaluation.completions import read_completions
+        from burnish.evaluation.result import summarise
+        from burnish.evaluation.table import as_json
+
+        found = test.place.finished(test.settings)
+        if found is None:
+            return
+        say(f"{test.place.completions} is complete; nothing is drawn again (--force would)")
+        result = summarise(read_completions(test.place.completions), self.best_by)
+        self.files[test.place.name] = {**found, **as_json(result)}
+        self._show(test, result)
+
+    def measured(self, measured: Measured, progress: Progress) -> None:
+        """A data set that has just been measured."""
+        from burnish.evaluation.session import result_file
+        from burnish.evaluation.table import seconds_text
+
+        progress.clear()
+        self.files[measured.test.place.name] = result_file(measured)
+        self._show(measured.test, measured.result, seconds_text(measured.start_s, measured.work))
+
+    def summary(self, names: list[str]) -> str:
+        """All data sets, a line each."""
+        from burnish.evaluation.table import summary
+
+        return summary({name: self.results[name] for name in names})
+
+    def _show(self, test: Test, result: Any, seconds: str | None = None) -> None:
+        from burnish.evaluation.table import table
+
+        self.results[test.place.name] = result
+        print("\n".join([f"{test.place.name}\n"] if self.is_many else []) + table(result))
+        if seconds is not None:
+            print(f"seconds      {seconds}")
+        print(f"completions  {test.place.completions}" + ("\n" if self.is_many else ""))
+        if result.num_failed:
+            say(f"{result.num_failed} of {result.num_samples} samples could not be scored; first: {result.first_error}")
+        if self.best_by is not None and not result.best_at:
+            say(f"--best-by {self.best_by}: no completion of {test.place.name} has that part of the reward")
 
 
 def say(text: str) -> None:
@@ -161,9 +288,13 @@ class Progress:
         else:
             say(text)
 
+    def clear(self) -> None:
+        """Take the line away, before something else is printed."""
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self.clear()

@@ -20,8 +20,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sft": ("burnish.cli.sft", "train on demonstrations"),
     "sample": ("burnish.cli.sample", "stream text from a model"),
     "export": ("burnish.cli.export", "write the model of a run as a plain Hugging Face directory"),
+    "view": ("burnish.cli.view", "write the report of a run, finished or not"),
+    "data": ("burnish.cli.data", "prepare published data sets as files to train on"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
     "serve": ("burnish.cli.serve", "answer OpenAI's API with a model"),
+    "launch": ("burnish.cli.launch", "train on a Ray cluster, once its machines are there"),
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),
     "doctor": ("burnish.cli.doctor", "tell what this machine can do and what is missing for what"),
 }
@@ -32,9 +35,12 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the return value is the process's exit status."""
+    """Run one command; the return value is the process's exit status.
+
+    Without `argv` this process is the command, and may fork. A program that gives one stays one process.
+    """
     try:
-        status = dispatch(list(sys.argv[1:] if argv is None else argv))
+        status = dispatch(list(sys.argv[1:] if argv is None else argv), is_command=argv is None)
         sys.stdout.flush()  # a closed pipe must show here, not while the interpreter shuts down
         return status
     except UserError as error:
@@ -49,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
-def dispatch(argv: list[str]) -> int:
+def dispatch(argv: list[str], is_command: bool = False) -> int:
     """Split the arguments at the command, and hand the rest to its module."""
     at = next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
     top = top_parser()
@@ -69,7 +75,8 @@ def dispatch(argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     # Intermixed, so that overrides may stand on either side of an option: `train a.yaml --dry-run rollout.n=4`.
-    status: int = module.run(parser.parse_intermixed_args(rest))
+    args = parser.parse_intermixed_args(rest, argparse.Namespace(is_command=is_command))
+    status: int = module.run(args)
     return status
 
 

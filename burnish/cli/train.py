@@ -1,16 +1,29 @@
-"""`burnish train recipe.yaml [key=value ...]`: RL from a config, continued where it was if the run exists."""
+"""`burnish train recipe.yaml [key=value ...]`: RL from a config, continued where it was if the run exists.
+
+The process that is started is a supervisor (`burnish.run.supervise`); a fork of it makes the run.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burnish.config.errors import UserError
 from burnish.config.load import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import SftConfig, TrainConfig
+from burnish.core.workers import WorkerLost
+from burnish.run.directory import run_name
+from burnish.run.supervise import LOST, is_possible, supervise
 
 if TYPE_CHECKING:
     from burnish.run.run import Run
+
+MAX_RESTARTS = 3
+DEADLINE_S = 1800.0
+MARGIN_S = 60.0
+"""How much longer than its driver the supervisor waits for a worker."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
     )
     add_profile(parser, "step")
+    add_supervision(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(TrainConfig)
+
+
+def add_supervision(parser: argparse.ArgumentParser) -> None:
+    """The options of the supervisor."""
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help=f"a run that dies goes on by itself so many times at most (default {MAX_RESTARTS}); 0: no process above it",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=DEADLINE_S,
+        metavar="SECONDS",
+        help=f"without a sign of life for so long a run counts as dead; its stacks are kept (default {DEADLINE_S:g})",
+    )
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
@@ -53,29 +84,81 @@ def _step_number(word: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after RL."""
+    loaded, name = load_recipe(TrainConfig, args)
+    if args.dry_run:
+        check_controls(args, loaded.config)
+        show(loaded)
+        return 0
+    restarts = num_restarts(args)
+    if restarts:
+        status = supervise(folder_of(loaded.config, name), restarts, patience_s(args, loaded.config))
+        if status is not None:
+            return status
+    try:
+        return drive(args, loaded, name)
+    except WorkerLost as error:
+        print(f"burnish: error: {error}", file=sys.stderr)
+        return LOST
+
+
+def show(loaded: Loaded[TrainConfig]) -> None:
+    """The resolved config and the plan."""
     from burnish.config.explain import plan_text
     from burnish.config.remarks import remarks
+    from burnish.controller.placement import check_placement
 
-    loaded, name = load_recipe(TrainConfig, args)
+    print(dump(loaded.config))
+    print(plan_text(loaded.config))
+    check_placement(loaded.config.placement)
+    if loaded.config.placement.name == "local":
+        print_memory(loaded)
+    for remark in remarks(loaded.config):
+        print(f"note: {remark}")
+
+
+def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:
+    """Refuse `--controls` where there is nothing to compare with."""
     if args.controls:
-        from burnish.trainers.controls import check_controls
+        from burnish.trainers import controls
 
-        check_controls(loaded.config)
-    if args.dry_run:
-        from burnish.controller.placement import check_placement
+        controls.check_controls(config)
 
-        print(dump(loaded.config))
-        print(plan_text(loaded.config))
-        check_placement(loaded.config.placement)
-        if loaded.config.placement.name == "local":
-            print_memory(loaded)
-        for remark in remarks(loaded.config):
-            print(f"note: {remark}")
-        return 0
+
+def num_restarts(args: argparse.Namespace) -> int:
+    """How often the run may be taken up again: not where another program called, which a fork would double."""
+    given: int | None = args.max_restarts
+    if given is not None and given < 0:
+        raise UserError(f"--max-restarts {given}: give 0 or more")
+    if not args.deadline > 0:
+        raise UserError(f"--deadline {args.deadline:g}: give seconds, more than 0")
+    can = args.is_command and is_possible()
+    if given and not can:
+        raise UserError(
+            f"--max-restarts {given} needs the command `burnish train` on Linux: leave it out or set it to 0"
+        )
+    return given if given is not None else MAX_RESTARTS if can else 0
+
+
+def folder_of(config: TrainConfig, name: str) -> Path:
+    """The run's folder."""
+    return Path(config.run.directory) / run_name(config.run.name, name, config.seed)
+
+
+def patience_s(args: argparse.Namespace, config: TrainConfig) -> float:
+    """How long the driver may be silent: longer than it waits for any worker or server, which it gives up by itself."""
+    others = [config.placement] if config.placement.name == "ray" else []
+    waits_s = [other.timeout_s for other in (*others, config.rollout.vllm, config.rollout.sglang) if other is not None]
+    waits_s += [config.rollout.source.deadline_s] if config.rollout.source.name == "async" else []
+    return max(float(args.deadline), *(wait_s + MARGIN_S for wait_s in waits_s), 0.0)
+
+
+def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str) -> int:
+    """Make the run, in this process."""
     from burnish.trainers.session import checked_run, execute
     from burnish.training.parallel.join import refuse_several
 
     refuse_several("train")
+    check_controls(args, loaded.config)
     with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
         if not execute(parts, run, args.profile):
             run.display.stop()

@@ -1,4 +1,4 @@
-"""Records out of files: jsonl, json, parquet and csv, one file or a glob, each record with the place it came from.
+"""Records out of files: jsonl, json, csv (also gzipped), parquet and arrow, one or a glob, each with the place it came from.
 
 A record is a dictionary of plain Python values. Its place (`train.jsonl:17`, `train.parquet, row 3`) goes into
 every message about it, so that a bad row can be found with an editor.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import glob
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from burnish.config.errors import UserError, nearest
 Record = dict[str, Any]
 Located = tuple[str, Record]
 """Where a record came from, and the record."""
+GZIP = ".gz"
+TEXTS = (".jsonl", ".json", ".csv")
 
 
 def read_records(pattern: str, base: Path | None = None) -> Iterator[Located]:
     """All records of the files a path or glob names, files in sorted order, rows in file order."""
     for path in find_files(pattern, base):
-        yield from READERS[path.suffix](path)
+        yield from READERS[kind_of(path)](path)
 
 
 def find_files(pattern: str, base: Path | None = None) -> list[Path]:
@@ -45,8 +49,13 @@ def find_files(pattern: str, base: Path | None = None) -> list[Path]:
     raise UserError(f"no such file: {' or '.join(roots)}{nearest(Path(pattern).name, neighbours)}")
 
 
+def kind_of(path: Path) -> str:
+    """The ending that tells how a file is read; text may be gzipped (`.jsonl.gz`)."""
+    return Path(path.stem).suffix if path.suffix == GZIP and Path(path.stem).suffix in TEXTS else path.suffix
+
+
 def _checked(path: Path) -> Path:
-    if path.suffix not in READERS:
+    if kind_of(path) not in READERS:
         raise UserError(
             f"{path}: cannot read {path.suffix or 'a file without an ending'}; expected {', '.join(READERS)}"
         )
@@ -55,7 +64,10 @@ def _checked(path: Path) -> Path:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == GZIP else data).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a readable gzip file: {error}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
@@ -102,6 +114,25 @@ def _read_parquet(path: Path) -> Iterator[Located]:
         raise UserError(f"{path}: not a readable parquet file: {error}") from error
 
 
+def _read_arrow(path: Path) -> Iterator[Located]:
+    """What Hugging Face `datasets` saves to disk: an Arrow stream (or, of other writers, an Arrow file)."""
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as memory:
+            is_file = memory.read(6) == b"ARROW1"
+            memory.seek(0)
+            reader = pyarrow.ipc.open_file(memory) if is_file else pyarrow.ipc.open_stream(memory)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", record
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: not a readable arrow file: {error}") from error
+
+
 def _read_csv(path: Path) -> Iterator[Located]:
     reader = csv.DictReader(io.StringIO(_text(path)), strict=True)
     try:
@@ -127,5 +158,6 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     ".csv": _read_csv,
 }

@@ -71,6 +71,10 @@ def read_supervised_rows(source: Source, base: Path | None = None) -> list[tuple
 def records_of(source: Source, base: Path | None) -> Iterator[Located]:
     """The records of a file or plug-in source, at most `limit` of them; none at all is an error."""
     located = read_records(source.path, base) if source.path is not None else _plugin_records(source, base)
+    if source.shape is not None:
+        from burnish.data.shapes import shaped_records  # the shapes of puzzles know the tasks, which know rows
+
+        located = shaped_records(located, source.shape, source.split)
     num_records = 0
     for num_records, item in enumerate(located, start=1):
         yield item

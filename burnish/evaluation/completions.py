@@ -1,57 +1,102 @@
-"""The file of completions an evaluation leaves: jsonl or parquet by its ending, whole or not there at all."""
+"""The completions an evaluation keeps: one row a sample, as jsonl or parquet by the ending of the file, and back.
+
+A file is whole or not there at all; what is there while an evaluation runs is `burnish.evaluation.journal`'s.
+"""
 
 from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.evaluation.settings import TASK
+from burnish.core.trajectory import Trajectory
+from burnish.data.prompts import Prompt
+from burnish.evaluation.answers import read_answer
+from burnish.evaluation.result import Row
 from burnish.run.files import atomic_write
 
 SUFFIXES = (".jsonl", ".parquet")
+TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "language")
+"""Columns of a data set that divide its questions into kinds."""
+_OBJECTS = ("tags", "parts")  # JSON text in parquet, where a column has one type
+_COLUMNS = ("id", "sample", "completion", "accuracy", "reward", "length", "answer")
 
 
-def default_target(model: Path, data: str) -> Path:
-    """`eval-<model>-<data>.jsonl` in the working directory."""
-    name = data.removeprefix(TASK) if data.startswith(TASK) else Path(data).stem
-    words = [re.sub(r"[^\w.+=]+", "-", word).strip("-") for word in (model.resolve().name, name)]
-    return Path("-".join(["eval", *filter(None, words)]) + ".jsonl")
+def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
+    """A completion with its question and its score, as plain values; `kind` is the verifier that judged it."""
+    answer, question = read_answer(kind, t.completion), prompt.row
+    tags = {name: question.extra[name] for name in TAGS if isinstance(question.extra.get(name), str | int | float)}
+    return {
+        "id": t.prompt_id,
+        "sample": t.sample,
+        "data_source": question.data_source,
+        "tags": tags,
+        "prompt": prompt.text,
+        "completion": t.completion,
+        "answer": None if question.answer is None else str(question.answer),
+        "answered": answer.text,
+        "formatted": answer.is_marked,
+        "accuracy": t.accuracy,
+        "reward": t.reward,
+        "parts": t.parts,
+        "length": t.num_actions,
+        "finish": t.finish,
+        "truncated": t.truncated,
+        "timed_out": bool(t.metadata.get("timed_out")),
+        "error": t.error,
+    }
 
 
-def check_target(path: Path, force: bool) -> None:
-    """Everything that would stop the file from being written, found before the work is done."""
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"--out {path}: completions are written as {' or '.join(SUFFIXES)}, by the ending of the name")
-    if path.is_dir():
-        raise UserError(f"--out {path} is a directory; name a file in it")
-    if path.exists() and not force:
-        raise UserError(f"{path} exists; give --force to replace it, or --out FILE for another one")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {path}: the folder {path.parent} does not exist; make it first")
+def encode(row: Row) -> bytes:
+    """A row as a line. A lone surrogate from a data file has no UTF-8 form; it must not cost the whole evaluation."""
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
-def write_completions(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows. `parts` is an object in jsonl and JSON text in parquet, where columns have one type."""
+def write_completions(path: Path, rows: list[Row]) -> None:
+    """Write the rows; `tags` and `parts` are objects in jsonl and JSON text in parquet."""
     if path.suffix == ".jsonl":
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        # A lone surrogate from a data file has no UTF-8 form; it must not cost the whole evaluation.
-        atomic_write(path, lines.encode("utf-8", "replace"))
+        atomic_write(path, b"".join(map(encode, rows)))
         return
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text, number, whole = pa.string(), pa.float64(), pa.int64()
-    types = {"sample": whole, "length": whole, "accuracy": number, "reward": number, "truncated": pa.bool_()}
-    flat = [{**row, "parts": json.dumps(row["parts"], sort_keys=True)} for row in rows]
+    text, number, whole, truth = pa.string(), pa.float64(), pa.int64(), pa.bool_()
+    types = {"sample": whole, "length": whole, "accuracy": number, "reward": number}
+    types |= dict.fromkeys(("truncated", "formatted", "timed_out"), truth)
+    flat = [{**row, **{name: json.dumps(row[name], sort_keys=True) for name in _OBJECTS}} for row in rows]
     columns = {name: [_clean(row[name]) for row in flat] for name in rows[0]}
     schema = pa.schema([(name, types.get(name, text)) for name in columns])
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns, schema=schema), buffer, compression="zstd")
     atomic_write(path, buffer.getvalue())
+
+
+def read_completions(path: Path) -> list[Row]:
+    """The rows of a file that `write_completions` wrote."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        rows = pq.ParquetFile(path).read().to_pylist()
+        rows = [{**row, **{name: json.loads(row[name]) for name in _OBJECTS if name in row}} for row in rows]
+    else:
+        rows = [_row_of(line, f"{path}:{i}") for i, line in enumerate(path.read_bytes().split(b"\n"), 1) if line]
+    missing = [name for name in _COLUMNS if rows and name not in rows[0]]
+    if missing or not rows:
+        what = f"has no column {missing[0]!r}" if missing else "is empty"
+        raise UserError(f"{path} {what}; it is no file of completions that `burnish eval` wrote")
+    return rows
+
+
+def _row_of(line: bytes, where: str) -> Row:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error}); it is no file of completions") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not an object; it is no file of completions")
+    return row
 
 
 def _clean(value: Any) -> Any:

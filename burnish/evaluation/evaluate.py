@@ -1,50 +1,121 @@
-"""One measurement of a policy: prompts in, a result with its intervals and every completion out."""
+"""One measurement of a policy: prompts in, every completion scored and kept as it comes, a result with its intervals out.
+
+Scoring runs in other processes while the engine goes on drawing; nothing here waits for a score before the last completion
+is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
-from burnish.config.schema import Environment, Rollout
+from burnish.config.schema import Environment, RewardPart, Rollout
 from burnish.controller.roles import build_engine
-from burnish.core.engine import SamplingOptions
+from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompts import Prompt
+from burnish.data.prompts import Draw, Prompt
 from burnish.environments.base import environment_factory
-from burnish.evaluation.statistics import Estimate, mean_at_k, mean_pass_at_k, powers_up_to
+from burnish.evaluation.answers import kind_of
+from burnish.evaluation.completions import completion_row
+from burnish.evaluation.result import Result, Row, summarise
 from burnish.models.policy import PolicyModel
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
-from burnish.rollout.measure import measure
-from burnish.rollout.scored import Progress, Scored
+from burnish.rollout.scored import MESSAGE, Progress, Scoring, apply_score
+
+SEND_EVERY_S = 0.25  # completions go to the scorers this often even where few have ended
 
 
 @dataclass(frozen=True)
-class Result:
-    """What was measured. Samples whose scorer failed are counted in `num_failed` and in nothing else."""
+class Work:
+    """What a measurement took."""
 
-    num_prompts: int
-    num_samples: int
-    accuracy: Estimate | None
-    """None where no sample has an accuracy: every scorer failed, or the only reward is `format`."""
-    reward_mean: float | None
-    pass_at: dict[int, float]
-    """pass@k for k = 1, 2, 4, ... up to the samples a prompt."""
-    length_mean: float
-    truncated: float
-    """Share of the samples that hit max_tokens."""
-    num_failed: int
-    num_timed_out: int
-    by_source: dict[str, Estimate] = field(default_factory=dict)
-    """Accuracy of each data source, where there are several."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """One a sample, in the order of the prompts."""
+    num_tokens: int
+    """Tokens that were drawn."""
+    generate_s: float
+    score_s: float
+    """Seconds spent waiting for scores after the last completion."""
 
-    @property
-    def first_error(self) -> str | None:
-        """What the first failed scorer said."""
-        return next((row["error"] for row in self.rows if row["error"]), None)
+
+def make_driver(policy: PolicyModel, engine: Engine, seed: int) -> Driver:
+    """The driver of single-turn questions."""
+    return Driver(engine, environment_factory(Environment(), policy.tokenizer), policy.tokenizer, seed)
+
+
+def complete(
+    driver: Driver,
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingOptions,
+    progress: Progress,
+    keep: Callable[[list[Row]], None],
+    parts: Sequence[RewardPart] = (),
+    done: Container[tuple[str, int]] = frozenset(),
+) -> Work:
+    """`n` completions of each prompt, each handed to `keep` once when it is scored; those `done` are not drawn again.
+
+    The noise is that of the `eval` stream and of the prompt's id and sample alone, so a measurement that was interrupted
+    ends with the completions it would have had. `parts` tell how answers are to be read.
+    """
+    scoring = Scoring(driver, rewards, [Draw(p, 0) for p in prompts], progress)
+    kinds = {p.row.id: (p, kind_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
+    desk = _Desk(scoring, kinds, keep)
+    total = sum((p.row.id, sample) not in done for p in prompts for sample in range(n))
+    num_tokens, started = 0, time.perf_counter()
+    for i, trajectory in enumerate(driver.run(scoring.draws, n, sampling, "eval", done), start=1):
+        num_tokens += trajectory.num_actions
+        desk.add(trajectory)
+        progress(f"{i}/{total} completions, {num_tokens / (time.perf_counter() - started):,.0f} tokens/s")
+    desk.send()
+    generated = time.perf_counter()
+    while rewards.pending:
+        desk.take(None)
+        progress(f"scoring, {rewards.pending} left")
+    return Work(num_tokens, generated - started, time.perf_counter() - generated)
+
+
+class _Desk:
+    """Completions on their way through scoring: many at once to the scorers, and kept as their scores come back."""
+
+    def __init__(
+        self, scoring: Scoring, kinds: dict[str, tuple[Prompt, str]], keep: Callable[[list[Row]], None]
+    ) -> None:
+        self.scoring, self.kinds, self.keep = scoring, kinds, keep
+        self.fresh: list[Trajectory] = []
+        self.waiting: dict[str, Trajectory] = {}
+        self.sent = time.perf_counter()
+
+    def add(self, trajectory: Trajectory) -> None:
+        """One more; when there are enough, or it has been a while, they go out, and what is scored meanwhile is kept."""
+        self.fresh.append(trajectory)
+        if len(self.fresh) >= MESSAGE or time.perf_counter() - self.sent > SEND_EVERY_S:
+            self.send()
+            self.take(0.0)
+
+    def send(self) -> None:
+        """Everything that has ended to the scorers."""
+        self.waiting.update((t.id, t) for t in self.fresh)
+        self.scoring.submit(self.fresh)
+        self.fresh.clear()
+        self.sent = time.perf_counter()
+
+    def take(self, timeout_s: float | None) -> None:
+        """Keep what has been scored, waiting so long for the first."""
+        rows = []
+        for score in self.scoring.rewards.poll(timeout_s):
+            trajectory = self.waiting.pop(score.id)
+            apply_score(trajectory, score)
+            rows.append(completion_row(*self.kinds[trajectory.prompt_id], trajectory))
+        if rows:
+            self.keep(rows)
+
+
+def in_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:
+    """Rows by question as in the data, then by sample."""
+    order = {p.row.id: i for i, p in enumerate(prompts)}
+    return sorted(rows, key=lambda row: (order[row["id"]], row["sample"]))
 
 
 def evaluate(
@@ -56,66 +127,10 @@ def evaluate(
     progress: Progress,
     seed: int = 0,
     max_rows: int = 256,
+    parts: Sequence[RewardPart] = (),
 ) -> Result:
     """`n` scored completions of each prompt, summed up. The same arguments give the same result."""
-    engine = build_engine(policy, Rollout(max_rows=max_rows))
-    driver = Driver(engine, environment_factory(Environment(), policy.tokenizer), policy.tokenizer, seed)
-    return summarise(measure(driver, rewards, prompts, n, sampling, progress), n)
-
-
-def summarise(scored: Scored, n: int) -> Result:
-    """The result of scored completions, `n` of each prompt."""
-    usable = [t for t in scored.trajectories if t.reward is not None]
-    groups = accuracies(usable)
-    source = {d.prompt.row.id: d.prompt.row.data_source for d in scored.draws}
-    names = sorted({source[prompt] for prompt in groups})
-    parts = {name: [g for prompt, g in groups.items() if source[prompt] == name] for name in names}
-    passes = {k: mean_pass_at_k(list(groups.values()), k) for k in powers_up_to(n)}
-    return Result(
-        num_prompts=len(scored.draws),
-        num_samples=len(scored.trajectories),
-        accuracy=mean_at_k(list(groups.values())) if groups else None,
-        reward_mean=_mean([t.reward for t in usable if t.reward is not None]) if usable else None,
-        pass_at={k: value for k, value in passes.items() if value is not None},
-        length_mean=_mean([t.num_actions for t in scored.trajectories]),
-        truncated=_mean([t.truncated for t in scored.trajectories]),
-        num_failed=len(scored.failed),
-        num_timed_out=sum(bool(t.metadata.get("timed_out")) for t in scored.trajectories),
-        by_source={name: mean_at_k(part) for name, part in parts.items()} if len(names) > 1 else {},
-        rows=completion_rows(scored),
-    )
-
-
-def accuracies(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """The accuracies of each prompt's samples, by prompt; a prompt whose samples have none is left out."""
-    groups: dict[str, list[float]] = {}
-    for t in trajectories:
-        if t.accuracy is not None:
-            groups.setdefault(t.prompt_id, []).append(t.accuracy)
-    return groups
-
-
-def completion_rows(scored: Scored) -> list[dict[str, Any]]:
-    """Every completion with its prompt and its score, as plain values."""
-    prompts = {d.prompt.row.id: d.prompt for d in scored.draws}
-    return [
-        {
-            "id": t.prompt_id,
-            "sample": t.sample,
-            "data_source": prompts[t.prompt_id].row.data_source,
-            "prompt": prompts[t.prompt_id].text,
-            "completion": t.completion,
-            "answer": None if prompts[t.prompt_id].row.answer is None else str(prompts[t.prompt_id].row.answer),
-            "accuracy": t.accuracy,
-            "reward": t.reward,
-            "parts": t.parts,
-            "length": t.num_actions,
-            "truncated": t.truncated,
-            "error": t.error,
-        }
-        for t in scored.trajectories
-    ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(sum(values)) / len(values)
+    driver = make_driver(policy, build_engine(policy, Rollout(max_rows=max_rows)), seed)
+    rows: list[Row] = []
+    complete(driver, rewards, prompts, n, sampling, progress, rows.extend, parts)
+    return summarise(in_order(rows, prompts))

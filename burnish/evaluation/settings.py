@@ -1,22 +1,27 @@
 """The settings of one evaluation, with the names a training recipe uses: `burnish eval DIR DATA reward.timeout_s=30`.
 
-A run brings its own template, reward, seed and max_tokens, so that its checkpoint is asked the way it was trained;
-whatever the command says wins. No torch here.
+A benchmark named by its name brings its file, its reward and its max_tokens, the same for every model. A run brings its own
+template and dtype, and for any other data its reward, seed and max_tokens, so that its checkpoint is asked the way it was
+trained. Whatever the command says wins. No torch here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, unknown
 from burnish.config.load import Loaded, load
 from burnish.config.schema import Data, Model, Reward, Source, Template, ValidationMode
 from burnish.config.slots import Record
+from burnish.data.benchmarks import BENCHMARKS, benchmark_source
+from burnish.data.files import find_files, read_records
 from burnish.rewards.verifiers import VERIFIERS
 
 TASK = "task:"
@@ -52,8 +57,8 @@ class EvalConfig(Record):
     """How completions are drawn, and how many of each prompt."""
     reward: Reward = Reward()
     """What counts as right."""
-    max_rows: int = Field(256, ge=1)
-    """Most sequences decoded at once."""
+    max_rows: int | None = Field(None, ge=1)
+    """Most sequences decoded at once; null means as many as a GPU's memory holds, and 256 on a CPU."""
 
     @model_validator(mode="after")
     def _combinations(self) -> EvalConfig:
@@ -78,25 +83,57 @@ class EvalConfig(Record):
         )
 
 
-def settings(data: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any]) -> Loaded[EvalConfig]:
-    """The checked settings: defaults, then the run's own, then flags (by dotted key; None is not given), then overrides."""
-    source = {"task": data.removeprefix(TASK)} if data.startswith(TASK) else {"path": data}
+def settings(
+    data: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any], folder: Path | None = None
+) -> Loaded[EvalConfig]:
+    """The checked settings: defaults, then the run's and the benchmark's own, then flags (by dotted key; None is not given),
+    then overrides. `folder` holds the benchmarks' files."""
+    source = _source(data, folder)
     given = {key: value for key, value in flags.items() if value is not None}
-    laid = {**_of_run(run, bool(source.get("task"))), **given, "data.source": source}
-    _require_reward(data, laid, overrides)
+    brought = {**_of_run(run, "task" in source, data in BENCHMARKS), **_of_benchmark(data)}
+    laid = {**brought, **given, "data.source": source}
+    if "path" in source and not _names_reward(laid, overrides):
+        laid["reward.parts"] = _reward_of_rows(data)
     if "task" in source:
         laid.setdefault("limit", TASK_LIMIT)
     return load(EvalConfig, None, [*(f"{key}={json.dumps(value)}" for key, value in laid.items()), *overrides])
 
 
-def _of_run(run: dict[str, Any], is_task: bool) -> dict[str, Any]:
+def is_given(key: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any]) -> bool:
+    """Whether the command or the run sets a key; what nobody set may be chosen by the machine."""
+    section, _, name = key.partition(".")
+    named = {text.partition("=")[0] for text in overrides} | {k for k, value in flags.items() if value is not None}
+    return bool({key, section} & named) or name in run.get(section, {})
+
+
+def _source(data: str, folder: Path | None) -> dict[str, Any]:
+    """What the command's word for data means: a task, a benchmark (a word in their table), or files."""
+    if data.startswith(TASK):
+        return {"task": data.removeprefix(TASK)}
+    if data in BENCHMARKS:
+        return benchmark_source(data, folder)
+    if re.fullmatch(r"[\w-]+", data) and not Path(data).exists():
+        raise unknown("benchmark", data, BENCHMARKS)
+    return {"path": data}
+
+
+def _of_benchmark(data: str) -> dict[str, Any]:
+    row = BENCHMARKS.get(data)
+    return {} if row is None else {"reward.parts": row.reward, "sampling.max_tokens": row.max_tokens}
+
+
+def _of_run(run: dict[str, Any], is_task: bool, is_benchmark: bool) -> dict[str, Any]:
     """What a run's config says that holds for an evaluation too; its reward only where it can score this data."""
     found: dict[str, Any] = {}
-    if "seed" in run:
-        found["seed"] = run["seed"]
     template = run.get("template") or run.get("data", {}).get("template")
     if template:
         found["data.template"] = template
+    if "dtype" in run.get("model", {}):
+        found["model.dtype"] = run["model"]["dtype"]
+    if is_benchmark:
+        return found
+    if "seed" in run:
+        found["seed"] = run["seed"]
     if "rollout" in run:
         found["sampling.max_tokens"] = run["rollout"]["max_tokens"]
         found["sampling.stop"] = run["rollout"]["stop"]
@@ -106,11 +143,19 @@ def _of_run(run: dict[str, Any], is_task: bool) -> dict[str, Any]:
     return found
 
 
-def _require_reward(data: str, laid: dict[str, Any], overrides: Sequence[str]) -> None:
-    """A task brings its checker; what counts as right in a file only its user knows."""
+def _names_reward(laid: dict[str, Any], overrides: Sequence[str]) -> bool:
     keys = [*laid, *(text.partition("=")[0] for text in overrides)]
-    if not data.startswith(TASK) and not any(key == "reward" or key.startswith("reward.parts") for key in keys):
-        names = ", ".join(name for name in VERIFIERS if name != "task")
-        raise UserError(
-            f"how are answers to {data} to be judged? give --reward with one of {names}, or path/to/file.py:function"
-        )
+    return any(key == "reward" or key.startswith("reward.parts") for key in keys)
+
+
+def _reward_of_rows(data: str) -> list[dict[str, Any]]:
+    """Rows that `burnish data prepare` wrote name their verifier; what counts as right in another file only its user knows."""
+    find_files(data)
+    _, first = next(read_records(data), ("", {}))
+    info = first.get("extra_info")
+    if isinstance(info, dict) and info.get("verifier"):
+        return [{"name": "row"}]
+    names = ", ".join(name for name in VERIFIERS if name != "task")
+    raise UserError(
+        f"how are answers to {data} to be judged? give --reward with one of {names}, or path/to/file.py:function"
+    )

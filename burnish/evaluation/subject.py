@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,18 @@ def find_subject(path: Path) -> Subject:
     raise UserError(
         f"{path} is neither a Hugging Face model directory (it has no config.json or adapter_config.json) nor a run (it has no config.yaml)"
     )
+
+
+def stored_dtype(path: Path) -> str | None:
+    """The type the weights of a directory are stored in, of an adapter those of its base, as its config says; None where it
+    does not."""
+    if not (path / "config.json").is_file():
+        from burnish.models.adapters import base_of
+
+        path = base_of(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    found = config.get("dtype") or config.get("torch_dtype")
+    return found if isinstance(found, str) else None
 
 
 def _of_run(run: RunDirectory) -> Subject:

@@ -6,6 +6,7 @@ answer smuggles into `eval` still reads and writes files as the user who started
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import math
@@ -15,6 +16,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -69,8 +71,16 @@ def leave_network() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.unshare(CLONE_NEWNET) == 0 or libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    if libc.unshare(CLONE_NEWNET) == 0:
+        return True
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+        return False
+    # Who has no name in its user namespace may not make another, and the sandbox of programs is one.
+    with contextlib.suppress(OSError):  # then the sandbox says so when it is asked for; the network is gone either way
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            Path(f"/proc/self/{name}").write_text(text)
+    return True
 
 
 def be_quiet() -> None:

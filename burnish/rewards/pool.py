@@ -3,7 +3,8 @@
 A thread owns the workers, so deadlines hold and work goes on while the caller is busy with something else. The rules:
 
 - a call past its deadline: its worker is killed and replaced, the call is `timed_out`, never retried;
-- a call that raises, or whose worker dies under it: retried once, on another worker, then reported with the traceback;
+- a call that raises, or whose worker dies or is stopped (SIGSTOP) under it: retried once, on another worker, then reported with
+  the traceback;
 - the other calls of a killed worker go back to the queue, without blame.
 
 Calls go out in batches and come back one by one, so the first unanswered call of a worker is the one it is at.
@@ -33,6 +34,7 @@ from burnish.config.errors import UserError
 from burnish.rewards.process import START_S, Call, WorkerProcess, describe_exit, start
 from burnish.rewards.types import Result
 from burnish.rewards.wire import Setup
+from burnish.run.processes import is_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +55,18 @@ class Outcome:
 Outcomes = queue.SimpleQueue[Outcome | BaseException]
 
 
-def _result(value: float | None, accuracy: float | None, parts: dict[str, float]) -> Result:
+def _result(
+    value: float | None, accuracy: float | None, parts: dict[str, float], details: str, timed_out: bool
+) -> Result:
     """A result as a worker sent it; ValueError or TypeError if it is none."""
     as_floats = {key: float(number) for key, number in parts.items()}
-    return Result(None if value is None else float(value), None if accuracy is None else float(accuracy), as_floats)
+    return Result(
+        None if value is None else float(value),
+        None if accuracy is None else float(accuracy),
+        as_floats,
+        str(details),
+        bool(timed_out),
+    )
 
 
 class Pool:
@@ -204,9 +214,14 @@ class Pool:
                 self._read(worker)  # its answer may have arrived while this thread was kept waiting
                 if worker not in self._workers or time.monotonic() <= worker.deadline or not worker.is_waited_for:
                     continue
-                if not worker.is_ready:
+                if is_stopped(worker.process.pid):  # which says nothing of the answer it was at
+                    for _, call in list(worker.calls)[:1]:
+                        worker.calls.popleft()
+                        self._fail(call, worker, "the scoring process was stopped by a signal during this call")
+                elif not worker.is_ready:
                     raise UserError(f"a scoring process was not ready {START_S:.0f} s after its start: {self._names()}")
-                self._outcomes.put(Outcome(worker.calls.popleft()[1], timed_out=True))
+                else:
+                    self._outcomes.put(Outcome(worker.calls.popleft()[1], timed_out=True))
                 self._replace(worker, blame=False)
 
     # --- when things go wrong ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import burnish
 from burnish.rewards.wire import MAX_REPLY_BYTES, Frames, Setup, frame
 
 START_S = 120.0  # a user's module may load a model before it is ready
+KILLED_S = 10.0  # to be gone after SIGKILL
 SEND_S = 10  # a worker that is ready reads at once
 
 
@@ -75,7 +76,10 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.channel.close()
         os.close(self.lifeline)
-        return self.process.wait()
+        try:
+            return self.process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:  # deep in the kernel (a network disk that is gone): it ends when it can
+            return -signal.SIGKILL
 
 
 def start(number: int, setup: Setup, directory: str) -> WorkerProcess:
@@ -99,7 +103,8 @@ def start(number: int, setup: Setup, directory: str) -> WorkerProcess:
     theirs.close()
     os.close(lifeline_theirs)
     worker = WorkerProcess(number, process, ours, lifeline_ours, time.monotonic() + START_S)
-    worker.send(pickle.dumps(setup))
+    with contextlib.suppress(OSError):  # it has ended already, which whoever reads from it will notice
+        worker.send(pickle.dumps(setup))
     return worker
 
 

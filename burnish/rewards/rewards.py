@@ -9,6 +9,7 @@ judge needs it. Values depend on the requests alone, never on the number of work
 
 from __future__ import annotations
 
+import logging
 import pickle
 import queue
 import time
@@ -22,15 +23,21 @@ from burnish.config.fits import TEXT_ONLY
 from burnish.config.plugins import is_plugin
 from burnish.config.schema import Reward, RewardPart
 from burnish.data.rows import Row
+from burnish.rewards.code import check_sandbox
 from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
 from burnish.rewards.pool import Outcome, Outcomes, Pool
 from burnish.rewards.process import Call
+from burnish.rewards.programs import read_tests
 from burnish.rewards.types import PartSpec, Result, Score, ScoreRequest
 from burnish.rewards.verifiers import VERIFIERS, check_verifier
 from burnish.rewards.wire import Setup
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 64  # requests in one call of a batch function
 SHOWN_CHARS = 400
+NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
+"""Columns of a row that a built-in verifier cannot do without."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[_Part]:
         where = f"reward.parts[{index}] ({part.name})"
         if part.sources is not None and not part.sources:
             raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
-        is_batch, required = False, ["task"] if part.name == "task" else []
+        is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
         if is_plugin(part.name):
             user = load_scorer(part.name, base, part.options, where)
             is_batch = user.is_batch
@@ -87,12 +94,14 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[_Part]:
 def combine(parts: Sequence[_Part], done: _Open) -> Score:
     """The score of a request all of whose parts have an outcome; sums in the order of the config."""
     values: dict[str, float] = {}
+    details: dict[str, str] = {}
     reward, accuracy = 0.0, None
     for index, part in enumerate(parts):
         result = done.results.get(index)
         if result is None or result.value is None:
             continue
         values[part.label] = result.value
+        details |= {part.label: result.details} if result.details else {}
         values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
         reward += part.config.weight * result.value
         if accuracy is None and part.config.name not in TEXT_ONLY:
@@ -101,8 +110,8 @@ def combine(parts: Sequence[_Part], done: _Open) -> Score:
     if not values and not errors:
         errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
     if errors:
-        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors))
-    return Score(done.request.id, reward, accuracy, values, done.timed_out, None)
+        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details)
+    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details)
 
 
 class Rewards:
@@ -111,6 +120,9 @@ class Rewards:
     def __init__(self, config: Reward, base: Path | None = None) -> None:
         self._config = config
         self._parts = check_parts(config.parts, base)
+        self._has_checked_sandbox = False
+        if any(part.config.name == "code" for part in self._parts):
+            self._check_sandbox()
         self._by_source: dict[str, list[int]] = {}
         self._outcomes: Outcomes = queue.SimpleQueue()
         self._open: dict[int, _Open] = {}
@@ -125,7 +137,7 @@ class Rewards:
                 i: PartSpec(p.config.name, p.config.options) for i, p in enumerate(self._parts) if p.is_users is users
             }
             folder = None if base is None else str(Path(base).resolve())
-            setup = Setup(specs, folder, config.timeout_s, not users, config.memory_gib)
+            setup = Setup(specs, folder, config.timeout_s, not users, config.memory_gib, config.sandbox)
             self._pools[users] = Pool(setup, config.workers, self._outcomes)
 
     @property
@@ -206,9 +218,27 @@ class Rewards:
         return tickets
 
     def check(self, rows: Iterable[Row]) -> None:
-        """Whether each row has a part that applies to it and the columns it needs, before anything is sampled."""
+        """Whether each row has a part that applies to it and what that needs, before anything is sampled."""
         for row in rows:
-            self._applying(row)
+            names = [self._parts[index].config.name for index in self._applying(row)]
+            if "code" in names or ("row" in names and row.extra["verifier"] == "code"):
+                self._check_sandbox()
+                try:
+                    read_tests(row.answer)
+                except ValueError as error:
+                    raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
+
+    def _check_sandbox(self) -> None:
+        """Refuse to start where programs cannot be run; once."""
+        if self._has_checked_sandbox:
+            return
+        self._has_checked_sandbox = True
+        if self._config.sandbox == "unsafe":
+            logger.warning(
+                "reward.sandbox=unsafe: programs written by the model run on this machine as you, and can read, change and send "
+                "away whatever you can; only their time, memory, processes and output are limited"
+            )
+        check_sandbox(self._config.sandbox != "unsafe")
 
     def _applying(self, request: ScoreRequest | Row) -> list[int]:
         """The parts that apply to a row, by its data source; the row is checked against what they need."""
@@ -255,7 +285,10 @@ class Rewards:
             item = self._open[ticket]
             item.missing.remove(index)
             if outcome.results is not None:
-                item.results[index] = outcome.results[at]
+                result = item.results[index] = outcome.results[at]
+                if result.timed_out:
+                    self._counters["answer_timeout"] += 1
+                    item.timed_out = True
             elif outcome.timed_out:
                 self._counters["answer_timeout"] += 1
                 item.timed_out = True

@@ -36,6 +36,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)  # raw values by part, before weights
     timed_out: bool = False
     error: str | None = None
+    details: dict[str, str] = field(default_factory=dict)  # what a part has to say about its value, by part
 
 
 class Result(NamedTuple):
@@ -44,6 +45,8 @@ class Result(NamedTuple):
     value: float | None  # None: a batch function says that it does not apply to this row (TRL's convention)
     accuracy: float | None = None
     parts: Mapping[str, float] = MappingProxyType({})  # further numbers to log
+    details: str = ""  # why, for whoever looks at the sample
+    timed_out: bool = False  # a program of the answer did not come to an end
 
 
 class PartSpec(NamedTuple):

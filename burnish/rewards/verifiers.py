@@ -22,6 +22,10 @@ from fractions import Fraction
 from typing import Any
 
 from burnish.config.errors import UserError, nearest
+from burnish.rewards.code import SCORES, code, runner
+from burnish.rewards.instructions import MODES, ifeval
+from burnish.rewards.short_answers import METRICS, qa
+from burnish.rewards.types import Result
 
 # --- finding the answer in a completion ------------------------------------------------------------------------------
 
@@ -292,7 +296,15 @@ def task(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     return float(score_answer(extra["task"], completion, answer, dict(extra)))
 
 
-VERIFIERS: dict[str, Callable[..., float]] = {
+def row(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | Result:
+    """What the verifier that the row itself names says; `extra["verifier"]`, as `burnish data prepare` writes it."""
+    name = extra["verifier"]
+    if name not in VERIFIERS or name == "row":
+        raise ValueError(f"the row's verifier {name!r} is not one of {', '.join(v for v in VERIFIERS if v != 'row')}")
+    return VERIFIERS[name](completion, answer, extra)
+
+
+VERIFIERS: dict[str, Callable[..., float | Result]] = {
     "exact": exact,
     "number": number,
     "choice": choice,
@@ -302,10 +314,21 @@ VERIFIERS: dict[str, Callable[..., float]] = {
     "language": language,
     "rule_scores": rule_scores,
     "task": task,
+    "qa": qa,
+    "ifeval": ifeval,
+    "code": code,
+    "row": row,
 }
 
 
-CHOICES: dict[str, tuple[str, ...]] = {"target": tuple(LANGUAGES), "rule": RULES, "checker": tuple(CHECKERS)}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "target": tuple(LANGUAGES),
+    "rule": RULES,
+    "checker": tuple(CHECKERS),
+    "metric": METRICS,
+    "mode": MODES,
+    "score": SCORES,
+}
 
 
 def _one_of(option: str) -> str:
@@ -337,7 +360,9 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
 
 def warm_up(name: str) -> None:
     """Load what a verifier loads on first use, so that no answer pays for it out of its own deadline."""
-    if name == "math" or (name == "rule_scores" and importlib.util.find_spec("math_verify") is not None):
+    if name == "math" or (name in ("rule_scores", "row") and importlib.util.find_spec("math_verify") is not None):
         math("\\boxed{\\frac{1}{2}}", "0.5", {})
-    elif name == "task":
+    if name == "code":
+        runner().sandbox.start()
+    if name in ("task", "row"):
         import burnish.data.tasks.registry  # noqa: F401

@@ -23,6 +23,7 @@ class Setup(NamedTuple):
     timeout_s: float
     isolated: bool  # no network and a CPU limit: for built-in verifiers, never for a user's function
     memory_gib: float
+    sandbox: str = "namespaces"  # or unsafe: where programs of answers run
 
 
 def frame(body: bytes) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin
-from burnish.rewards import limits
+from burnish.rewards import code, limits
 from burnish.rewards.plugin import load_scorer, score_batch, score_single
 from burnish.rewards.types import PartSpec, Result, ScoreRequest
 from burnish.rewards.verifiers import VERIFIERS, warm_up
@@ -40,14 +40,18 @@ def load(part: PartSpec, base: str | None) -> Scorer:
         return lambda requests: [score_single(user.function, r, part.options) for r in requests]
     warm_up(part.name)
     verifier = VERIFIERS[part.name]
-    return lambda requests: [Result(verifier(r.completion, r.answer, r.extra, **part.options)) for r in requests]
+    return lambda requests: [_result(verifier(r.completion, r.answer, r.extra, **part.options)) for r in requests]
+
+
+def _result(said: float | Result) -> Result:
+    return said if isinstance(said, Result) else Result(said)
 
 
 def answer(scorer: Scorer, payload: bytes) -> dict[str, Any]:
     """One call: the results, or the traceback of whatever the scorer raised."""
     try:
         results = scorer(pickle.loads(payload))
-        return {"results": [(r.value, r.accuracy, dict(r.parts)) for r in results]}
+        return {"results": [(r.value, r.accuracy, dict(r.parts), r.details, r.timed_out) for r in results]}
     except BaseException as error:  # noqa: BLE001 - a scorer may even call sys.exit: the pool retries, then reports
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -83,6 +87,7 @@ def main() -> None:
     setup: Setup = pickle.loads(bodies[0])
     is_offline = setup.isolated and limits.leave_network()
     limits.limit_resources(setup.memory_gib)
+    code.set_up(setup.timeout_s, setup.memory_gib, setup.sandbox != "unsafe")
     try:
         scorers = {index: load(part, setup.base) for index, part in setup.parts.items()}
     except UserError as error:

@@ -79,14 +79,14 @@ class Scoring:
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Send trajectories to be scored, except those whose environment gave the reward itself."""
         draws = {(d.prompt.row.id, d.visit): d for d in self.draws}
-        self.rewards.submit([_request(t, draws[t.prompt_id, t.visit]) for t in trajectories if t.reward is None])
+        self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in trajectories if t.reward is None])
 
     def collect(self, trajectories: Sequence[Trajectory]) -> None:
         """Wait for the scores and write them into the trajectories."""
         by_id = {t.id: t for t in trajectories}
         while self.rewards.pending:
             for score in self.rewards.poll(None):
-                _apply(by_id[score.id], score)
+                apply_score(by_id[score.id], score)
             self.progress(f"scoring, {self.rewards.pending} left")
 
     def _run(self, n: int, sampling: SamplingOptions, stream: str, what: str) -> list[Trajectory]:
@@ -139,7 +139,7 @@ def rollout_and_score(
     return Scored(list(draws), trajectories, generated - started, time.perf_counter() - generated)
 
 
-def _request(trajectory: Trajectory, draw: Draw) -> ScoreRequest:
+def score_request(trajectory: Trajectory, draw: Draw) -> ScoreRequest:
     """What the reward is told about a trajectory."""
     row = draw.prompt.row
     return ScoreRequest(
@@ -153,7 +153,10 @@ def _request(trajectory: Trajectory, draw: Draw) -> ScoreRequest:
     )
 
 
-def _apply(trajectory: Trajectory, score: Score) -> None:
+def apply_score(trajectory: Trajectory, score: Score) -> None:
+    """Write a score into its trajectory."""
     trajectory.reward, trajectory.accuracy = score.reward, score.accuracy
     trajectory.parts, trajectory.error = dict(score.parts), score.error
     trajectory.metadata["timed_out"] = score.timed_out
+    if score.details:
+        trajectory.metadata["details"] = "\n".join(f"{part}: {text}" for part, text in score.details.items())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,22 @@ def write_all(folder: Path) -> list[Path]:
     (folder / "d.json").write_text(json.dumps(RECORDS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), folder / "d.parquet")
     (folder / "d.csv").write_text('question,answer\n1+1?,2\n"a\u2028b, ""c""\nd",é\n', encoding="utf-8")
-    return [write_jsonl(folder / "d.jsonl", RECORDS), folder / "d.json", folder / "d.parquet", folder / "d.csv"]
+    lines = write_jsonl(folder / "d.jsonl", RECORDS)
+    (folder / "z.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    table = pyarrow.Table.from_pylist(RECORDS)
+    with pyarrow.OSFile(str(folder / "s.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    others = ("d.json", "d.parquet", "d.csv", "z.jsonl.gz", "s.arrow", "f.arrow")
+    return [lines, *(folder / name for name in others)]
+
+
+@pytest.mark.parametrize("name", ["d.jsonl.gz", "d.arrow"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"neither")
+    with pytest.raises(UserError, match=f"{name}: not a readable"):
+        list(read_records(str(tmp_path / name)))
 
 
 def test_all_formats_give_the_same_records(tmp_path: Path) -> None:

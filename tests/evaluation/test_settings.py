@@ -1,16 +1,27 @@
 """Settings of an evaluation: what a run brings, what the command says, what is refused."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.settings import EvalConfig, settings
+from burnish.evaluation.settings import EvalConfig, is_given, settings
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BURNISH_DATA", raising=False)
+    Path("d.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+
 
 RUN: dict[str, Any] = {
     "seed": 7,
+    "model": {"dtype": "bfloat16"},
     "data": {"template": {"kind": "plain", "text": "Q: {prompt}"}},
     "rollout": {"max_tokens": 33, "stop": ["\n"]},
     "reward": {"parts": [{"name": "number", "weight": 2.0}], "timeout_s": 3.0},
@@ -33,7 +44,7 @@ def test_a_task_is_judged_by_its_own_checker_on_a_thousand_problems() -> None:
 def test_a_file_needs_a_reward_and_the_error_lists_them() -> None:
     with pytest.raises(
         UserError,
-        match=r"how are answers to d\.jsonl .* exact, number, choice, math, format, think_format, language, rule_scores, or path",
+        match=r"how are answers to d\.jsonl .* exact, number, choice, math, format, think_format, language, rule_scores, .*or path",
     ):
         made("d.jsonl")
     assert made("d.jsonl", {"reward.parts": ["number"]}).limit is None
@@ -59,6 +70,46 @@ def test_a_runs_reward_is_left_where_it_cannot_score_the_data() -> None:
     of_task = {**RUN, "reward": {"parts": [{"name": "task"}]}}
     with pytest.raises(UserError, match="how are answers"):
         made("d.jsonl", run=of_task)
+
+
+def test_a_benchmark_brings_its_file_reward_and_length_and_wins_over_a_runs() -> None:
+    Path("gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "so #### 2"}\n')
+    for run in ({}, RUN):
+        config = settings("gsm8k", {}, [], run, Path()).config
+        assert (config.data.source.path, config.data.source.shape) == ("gsm8k_test.jsonl", "gsm8k")
+        assert [part.name for part in config.reward.parts] == ["number"]
+        assert (config.sampling.max_tokens, config.sampling.stop, config.seed, config.limit) == (1024, [], 0, None)
+        assert config.data.template.text == ("Q: {prompt}" if run else "{prompt}")
+        assert config.model.dtype == ("bfloat16" if run else "float32")
+    config = settings("gsm8k", {"sampling.max_tokens": 5, "reward.parts": ["math"]}, ["seed=2"], {}, Path()).config
+    assert (config.sampling.max_tokens, config.reward.parts[0].name, config.seed) == (5, "math", 2)
+
+
+def test_an_unknown_benchmark_and_one_without_a_file_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="unknown benchmark 'gsm8l'; did you mean 'gsm8k'"):
+        made("gsm8l")
+    with pytest.raises(UserError, match="unknown benchmark 'math-500'; did you mean 'math500'"):
+        made("math-500")
+    with pytest.raises(UserError, match="--data-dir"):
+        made("gsm8k")
+    monkeypatch.setenv("BURNISH_DATA", ".")
+    with pytest.raises(UserError, match="holds no file of gsm8k"):
+        made("gsm8k")
+
+
+def test_prepared_rows_name_their_own_verifier() -> None:
+    record = {"prompt": "1?", "reward_model": {"ground_truth": "1"}, "extra_info": {"verifier": "number"}}
+    Path("p.jsonl").write_text(json.dumps(record) + "\n")
+    assert made("p.jsonl").reward.parts[0].name == "row"
+    assert made("p.jsonl", {"reward.parts": ["exact"]}).reward.parts[0].name == "exact"
+
+
+def test_what_nobody_set_may_be_chosen_by_the_machine() -> None:
+    assert not is_given("model.dtype", {"model.dtype": None}, ["model.device=cpu"], {})
+    assert is_given("model.dtype", {"model.dtype": "float32"}, [], {})
+    assert is_given("model.dtype", {}, ["model.dtype=float32"], {})
+    assert is_given("model.dtype", {}, ["model={dtype: float32}"], {})
+    assert is_given("model.dtype", {}, [], RUN)
 
 
 def test_options_of_a_task_and_columns_of_a_file() -> None:

@@ -1,13 +1,23 @@
 """pass@k and intervals against enumeration, closed forms and simulation."""
 
 import itertools
+import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.evaluation.statistics import Z95, mean_at_k, mean_pass_at_k, pass_at_k, powers_up_to, wilson
+from burnish.evaluation.statistics import (
+    Z95,
+    clustered,
+    mean_at_k,
+    mean_pass_at_k,
+    pass_at_k,
+    powers_up_to,
+    student95,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,18 +50,36 @@ def test_pass_at_k_refuses_what_cannot_be(n: int, correct: int, k: int) -> None:
         pass_at_k(n, correct, k)
 
 
+def passed(groups: list[list[float]], k: int) -> float:
+    estimate = mean_pass_at_k(groups, k)
+    assert estimate is not None
+    return estimate.mean
+
+
 def test_pass_at_k_leaves_out_prompts_with_too_few_samples() -> None:
     groups = [[1.0, 0.0], [0.0, 0.0], [1.0]]
-    assert mean_pass_at_k(groups, 1) == pytest.approx((0.5 + 0 + 1) / 3)
-    assert mean_pass_at_k(groups, 2) == pytest.approx((1 + 0) / 2)
+    assert passed(groups, 1) == pytest.approx((0.5 + 0 + 1) / 3)
+    assert passed(groups, 2) == pytest.approx((1 + 0) / 2)
     assert mean_pass_at_k(groups, 4) is None
 
 
 def test_only_a_full_accuracy_is_right_for_pass_at_k() -> None:
-    assert mean_pass_at_k([[0.9, 0.5]], 2) == 0.0
+    assert passed([[0.9, 0.5]], 2) == 0.0
 
 
-@pytest.mark.parametrize(("n", "expected"), [(1, [1]), (2, [1, 2]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])])
+def test_pass_at_1_is_the_mean_and_has_its_interval() -> None:
+    groups = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    assert mean_pass_at_k(groups, 1) == pytest.approx(mean_at_k(groups))
+
+
+def test_the_interval_of_pass_at_k_worked_by_hand() -> None:
+    # pass@2 of 1 in 3 is 2/3, of 3 in 3 it is 1: mean 5/6 and variance 1/36 over ten questions, so (5/36) * 9 * 36 = 45
+    # trials, times (1.95996 / 2.2622)^2 = 33.8; but three samples hold one and a half pairs, which makes 15 of ten questions.
+    groups = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]] * 5
+    assert mean_pass_at_k(groups, 2) == pytest.approx(wilson(5 / 6, 15))
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, [1]), (2, [1, 2]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])])
 def test_powers_of_two_up_to_n(n: int, expected: list[int]) -> None:
     assert powers_up_to(n) == expected
 
@@ -100,11 +128,44 @@ def test_no_samples_is_an_error() -> None:
         mean_at_k([[], []])
 
 
-def test_the_clustered_interval_covers_the_truth_about_95_percent_of_the_time() -> None:
+def test_an_empty_group_says_nothing() -> None:
+    assert mean_at_k([[1.0], [], [0.0]]) == wilson(0.5, 2)
+
+
+def test_the_effective_number_of_trials_worked_by_hand() -> None:
+    # Means 1/2 and 1, five of each: mean 3/4, variance 1/16, so (3/16) * 9 * 16 = 27, times (1.95996 / 2.2622)^2 = 20.27
+    # trials of the 40 that were made.
+    groups = [[1.0, 1.0, 0.0, 0.0], [1.0] * 4] * 5
+    assert mean_at_k(groups) == pytest.approx(wilson(0.75, 20.27), abs=1e-4)
+    assert clustered([0.5, 1.0] * 5, trials=15) == pytest.approx(wilson(0.75, 15))
+    assert clustered([0.5, 1.0], trials=8) == pytest.approx(
+        wilson(0.75, 2)
+    )  # two questions say little of how they vary
+    assert clustered([0.25], trials=4) == pytest.approx(wilson(0.25, 1))
+
+
+@pytest.mark.parametrize(
+    ("freedom", "point"), [(1, 12.7062), (4, 2.7764), (5, 2.5706), (10, 2.2281), (29, 2.0452), (200, 1.9719)]
+)
+def test_students_points_of_the_tables(freedom: int, point: float) -> None:
+    assert student95(freedom) == pytest.approx(point, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_questions", "samples", "k", "hard"),
+    [(60, 8, 1, 1.0), (30, 16, 1, 2.0), (30, 16, 4, 2.0), (100, 1, 1, 3.0)],
+    ids=["many", "like AIME", "pass@4 of 16", "greedy"],
+)
+def test_the_clustered_interval_covers_the_truth_about_95_percent_of_the_time(
+    num_questions: int, samples: int, k: int, hard: float
+) -> None:
     dice = random.Random(0)
-    covered, repeats = 0, 600
+    # Questions differ a lot: the chance p of a right sample is of beta(1/2, hard). E[1 - (1-p)^k] by its moments.
+    missed = math.prod((hard + i) / (0.5 + hard + i) for i in range(k))
+    covered, repeats = 0, 400
     for _ in range(repeats):
-        chances = [dice.betavariate(0.5, 1.0) for _ in range(60)]  # prompts differ a lot; the mean chance is 1/3
-        _, low, high = mean_at_k([[float(dice.random() < p) for _ in range(8)] for p in chances])
-        covered += low <= 1 / 3 <= high
-    assert 0.92 < covered / repeats < 0.975
+        chances = [dice.betavariate(0.5, hard) for _ in range(num_questions)]
+        estimate = mean_pass_at_k([[float(dice.random() < p) for _ in range(samples)] for p in chances], k)
+        assert estimate is not None
+        covered += estimate.low <= 1 - missed <= estimate.high
+    assert 0.92 < covered / repeats < 0.985

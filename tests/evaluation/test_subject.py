@@ -1,11 +1,12 @@
 """Which model a directory stands for, and how many tokens it has room for."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.subject import find_subject, fit_max_tokens
+from burnish.evaluation.subject import find_subject, fit_max_tokens, stored_dtype
 from burnish.run.checkpoints import Checkpoints
 from burnish.run.contents import Blob, Snapshot
 
@@ -56,3 +57,13 @@ def test_max_tokens_is_cut_to_the_positions_left() -> None:
     assert fit_max_tokens(11, 20, 30) == (10, "max_tokens cut from 11 to 10: 30 positions, 20 of them prompt")
     with pytest.raises(UserError, match="30 tokens, but the model is made for 30 positions"):
         fit_max_tokens(1, 30, 30)
+
+
+def test_the_stored_type_is_the_configs_and_of_an_adapter_its_bases(tmp_path: Path) -> None:
+    for name, config in (("old", {"torch_dtype": "bfloat16"}), ("new", {"dtype": "float16"}), ("none", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../old"}))
+    found = {name: stored_dtype(tmp_path / name) for name in ("old", "new", "none", "adapter")}
+    assert found == {"old": "bfloat16", "new": "float16", "none": None, "adapter": "bfloat16"}

@@ -1,0 +1,144 @@
+"""`burnish launch recipe.yaml --address HOST:6379 --nodes 2 [key=value ...]`: `burnish train` on a Ray cluster, once it is there.
+
+Run it on a machine of the cluster. It waits until so many machines have joined and the run's processes fit in, says what is
+missing meanwhile, and becomes `burnish train` with RAY_ADDRESS set. Without an address it takes the cluster of RAY_ADDRESS, or
+the one that runs on this machine, or this machine alone, on which `burnish train` starts Ray itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.cli import train
+from burnish.config.errors import UserError
+from burnish.config.placement import RayPlacement
+from burnish.config.schema import TrainConfig
+from burnish.controller.waiting import Nodes, Wanted, described, wait_for
+
+WAIT_S = 600.0
+KNOCK_S = 2.0
+ADDRESS = "RAY_ADDRESS"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `burnish train`, and where the cluster is."""
+    train.add_arguments(parser)
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help=f"the cluster's head (default: {ADDRESS}, else the one of this machine)"
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines to wait for (default 1)")
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help=f"for how long at most (default {WAIT_S:g})"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait, then train; the exit status is that of `burnish train`."""
+    if args.nodes < 1 or not args.wait >= 0:
+        raise UserError(f"--nodes {args.nodes} --wait {args.wait:g}: at least one machine, and no less than 0 seconds")
+    config = train.load_recipe(TrainConfig, args)[0].config
+    if not isinstance(config.placement, RayPlacement):
+        args.overrides = [*args.overrides, "placement=ray"]
+        config = train.load_recipe(TrainConfig, args)[0].config
+        print("placement=ray: the recipe has all in one process")
+    assert isinstance(config.placement, RayPlacement)
+    on_gpu = {"auto": None, "cpu": False}.get(config.model.device, True)
+    environment = dict(os.environ)
+    if not args.dry_run:
+        environment |= joined(args, Wanted(config.placement, args.nodes, on_gpu))
+    command = train_command(args)
+    if args.is_command:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, "-m", "burnish.cli.main", *command], environment)
+    os.environ.update(environment)
+    from burnish.cli.main import dispatch
+
+    return dispatch(command)
+
+
+def joined(args: argparse.Namespace, wanted: Wanted) -> Mapping[str, str]:
+    """Wait for the cluster; what the environment of the run says of it."""
+    address = args.address or os.environ.get(ADDRESS)
+    if address is not None and address.startswith("ray://"):
+        raise UserError(
+            f"--address {address}: run burnish launch on a machine of the cluster, with HOST:PORT of its head (6379)"
+        )
+    cluster = _Cluster(address)
+    try:
+        if address is None and args.nodes == 1 and not cluster.is_there():
+            print("no Ray cluster runs here: this machine alone, with a Ray of its own")
+            return {}
+        where = address or "this machine"
+        nodes = wait_for(wanted, cluster.nodes, where, args.wait, lambda text: print(text, flush=True))
+        print(f"the cluster at {where} has {described(nodes)}", flush=True)
+        return {ADDRESS: cluster.address}
+    finally:
+        cluster.close()
+
+
+class _Cluster:
+    """A Ray cluster that is looked at; without an address the one of this machine."""
+
+    def __init__(self, address: str | None) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise UserError("burnish launch needs Ray: pip install 'burnish[ray]'") from error
+        self.ray: Any = ray
+        self.address = _of_this_machine() if address is None else address
+        self._is_own = False
+
+    def nodes(self) -> Nodes:
+        """What each machine has; a `ConnectionError` where nobody answers."""
+        if not self.ray.is_initialized():
+            self._knock()
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            self.ray.init(address=self.address, log_to_driver=False, logging_level="error")
+            self._is_own = True
+        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+
+    def _knock(self) -> None:
+        """Whether anybody listens there: Ray itself would try for a minute, with warnings."""
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal():
+            raise ConnectionError(f"{self.address or 'no address'} is not HOST:PORT of a cluster that runs")
+        try:
+            socket.create_connection((host, int(port)), KNOCK_S).close()
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
+
+    def is_there(self) -> bool:
+        """Whether somebody answers."""
+        try:
+            return bool(self.nodes())
+        except ConnectionError:
+            return False
+
+    def close(self) -> None:
+        """Leave it: `burnish train` joins by itself."""
+        if self._is_own:
+            self.ray.shutdown()
+
+
+def _of_this_machine() -> str:
+    """Where `ray start` on this machine left the address of its cluster; nothing where it did not."""
+    file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def train_command(args: argparse.Namespace) -> list[str]:
+    """The arguments of `burnish train`."""
+    flags = [f"--{name.replace('_', '-')}" for name in ("dry_run", "shrink", "controls") if getattr(args, name)]
+    options = [f"--deadline={args.deadline}"]
+    if args.max_restarts is not None:
+        options.append(f"--max-restarts={args.max_restarts}")
+    if args.profile is not None:
+        options += ["--profile", *([str(args.profile)] if args.profile else [])]
+    return ["train", str(args.recipe), *args.overrides, *flags, *options]

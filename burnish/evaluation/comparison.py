@@ -1,0 +1,197 @@
+"""Two evaluations of the same questions, compared question by question: B against A.
+
+A question counts as right where more than half of its samples are; the difference and its test use the mean over samples.
+Questions that only one of the two has are counted and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from burnish.config.errors import UserError
+from burnish.evaluation.completions import SUFFIXES, read_completions
+from burnish.evaluation.paired import difference, sign_flip_test
+from burnish.evaluation.places import TOGETHER, read_result
+from burnish.evaluation.result import Row, by_question
+from burnish.evaluation.statistics import Estimate, mean_at_k
+from burnish.evaluation.table import interval, lines, plain
+
+SAME_ANYWAY = ("model.content", "model.dtype")  # of two models these may differ without a word
+
+
+class Pair(NamedTuple):
+    """The completions of one data set in both evaluations."""
+
+    name: str
+    a: Path
+    b: Path
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from A to B."""
+
+    num_questions: int
+    """In both, with a score in both."""
+    num_left_out: int
+    a: Estimate
+    b: Estimate
+    difference: Estimate
+    """B - A, paired by question."""
+    p_value: float
+    """Of the sign-flip test, two-sided; with one sample each it is McNemar's exact test."""
+    both: int
+    only_a: int
+    only_b: int
+    neither: int
+    is_sampled: bool
+    """Whether a question has several samples in either."""
+    changed: list[Row] = field(default_factory=list)
+    """The questions whose mean differs, the largest differences first."""
+
+
+def find_pairs(a: Path, b: Path) -> list[Pair]:
+    """The data sets two results have in common; each is a folder of an evaluation, a file of completions or a result file."""
+    there, here = _files(a), _files(b)
+    if len(there) == len(here) == 1 and a.is_file() and b.is_file():
+        return [Pair(next(iter(here)), *there.values(), *here.values())]
+    names = [name for name in there if name in here]
+    if not names:
+        raise UserError(
+            f"{a} has {', '.join(there)} and {b} has {', '.join(here)}: no data set in common; name two files of completions to compare them anyway"
+        )
+    return [Pair(name, there[name], here[name]) for name in names]
+
+
+def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
+    """Compare two lists of completions of the same questions."""
+    there, here = _scored(a), _scored(b)
+    ids = [question for question in there if question in here]
+    _refuse_other_questions(there, here, ids)
+    if not ids:
+        raise UserError("the two results have no question in common with an accuracy in both")
+    groups = [[[row["accuracy"] for row in side[question]] for question in ids] for side in (there, here)]
+    means = [[sum(group) / len(group) for group in side] for side in groups]
+    changes = [y - x for x, y in zip(*means, strict=True)]
+    right = [(x > 0.5, y > 0.5) for x, y in zip(*means, strict=True)]
+    changed = [
+        _change(there[question], here[question], x, y) for question, x, y in zip(ids, *means, strict=True) if x != y
+    ]
+    return Comparison(
+        num_questions=len(ids),
+        num_left_out=len({row["id"] for row in [*a, *b]}) - len(ids),
+        a=mean_at_k(groups[0]),
+        b=mean_at_k(groups[1]),
+        difference=difference(changes),
+        p_value=sign_flip_test(changes),
+        both=right.count((True, True)),
+        only_a=right.count((True, False)),
+        only_b=right.count((False, True)),
+        neither=right.count((False, False)),
+        is_sampled=any(len(group) > 1 for side in groups for group in side),
+        changed=sorted(changed, key=lambda row: -abs(row["difference"])),
+    )
+
+
+def comparison_table(found: Comparison, pair: Pair) -> str:
+    """The comparison for people."""
+    d = found.difference
+    test = "sign-flip test over questions" if found.is_sampled else "McNemar's exact test"
+    rows = [
+        (pair.name, f"{found.num_questions:,} questions" + (f" ({found.num_left_out:,} are only in one, or not scored)" if found.num_left_out else "")),
+        ("A", f"{interval(found.a)}  {pair.a}"),
+        ("B", f"{interval(found.b)}  {pair.b}"),
+        ("B - A", f"{d.mean:+.3f}  (95% interval {d.low:+.3f} to {d.high:+.3f})  p = {found.p_value:.2g}, {test}"),
+        ("both right", f"{found.both:,}" + ("  (right: more than half of the samples)" if found.is_sampled else "")),
+        ("only A", f"{found.only_a:,}"),
+        ("only B", f"{found.only_b:,}"),
+        ("neither", f"{found.neither:,}"),
+    ]  # fmt: skip
+    return lines(rows)
+
+
+def comparison_json(found: Comparison, pair: Pair) -> dict[str, Any]:
+    """The comparison for machines."""
+    return {
+        "a": {"completions": str(pair.a), **plain(found.a)},
+        "b": {"completions": str(pair.b), **plain(found.b)},
+        "difference": plain(found.difference),
+        "p_value": found.p_value,
+        "num_questions": found.num_questions,
+        "num_left_out": found.num_left_out,
+        "both": found.both,
+        "only_a": found.only_a,
+        "only_b": found.only_b,
+        "neither": found.neither,
+        "num_changed": len(found.changed),
+    }
+
+
+def differing_settings(pair: Pair) -> list[str]:
+    """Settings besides the model in which the two evaluations differ, as far as their result files tell."""
+    a, b = (read_result(path.with_suffix(".json")) for path in (pair.a, pair.b))
+    if a is None or b is None:
+        return []
+    then, now = a["settings"], b["settings"]
+    names = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k) and k not in SAME_ANYWAY]
+    return [f"{name}: {then.get(name)!r} in A, {now.get(name)!r} in B" for name in names]
+
+
+# --- details ---------------------------------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """The files of completions a path stands for, by data set."""
+    if path.is_dir():
+        found = {p.stem: r for p in sorted(path.glob("*.json")) if p.stem != TOGETHER and (r := read_result(p))}
+        files = {name: path / result["completions"] for name, result in found.items()}
+        if not files:
+            raise UserError(f"{path} holds no finished evaluation: there is no <name>.json beside completions in it")
+        return files
+    if path.suffix == ".json" and (result := read_result(path)) is not None:
+        return {path.stem: path.parent / result["completions"]}
+    if path.suffix in SUFFIXES and path.is_file():
+        return {path.stem: path}
+    raise UserError(
+        f"{path} is neither a folder that `burnish eval` wrote nor a file of completions ({', '.join(SUFFIXES)})"
+    )
+
+
+def read_pair(pair: Pair) -> tuple[list[Row], list[Row]]:
+    """The completions of both."""
+    return read_completions(pair.a), read_completions(pair.b)
+
+
+def _scored(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return by_question([row for row in rows if row["accuracy"] is not None])
+
+
+def _refuse_other_questions(a: dict[str, list[Row]], b: dict[str, list[Row]], ids: Sequence[str]) -> None:
+    for question in ids:
+        there, here = a[question][0]["answer"], b[question][0]["answer"]
+        if there != here:
+            raise UserError(
+                f"question {question} has the answer {there!r} in A and {here!r} in B: these are not the same questions"
+            )
+
+
+def _change(a: list[Row], b: list[Row], mean_a: float, mean_b: float) -> Row:
+    """A question that changed, with a completion of each side that shows it."""
+
+    def example(rows: list[Row], wanted: bool) -> str:
+        return str(next((row for row in rows if (row["accuracy"] >= 1) is wanted), rows[0])["completion"])
+
+    return {
+        "id": a[0]["id"],
+        "tags": a[0].get("tags", {}),
+        "answer": a[0]["answer"],
+        "a": mean_a,
+        "b": mean_b,
+        "difference": mean_b - mean_a,
+        "prompt": a[0].get("prompt"),
+        "a_completion": example(a, mean_a > mean_b),
+        "b_completion": example(b, mean_b > mean_a),
+    }

@@ -1,0 +1,217 @@
+"""The numbers of an evaluation, from its completions alone: a row a sample in, every estimate with its interval out.
+
+Rows are plain dictionaries (`burnish.evaluation.completions`), so what was measured can be summed up again from the file.
+Samples whose scorer failed are counted in `num_failed` and in no score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from burnish.evaluation.choosing import best_at_k, maj_at_k
+from burnish.evaluation.statistics import Estimate, clustered, mean_at_k, mean_pass_at_k, powers_up_to
+
+Row = dict[str, Any]
+MAX_VALUES = 40  # of a column that divides the questions; one with more is no table a person reads
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the completions."""
+
+    mean: float
+    median: float
+    p95: float
+    longest: int
+    right: float | None
+    """Mean of the right ones."""
+    wrong: float | None
+
+
+@dataclass(frozen=True)
+class Share:
+    """One line of a table by subject."""
+
+    num_questions: int
+    accuracy: Estimate
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured."""
+
+    num_prompts: int
+    num_samples: int
+    n: int
+    """Samples a question."""
+    accuracy: Estimate | None
+    """mean@n; None where no sample has an accuracy: every scorer failed, or the only reward is `format`."""
+    reward: Estimate | None
+    pass_at: dict[int, Estimate]
+    maj_at: dict[int, Estimate]
+    """Empty where no answer can be read out of a completion to vote with."""
+    best_at: dict[int, Estimate]
+    """Of the sample scored highest by `best_by`: how often it is right, or, by the reward itself, its reward."""
+    best_by: str
+    parts: dict[str, float]
+    """Mean of each part of the reward, where there are several."""
+    lengths: Lengths
+    truncated: Estimate
+    """Share of the samples that hit max_tokens."""
+    formatted: Estimate | None
+    """Share of the samples whose answer stands where it was asked for."""
+    num_failed: int
+    num_timed_out: int
+    tables: dict[str, dict[str, Share]] = field(default_factory=dict)
+    """Accuracy by subject, level, ..., where the questions have several."""
+    rows: list[Row] = field(default_factory=list)
+    """One a sample, in the order of the questions."""
+
+    @property
+    def first_error(self) -> str | None:
+        """What the first failed scorer said."""
+        return next((row["error"] for row in self.rows if row["error"]), None)
+
+
+def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
+    """The result of completions, all samples of all questions. `best_by` is a part of the reward that chooses for best@k."""
+    if not rows:
+        raise ValueError("no completions")
+    groups = by_question(rows)
+    scored = by_question([row for row in rows if row["accuracy"] is not None])
+    n = max(map(len, groups.values()))
+    accuracies = [[row["accuracy"] for row in group] for group in scored.values()]
+    graded = by_question([row for row in rows if row["reward"] is not None])
+    rewards = [[row["reward"] for row in group] for group in graded.values()]
+    passes = {k: mean_pass_at_k(accuracies, k) for k in powers_up_to(n)}
+    has_votes = any(row["answered"] is not None for row in rows)
+    return Result(
+        num_prompts=len(groups),
+        num_samples=len(rows),
+        n=n,
+        accuracy=mean_at_k(accuracies) if accuracies else None,
+        reward=mean_at_k(rewards) if rewards else None,
+        pass_at={k: value for k, value in passes.items() if value is not None},
+        maj_at=_at_each_k(list(scored.values()), n, _majority) if has_votes else {},
+        best_at=_best(list(graded.values()), n, best_by),
+        best_by=best_by or "reward",
+        parts=_parts(rows),
+        lengths=_lengths(rows),
+        truncated=_share(groups, "truncated"),
+        formatted=_formatted(rows),
+        num_failed=sum(row["reward"] is None for row in rows),
+        num_timed_out=sum(bool(row["timed_out"]) for row in rows),
+        tables=_tables(scored),
+        rows=list(rows),
+    )
+
+
+def by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each question, questions in the order in which they come."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["id"], []).append(row)
+    return groups
+
+
+# --- what choosing among k gives -------------------------------------------------------------------------------------
+
+
+def _at_each_k(
+    groups: Sequence[list[Row]], n: int, value: Callable[[list[Row], int], float | None]
+) -> dict[int, Estimate]:
+    """A value of each question that has k samples, averaged, for k = 2, 4, ... n (one sample leaves nothing to choose)."""
+    found = {}
+    for k in powers_up_to(n):
+        usable = [group for group in groups if len(group) >= k > 1]
+        values = [v for group in usable if (v := value(group, k)) is not None]
+        if values:
+            found[k] = clustered(values, sum(len(group) / k for group in usable))
+    return found
+
+
+def _majority(group: list[Row], k: int) -> float:
+    return maj_at_k([RIGHT if row["accuracy"] >= 1 else row["answered"] for row in group], RIGHT, k)
+
+
+RIGHT = ("right",)  # the one vote of all right answers, whatever their spelling; no text is equal to it
+
+
+def _best(groups: Sequence[list[Row]], n: int, part: str | None) -> dict[int, Estimate]:
+    """best@k: by the reward its expected highest value, where rewards are graded; by a part how often its choice is right."""
+    if part is not None:
+        return _at_each_k(groups, n, lambda group, k: _chosen(group, part, k))
+    if all(row["reward"] in (0, 1) for group in groups for row in group):
+        return {}  # that is pass@k
+    return _at_each_k(groups, n, _highest)
+
+
+def _highest(group: list[Row], k: int) -> float:
+    rewards = [row["reward"] for row in group]
+    return best_at_k(rewards, rewards, k)
+
+
+def _chosen(group: list[Row], part: str, k: int) -> float | None:
+    usable = [row for row in group if part in row["parts"] and row["accuracy"] is not None]
+    if len(usable) < k:
+        return None
+    return best_at_k([row["parts"][part] for row in usable], [row["accuracy"] for row in usable], k)
+
+
+# --- rates, lengths, tables ------------------------------------------------------------------------------------------
+
+
+def _share(groups: dict[str, list[Row]], column: str) -> Estimate:
+    return mean_at_k([[float(row[column]) for row in group] for group in groups.values()])
+
+
+def _formatted(rows: Sequence[Row]) -> Estimate | None:
+    asked = by_question([row for row in rows if row["formatted"] is not None])
+    return _share(asked, "formatted") if asked else None
+
+
+def _parts(rows: Sequence[Row]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row["parts"])
+    if len(names) < 2:
+        return {}
+    return {name: _mean([row["parts"][name] for row in rows if name in row["parts"]]) for name in names}
+
+
+def _lengths(rows: Sequence[Row]) -> Lengths:
+    lengths = sorted(row["length"] for row in rows)
+    right = [row["length"] for row in rows if row["accuracy"] is not None and row["accuracy"] >= 1]
+    wrong = [row["length"] for row in rows if row["accuracy"] is not None and row["accuracy"] < 1]
+    return Lengths(
+        mean=_mean(lengths),
+        median=(lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2,
+        p95=float(lengths[math.ceil(0.95 * len(lengths)) - 1]),
+        longest=lengths[-1],
+        right=_mean(right) if right else None,
+        wrong=_mean(wrong) if wrong else None,
+    )
+
+
+def _tables(scored: dict[str, list[Row]]) -> dict[str, dict[str, Share]]:
+    """Accuracy by each column that divides the questions into several kinds, and by data source where there are several."""
+    columns = dict.fromkeys(name for group in scored.values() for name in group[0]["tags"])
+    tables: dict[str, dict[str, Share]] = {}
+    for column in ["data_source", *columns]:
+        kinds: dict[Any, list[list[float]]] = {}
+        for group in scored.values():
+            value = group[0]["data_source"] if column == "data_source" else group[0]["tags"].get(column)
+            kinds.setdefault(value, []).append([row["accuracy"] for row in group])
+        if 1 < len(kinds) <= MAX_VALUES:
+            order = sorted(kinds, key=lambda v: (isinstance(v, str), v is None, v if v is not None else 0))
+            tables[column] = {_label(value): Share(len(kinds[value]), mean_at_k(kinds[value])) for value in order}
+    return tables
+
+
+def _label(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,259 @@
+"""One command's evaluations: every data set on one model that is loaded once, each going on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.config.schema import Model, Reward, Rollout
+from burnish.controller.roles import build_engine, paged_engine
+from burnish.core.engine import Engine, SamplingOptions
+from burnish.data.prompts import Prompt, validation_prompts
+from burnish.evaluation.completions import write_completions
+from burnish.evaluation.evaluate import Work, complete, in_order, make_driver
+from burnish.evaluation.journal import Journal
+from burnish.evaluation.places import TOGETHER, Place
+from burnish.evaluation.result import Result, summarise
+from burnish.evaluation.room import ROWS_ELSEWHERE, plan
+from burnish.evaluation.settings import EvalConfig
+from burnish.evaluation.subject import fit_max_tokens, stored_dtype
+from burnish.evaluation.table import as_json
+from burnish.models.decoder import Decoder
+from burnish.models.policy import PolicyModel, load_policy, pick_device
+from burnish.rewards.rewards import Rewards, check_parts
+from burnish.rollout.driver import Driver
+from burnish.rollout.measure import sampling_options
+from burnish.rollout.native.plan import GIB, token_bytes
+from burnish.rollout.scored import Progress
+from burnish.run.files import atomic_write
+
+Say = Callable[[str], None]
+MOST_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Test:
+    """One data set: its settings, what they come to, and where its files go."""
+
+    place: Place
+    config: EvalConfig
+    base: Path
+    settings: dict[str, Any]
+    """What decides the completions (`burnish.evaluation.fingerprint`)."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A test whose prompts are there."""
+
+    test: Test
+    prompts: list[Prompt]
+    sampling: SamplingOptions
+
+    @property
+    def num_requests(self) -> int:
+        """Completions wanted."""
+        return len(self.prompts) * self.test.config.sampling.n
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(p.tokens) for p in self.prompts)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A test that is done."""
+
+    test: Test
+    result: Result
+    work: Work
+    start_s: float
+    """Seconds from the start of the process until the model was ready; the same for all tests of a command."""
+    num_found: int
+    """Completions that were there already."""
+
+
+def choose_dtype(model: Model, path: Path) -> str:
+    """The type to compute in where nobody gave one: on a GPU the half precision the weights are stored in, else as set."""
+    stored = stored_dtype(path)
+    return stored if pick_device(model.device).type == "cuda" and stored in ("bfloat16", "float16") else model.dtype
+
+
+def spare_workers() -> int:
+    """Scoring processes where nobody said how many: half of the cores, at least two. Their number changes no value."""
+    return max(Reward().workers, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+
+
+def run_tests(
+    tests: Sequence[Test],
+    model: Path,
+    best_by: str | None,
+    say: Say,
+    progress: Progress,
+    show: Callable[[Measured], None],
+) -> list[Measured]:
+    """Measure each test and hand it to `show` as soon as it is done; what is wrong with any is found before the first token."""
+    with ExitStack() as stack:
+        for test in tests:
+            check_best_by(best_by, [part.label for part in check_parts(test.config.reward.parts, test.base)])
+        journals = [stack.enter_context(_journal(test, stack)) for test in tests]
+        first = stack.enter_context(
+            Rewards(tests[0].config.reward, tests[0].base)
+        )  # its processes start while the model loads
+        policy = load_policy(tests[0].config.model, model, None, tests[0].config.seed)
+        ready = [_prepare(test, policy, say) for test in tests]
+        first.check(p.row for p in ready[0].prompts)
+        engine = _engine(policy, ready, say)
+        start_s = seconds_since_start()
+        say(f"{model}: {policy.note}, {tests[0].config.model.dtype}; ready after {start_s:.1f} s{_made(engine)}")
+        found = []
+        for i, (one, journal) in enumerate(zip(ready, journals, strict=True)):
+            with ExitStack() as inner:
+                rewards = first if i == 0 else inner.enter_context(Rewards(one.test.config.reward, one.test.base))
+                rewards.check(p.row for p in one.prompts)
+                num_found = len(journal.rows)
+                work = _measure(one, journal, make_driver(policy, engine, one.test.config.seed), rewards, say, progress)
+            found.append(_finish(one, journal, best_by, work, start_s, num_found))
+            journal.close(remove=True)
+            show(found[-1])
+        return found
+
+
+def _journal(test: Test, stack: ExitStack) -> Journal:
+    folder = test.place.completions.parent
+    if not folder.exists():
+        folder.mkdir()
+        stack.callback(lambda: None if any(folder.iterdir()) else folder.rmdir())
+    return Journal(test.place.journal, test.settings)
+
+
+def _prepare(test: Test, policy: PolicyModel, say: Say) -> Ready:
+    """The prompts of a test, and how their completions are drawn."""
+    config, positions = test.config, policy.max_positions
+    data = config.prompts(positions)
+    prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, test.base)
+    longest = max(len(p.tokens) for p in prompts)
+    max_tokens, note = fit_max_tokens(config.sampling.max_tokens, longest, positions)
+    if note is not None:
+        say(f"{test.place.name}: {note}")
+    sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
+    return Ready(test, prompts, sampling_options(sampling, policy.tokenizer.eos_ids))
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+def _engine(policy: PolicyModel, ready: Sequence[Ready], say: Say) -> Engine:
+    """One engine for all tests, with room for the largest; on a GPU everything that takes seconds is made now."""
+    asked, module = ready[0].test.config.max_rows, policy.module
+    if not isinstance(module, Decoder) or not module.embedding.weight.is_cuda:
+        return build_engine(policy, Rollout(max_rows=asked or ROWS_ELSEWHERE))
+    arch, weight = module.arch, module.embedding.weight
+    each = token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, weight.element_size())
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    wanted = [min(one.num_requests, asked or one.num_requests) for one in ready]
+    rooms = [
+        plan(requests, one.longest_prompt, one.sampling.max_tokens, each, free)
+        for requests, one in zip(wanted, ready, strict=True)
+    ]
+    rows = asked or max(room.rows for room in rooms)
+    engine = build_engine(policy, Rollout(max_rows=rows, cache_gib=max(room.cache_bytes for room in rooms) / GIB))
+    paged = paged_engine(engine)
+    assert paged is not None, "a decoder on a GPU has a paged cache"
+    longest = max(one.longest_prompt + one.sampling.max_tokens for one in ready)
+    paged.prepare(longest, min(max(wanted), rows), ready[0].sampling)
+    assert paged.stats.plan is not None, "made just now"
+    say(paged.stats.plan.text)
+    return engine
+
+
+def _made(engine: Engine) -> str:
+    paged = paged_engine(engine)
+    if paged is None or not paged.stats.graphs:
+        return ""
+    return f" (kernels {paged.stats.compile_s:.1f} s, {paged.stats.graphs} graphs {paged.stats.capture_s:.1f} s)"
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process began, where the system tells (Linux); else since this module was loaded."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.monotonic() - _LOADED
+
+
+_LOADED = time.monotonic()
+
+
+# --- one test --------------------------------------------------------------------------------------------------------
+
+
+def _measure(one: Ready, journal: Journal, driver: Driver, rewards: Rewards, say: Say, progress: Progress) -> Work:
+    config, name = one.test.config, one.test.place.name
+    done = {(row["id"], row["sample"]) for row in journal.rows}
+    n, plural = config.sampling.n, "s" if config.sampling.n > 1 else ""
+    goes_on = f"; {len(done):,} are there already" if done else ""
+    say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{goes_on}")
+    try:
+        return complete(driver, rewards, one.prompts, n, one.sampling, progress, journal.add, config.reward.parts, done)
+    except KeyboardInterrupt:
+        if journal.rows:
+            say(f"{len(journal.rows):,} completions are kept in {journal.path}; the same command goes on from there")
+        raise
+
+
+def _finish(one: Ready, journal: Journal, best_by: str | None, work: Work, start_s: float, num_found: int) -> Measured:
+    """Write the ordered completions, then the result: a kill between the two leaves the journal, from which both come again."""
+    rows = in_order(journal.rows, one.prompts)
+    result = summarise(rows, best_by)
+    write_completions(one.test.place.completions, rows)
+    measured = Measured(one.test, result, work, start_s, num_found)
+    atomic_write(one.test.place.result, json.dumps(result_file(measured), indent=1) + "\n")
+    return measured
+
+
+def check_best_by(part: str | None, known: Sequence[str]) -> None:
+    """Refuse to choose by a part that the reward does not have; `part/number` is a number that a part gives besides its value."""
+    if part is not None and part.partition("/")[0] not in known:
+        raise UserError(f"--best-by {part}: the reward has no such part (it has: {', '.join(known)})")
+
+
+def result_file(measured: Measured) -> dict[str, Any]:
+    """What `<name>.json` holds."""
+    work = measured.work
+    return {
+        "name": measured.test.place.name,
+        **as_json(measured.result),
+        "seconds": {"start_up": measured.start_s, "generation": work.generate_s, "scoring": work.score_s},
+        "resumed": measured.num_found,
+        "tokens": work.num_tokens,
+        "tokens_per_second": work.num_tokens / work.generate_s if work.generate_s else None,
+        "device": _device(measured.test.config.model),
+        "completions": measured.test.place.completions.name,
+        "settings": measured.test.settings,
+    }
+
+
+def _device(model: Model) -> str:
+    device = pick_device(model.device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+
+
+def write_together(folder: Path, results: Sequence[dict[str, Any]], model: Path) -> Path:
+    """`results.json`: the results of one command by name, without their settings."""
+    path = folder / f"{TOGETHER}.json"
+    by_name = {r["name"]: {k: v for k, v in r.items() if k != "settings"} for r in results}
+    atomic_write(path, json.dumps({"model": str(model), "results": by_name}, indent=1) + "\n")
+    return path

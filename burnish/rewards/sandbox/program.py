@@ -1,0 +1,111 @@
+"""The process in which a program runs. It knows the program and nothing else: no test, no expected value, no other program."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import os
+import random
+import socket
+import sys
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+from burnish.rewards.sandbox.remote import ProgramGone, send, serve
+
+SEED = 0  # a program that draws random numbers has the same verdict each time
+
+
+def prepare() -> None:
+    """Make the interpreter look as if it had just been started for the program."""
+    sys.argv, sys.executable, sys.orig_argv = ["program.py"], "", ["python"]
+    random.seed(SEED)
+    for name in [n for n in sys.modules if n.split(".")[0] == "burnish"]:
+        del sys.modules[name]
+
+
+def _module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    return module
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python ends: threads waited for, exit functions called, output flushed; but without tearing down the interpreter."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except BaseException:  # noqa: BLE001 - the program's own exit functions and streams
+        traceback.print_exc(file=sys.__stderr__)
+        code = code or 1
+    finally:
+        os._exit(code)
+
+
+def run_stdio(source: str) -> NoReturn:
+    """Run a program that reads standard input and writes standard output."""
+    module, code = _module("__main__"), 0
+    prepare()
+    try:
+        exec(compile(source, "program.py", "exec"), module.__dict__)
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException as error:  # noqa: BLE001 - any of the program's
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
+        traceback.print_exception(type(error), error, trace, file=sys.__stderr__)
+        code = 1
+    _end(code & 0xFF)
+
+
+def run_calls(channel: socket.socket, spec: dict[str, Any]) -> NoReturn:
+    """Load a program, then let the judge call what it defines."""
+    module = _module("program")
+    prepare()
+    sys.set_int_max_str_digits(0)
+    try:
+        for number, source in enumerate(sources(spec)):
+            exec(compile(source, f"program{number or ''}.py", "exec"), module.__dict__)
+    except BaseException as error:  # noqa: BLE001 - any of the program's, SystemExit too
+        send(channel, {"loaded": False, "why": traceback.format_exception_only(type(error), error)[-1].strip()})
+        os._exit(1)
+    send(channel, {"loaded": True})
+    try:
+        serve(channel, module.__dict__)
+    except (OSError, ProgramGone):
+        os._exit(1)
+    os._exit(0)
+
+
+def sources(spec: dict[str, Any]) -> list[str]:
+    """What is executed, in order: the setup, then prefix and program, as one text where the program continues the prefix."""
+    setup, prefix, program = spec.get("setup", ""), spec.get("prefix", ""), spec["program"]
+    entry_point = spec.get("entry_point")
+    if prefix and entry_point and not defines(program, entry_point):
+        return [setup, prefix.rstrip("\n") + "\n" + program]
+    return [setup, prefix, program]
+
+
+def defines(source: str, name: str) -> bool:
+    """Whether a program gives a name a meaning at its top level."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    found: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        else:
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            found |= {
+                a.asname or a.name
+                for n in ast.walk(node)
+                if isinstance(n, ast.Import | ast.ImportFrom)
+                for a in n.names
+            }
+    return name in found

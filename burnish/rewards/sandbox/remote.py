@@ -1,0 +1,247 @@
+"""The line between the judge and the program: the judge asks, the program answers, and only plain values cross.
+
+    {"ask": "get", "name": "f"}                              a name of the program
+    {"ask": "call", "of": 3, "positional": [...], "named": {...}}   also attribute, iterate, next, length, item, truth, text
+
+An answer is {"value": ...}, with the positional arguments where the call has changed them, or {"raised": class, "text": ...}.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from burnish.rewards.sandbox.values import builtin_exception, decode, encode
+from burnish.rewards.wire import HEADER, frame
+
+MAX_BYTES = 1 << 25
+MAX_TEXT = 300
+MUTABLE = (list, dict, set, bytearray)
+
+
+class ProgramGone(BaseException):
+    """The program ended, or speaks no sense, while a test was waiting for it: no test may catch that as its own error."""
+
+
+def receive_exactly(channel: socket.socket, size: int) -> bytes:
+    """This many bytes and not one more; EOFError if the other side ends first."""
+    parts = bytearray()
+    while len(parts) < size:
+        data = channel.recv(min(size - len(parts), 1 << 20))
+        if not data:
+            raise EOFError("the other side has ended")
+        parts += data
+    return bytes(parts)
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next message."""
+    (size,) = HEADER.unpack(receive_exactly(channel, HEADER.size))
+    if size > MAX_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(receive_exactly(channel, size))
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """Say something to the other side."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a value of more than {MAX_BYTES >> 20} MiB")
+    channel.sendall(frame(body))
+
+
+# --- the judge's side ------------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """The program, as the judge talks to it."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+
+    def receive(self) -> Any:
+        """What the program says next, as it stands."""
+        try:
+            return receive(self._channel)
+        except (OSError, EOFError, ValueError, RecursionError) as error:
+            raise ProgramGone(f"{type(error).__name__}: {error}") from None
+
+    def ask(self, question: str, **details: Any) -> Any:
+        """The value of the program's answer; the exception it had, as the nearest built-in one."""
+        positional = details.get("positional", [])
+        for key in ("positional", "named"):
+            if key in details:
+                details[key] = encode(details[key], self._number)
+        try:
+            send(self._channel, {"ask": question} | details)
+        except OSError as error:
+            raise ProgramGone(str(error)) from None
+        answer = self.receive()
+        try:
+            if "raised" in answer:
+                raised = (str(answer["raised"]), str(answer["text"])[:MAX_TEXT])
+            else:
+                raised = None
+                value = decode(answer["value"], self._thing)
+                for before, after in zip(positional, decode(answer.get("positional", []), self._thing), strict=False):
+                    _become(before, after)
+        except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ProgramGone(f"an answer that makes no sense ({type(error).__name__})") from None
+        if raised is not None:
+            raise _exception(*raised)
+        return value
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, Thing):
+            return value._number
+        raise Untransferable(f"the tests give the program a {type(value).__name__}, which cannot cross to its process")
+
+    def _thing(self, number: int) -> Thing:
+        return Thing(self, number)
+
+
+class Untransferable(BaseException):
+    """A test passes something that only exists in the judge: a mistake in the data, not in the program."""
+
+
+def _exception(name: str, text: str) -> Exception:
+    """The program's exception as a test may expect it; never one that would end the judge."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(text)
+        except TypeError:  # the few that are made of more than a text
+            return RuntimeError(f"{name}: {text}")
+    return RuntimeError(f"{name}: {text}")
+
+
+def _become(before: Any, after: Any) -> None:
+    """Give an argument that the program has changed its new contents."""
+    if type(before) is not type(after) or not isinstance(before, MUTABLE):
+        return
+    before.clear()
+    if isinstance(before, dict | set):
+        before.update(after)
+    else:
+        before.extend(after)
+
+
+class Thing:
+    """Something of the program's that stays there: a function, an instance, a generator.
+
+    It never equals a plain value: a class whose `__eq__` says yes to everything gains nothing.
+    """
+
+    __slots__ = ("_number", "_peer")
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        self._peer, self._number = peer, number
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._peer.ask("call", of=self._number, positional=list(positional), named=named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._peer.ask("attribute", of=self._number, name=name)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._peer.ask("iterate", of=self._number)
+        while isinstance(iterator, Thing):
+            try:
+                yield self._peer.ask("next", of=iterator._number)
+            except StopIteration:
+                return
+
+    def __len__(self) -> int:
+        return int(self._peer.ask("length", of=self._number))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._peer.ask("item", of=self._number, positional=[key])
+
+    def __bool__(self) -> bool:
+        return bool(self._peer.ask("truth", of=self._number))
+
+    def __str__(self) -> str:
+        return str(self._peer.ask("text", of=self._number))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Thing):
+            return False
+        return self._peer.ask("equal", of=self._number, positional=[other]) is True
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+
+# --- the program's side ----------------------------------------------------------------------------------------------
+
+
+def serve(channel: socket.socket, names: dict[str, Any]) -> None:
+    """Answer the judge about the program's names until it hangs up."""
+    things: list[Any] = []
+
+    def stand_for(value: Any) -> int:
+        things.append(value)
+        return len(things) - 1
+
+    while True:
+        try:
+            question = receive(channel)
+        except EOFError:
+            return
+        try:
+            answer = _answer(question, names, things, stand_for)
+        except BaseException as error:  # noqa: BLE001 - whatever a program raises is the answer
+            answer = {"raised": builtin_exception(error), "text": _text(error)}
+        try:
+            send(channel, answer)
+        except ValueError as error:
+            send(channel, {"raised": "ValueError", "text": str(error)})
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_TEXT]
+    except Exception:  # noqa: BLE001 - a program's exception may not even have a text
+        return ""
+
+
+def _answer(question: dict[str, Any], names: dict[str, Any], things: list[Any], stand_for: Any) -> dict[str, Any]:
+    kind = question["ask"]
+    if kind == "get":
+        if question["name"] not in names:
+            raise NameError(f"name {question['name']!r} is not defined")
+        return {"value": encode(names[question["name"]], stand_for)}
+    thing = things[question["of"]]
+    positional = decode(question.get("positional", []), things.__getitem__)
+    changed: dict[str, Any] = {}
+    match kind:
+        case "call":
+            named = decode(question["named"], things.__getitem__)
+            value = thing(*positional, **named)
+            if any(isinstance(argument, MUTABLE) for argument in positional):
+                after = encode(positional, stand_for)
+                changed = {"positional": after} if after != question["positional"] else {}
+        case "attribute":
+            value = getattr(thing, question["name"])
+        case "iterate":
+            value = iter(thing)
+        case "next":
+            value = next(thing)
+        case "length":
+            value = len(thing)
+        case "item":
+            value = thing[positional[0]]
+        case "truth":
+            value = bool(thing)
+        case "text":
+            value = str(thing)
+        case "equal":
+            value = bool(thing == positional[0])
+        case _:
+            raise ValueError(kind)
+    return {"value": encode(value, stand_for)} | changed

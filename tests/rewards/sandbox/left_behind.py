@@ -1,0 +1,26 @@
+"""What a sandbox has left: its processes are told by their command line, which names its limits and goes on to all it forks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def processes(memory_gib: float) -> list[int]:
+    """The processes of sandboxes with this limit."""
+    found, mark = [], f'"memory_bytes": {int(memory_gib * 2**30)},'.encode()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+    return found
+
+
+def settles(memory_gib: float, expected: int, within_s: float = 5.0) -> int:
+    """How many there are, once there are as many as expected or time is up."""
+    end = time.monotonic() + within_s
+    while len(processes(memory_gib)) != expected and time.monotonic() < end:
+        time.sleep(0.02)
+    return len(processes(memory_gib))

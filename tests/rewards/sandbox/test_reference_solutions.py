@@ -1,0 +1,68 @@
+"""The reference solutions of MBPP and HumanEval pass their own tests, all of them; a wrong one of each does not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from burnish.config.schema import Reward
+from burnish.rewards.rewards import Rewards
+from burnish.rewards.types import ScoreRequest
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+MBPP, HUMANEVAL = DATA / "mbpp_sanitized.json", DATA / "HumanEval.jsonl.gz"
+
+
+def request(name: object, program: str, tests: dict[str, object]) -> ScoreRequest:
+    return ScoreRequest(str(name), "p", f"Here it is:\n```python\n{program}\n```", "s", json.dumps(tests), {})
+
+
+def mbpp() -> list[ScoreRequest]:
+    rows = json.loads(MBPP.read_text())
+    return [
+        request(r["task_id"], r["code"], {"asserts": r["test_list"], "setup": "\n".join(r["test_imports"])})
+        for r in rows
+    ]
+
+
+def humaneval(is_whole: bool) -> list[ScoreRequest]:
+    rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
+    return [
+        request(
+            r["task_id"],
+            r["prompt"] * is_whole + r["canonical_solution"],
+            {"check": r["test"], "entry_point": r["entry_point"], "prefix": r["prompt"]},
+        )
+        for r in rows
+    ]
+
+
+needs_data = pytest.mark.skipif(
+    not MBPP.exists() or not HUMANEVAL.exists(), reason=f"MBPP and HumanEval are not in {DATA}"
+)
+
+
+def judged(every: int) -> int:
+    """How many reference solutions pass, of every so many; the test fails at one that does not."""
+    right = (mbpp() + humaneval(is_whole=True))[::every]
+    continued = humaneval(is_whole=False)[:: 4 * every]
+    wrong = [request(f"wrong {r.id}", "def nothing(): pass", json.loads(str(r.answer))) for r in right[::8]]
+    with Rewards(Reward.model_validate({"parts": ["code"], "workers": 2, "timeout_s": 100.0})) as rewards:
+        scores = rewards.score(right + continued + wrong)
+    assert not any(s.error for s in scores)
+    assert {s.id: s.details for s in scores if s.reward != float(not s.id.startswith("wrong"))} == {}
+    return len(right)
+
+
+@needs_data
+def test_reference_solutions_pass_and_others_do_not() -> None:
+    assert judged(every=8) == 74
+
+
+@needs_data
+@pytest.mark.slow  # 12 s on two idle cores
+def test_all_reference_solutions_pass() -> None:
+    assert judged(every=1) == 427 + 164

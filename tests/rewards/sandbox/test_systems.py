@@ -1,0 +1,185 @@
+"""Where the sandbox runs: as root, as an ordinary user, not at all; and what happens when it breaks itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.config.schema import Reward
+from burnish.rewards.code import check_sandbox
+from burnish.rewards.rewards import Rewards
+from burnish.rewards.sandbox.client import Sandbox, SandboxError
+from burnish.rewards.sandbox.limits import Limits
+from burnish.rewards.types import ScoreRequest
+from tests.rewards.sandbox.left_behind import settles
+
+ROOT = str(Path(burnish.__file__).parents[1])
+NOBODY = 65534
+
+AS_A_USER = """
+import os, sys
+sys.path.append({root!r})
+from burnish.rewards.sandbox.client import Sandbox
+from burnish.rewards.sandbox.limits import Limits
+assert os.getuid() == {uid}
+with Sandbox(Limits()) as sandbox:
+    ended = sandbox.run_stdio("import os; print(os.getuid(), os.path.exists('/etc'), 'SECRET' in os.environ)", "", 10.0)
+    assert (ended.reason, ended.status, ended.output) == ("ended", 0, "1000 False False\\n"), ended
+    tests = {{"asserts": ["assert f(1) == 2", "assert f(1) == 3"], "entry_point": "f"}}
+    ended = sandbox.run_calls({{"program": "def f(x): return x + 1"}}, tests, 10.0)
+    assert [v.get("outcome") for v in ended.verdicts] == ["passed", "failed", None], ended
+    bomb = sandbox.run_stdio("import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass", "", 1.0)
+    assert bomb.reason in ("time", "cpu", "processes"), bomb
+with Sandbox(Limits(memory_bytes=1 << 29)) as sandbox:
+    hog = "import os, time\\nfor _ in range(20):\\n    if os.fork() == 0:\\n        x = b'x' * (60 << 20); time.sleep(99)\\ntime.sleep(99)"
+    assert sandbox.run_stdio(hog, "", 10.0).reason == "memory"
+print("done")
+"""
+
+# The filter that programs run under forbids namespaces, so under it this system is one without them.
+WITHOUT_NAMESPACES = """
+import sys
+sys.path.append({root!r})
+from burnish.config.errors import UserError
+from burnish.rewards.code import check_sandbox
+from burnish.rewards.sandbox import kernel, seccomp
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, step="test")
+assert seccomp.install()
+try:
+    check_sandbox(True)
+except UserError as error:
+    print(error)
+check_sandbox(False)
+print("unsafe runs")
+"""
+
+
+def reachable_python(uid: int) -> str | None:
+    """A Python that another user can start and that is new enough."""
+    for path in (sys.executable, getattr(sys, "_base_executable", ""), "/usr/bin/python3"):
+        check = [path, "-c", "import sys; assert sys.version_info >= (3, 11)"]
+        try:
+            if (
+                subprocess.run(check, user=uid, group=uid, extra_groups=[], cwd="/", capture_output=True).returncode
+                == 0
+            ):
+                return path
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; others run every test as themselves")
+def test_an_ordinary_user_has_the_same_sandbox() -> None:
+    python = reachable_python(NOBODY)
+    if python is None:
+        pytest.skip("no Python 3.11 that user nobody can start")
+    program = AS_A_USER.format(root=ROOT, uid=NOBODY)
+    done = subprocess.run(
+        [python, "-B", "-c", program], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={"SECRET": "1"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if "max_user_namespaces" in done.stderr:
+        pytest.skip("this system gives ordinary users no user namespaces")
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_without_namespaces_code_rewards_refuse_to_start_and_say_what_to_do() -> None:
+    script = WITHOUT_NAMESPACES.format(root=ROOT)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "new namespaces" in done.stdout
+    assert "Operation not permitted" in done.stdout
+    assert "--cap-add SYS_ADMIN" in done.stdout
+    assert "reward.sandbox=unsafe" in done.stdout
+    assert done.stdout.endswith("unsafe runs\n")
+
+
+def test_unsafe_is_what_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("seen")
+    program = f"print(open({str(tmp_path / 'file')!r}).read())"
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n    os._exit(0)\nprint('seen')"
+    tests = json.dumps({"stdio": [{"input": "", "output": "seen"}]})
+    requests = [ScoreRequest(text, "p", f"```python\n{text}\n```", "s", tests, {}) for text in (program, daemon)]
+    memory_gib = (
+        1 + os.getpid() * 1e-8
+    )  # in the command line of our sandbox, of nobody else's, and of whatever it forks
+    fields = {"parts": ["code"], "workers": 1, "memory_gib": memory_gib}
+    with Rewards(Reward.model_validate(fields | {"sandbox": "unsafe"})) as rewards:
+        assert [s.reward for s in rewards.score(requests)] == [1.0, 1.0]
+        assert settles(memory_gib, 1) == 1  # the sandbox itself: no daemon
+    assert settles(memory_gib, 0) == 0
+    assert "as you" in caplog.text
+    with Rewards(Reward.model_validate(fields)) as rewards:
+        scores = rewards.score(requests)
+    assert [s.reward for s in scores] == [0.0, 1.0]
+    assert "FileNotFoundError" in scores[0].details["code"]
+
+
+def test_unsafe_without_a_part_that_runs_programs_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no effect"):
+        Reward.model_validate({"parts": ["number"], "sandbox": "unsafe"})
+
+
+@pytest.mark.parametrize("is_isolated", [True, False])
+def test_limits_hold_with_and_without_namespaces(is_isolated: bool) -> None:
+    with Sandbox(Limits(memory_bytes=1 << 29, output_bytes=1 << 16), is_isolated) as sandbox:
+        assert sandbox.run_stdio("print('x' * 100_000)", "", 10.0).reason == "output"
+        assert sandbox.run_stdio("import time; time.sleep(99)", "", 0.3).reason == "time"
+        assert "MemoryError" in sandbox.run_stdio("bytearray(1 << 30)", "", 10.0).errors
+        children = "import os, time\nfor _ in range(40): os.fork() or time.sleep(99)\ntime.sleep(99)"
+        ended = sandbox.run_stdio(children, "", 10.0)
+        assert ended.reason == "processes"
+        assert sandbox.run_stdio("print(1)", "", 10.0).output == "1\n"
+
+
+def test_sockets_of_the_machine_are_out_of_reach() -> None:
+    name = f"burnish-reach-{os.getpid()}"
+    program = (
+        f"import socket\ns = socket.socket(socket.AF_UNIX)\ntry: s.connect('\\0{name}'); print('reached')\n"
+        "except OSError as error: print(type(error).__name__)"
+    )
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        with Sandbox(Limits()) as sandbox:
+            assert sandbox.run_stdio(program, "", 10.0).output == "ConnectionRefusedError\n"
+        with Sandbox(Limits(), is_isolated=False) as sandbox:  # which shows that the program would know the way
+            assert sandbox.run_stdio(program, "", 10.0).output == "reached\n"
+
+
+def test_a_sandbox_that_dies_is_an_error_and_the_next_program_has_a_new_one() -> None:
+    with Sandbox(Limits(), slack_s=1.0) as sandbox:
+        sandbox.start()
+        assert sandbox._process is not None
+        os.kill(sandbox._process.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            sandbox.run_stdio("print(1)", "", 5.0)
+        assert sandbox.run_stdio("print(1)", "", 5.0).output == "1\n"
+
+
+def test_a_sandbox_that_hangs_is_an_error_in_time() -> None:
+    with Sandbox(Limits(), slack_s=0.2) as sandbox:
+        sandbox.start()
+        assert sandbox._process is not None
+        (zygote,) = Path(f"/proc/{sandbox._process.pid}/task/{sandbox._process.pid}/children").read_text().split()
+        os.kill(int(zygote), signal.SIGSTOP)
+        with pytest.raises(SandboxError, match="does not answer"):
+            sandbox.run_stdio("print(1)", "", 0.2)
+        end = time.monotonic() + 5.0
+        while Path(f"/proc/{zygote}").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not Path(f"/proc/{zygote}").exists()
+
+
+def test_the_check_before_a_run_passes_here() -> None:
+    check_sandbox(True)
