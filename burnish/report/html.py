@@ -1,8 +1,8 @@
 """report.html: one file that shows what a run did, to open anywhere, now or in ten years.
 
-Headline numbers, curves, where sampler and trainer disagree, the config, what the run had to say, and sample rollouts
-with each token shaded by its log-prob. It is made from the run directory alone (metrics.jsonl, samples/, config.yaml, log.txt), loads nothing from the
-network, and is a few megabytes at most.
+Headline numbers, what the health check said, curves, where sampler and trainer disagree, sample rollouts to search and filter, with
+each token coloured by its log-prob, advantage or mismatch, the config, and what the run had to say. It is made from the run
+directory alone (metrics.jsonl, samples/, config.yaml, log.txt) and loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.report import page, svg
 from burnish.report.curves import Chart, charts, other_charts, series
+from burnish.report.embed import embed, squeeze
 from burnish.report.gap import is_profile, profile_charts, worst_table
 from burnish.report.rollouts import collect
 from burnish.run import metrics
@@ -25,6 +26,7 @@ from burnish.run.files import atomic_write
 POINTS, OTHER_POINTS = 400, 120
 MAX_OTHER_CHARTS = 60
 MAX_NOTES = 200
+MAX_HEALTH = 20
 MAX_NOTE = 4_000  # characters of one line
 
 
@@ -36,32 +38,69 @@ def write_report(run: Path) -> Path:
     rows = metrics.read(run / "metrics.jsonl")
     if not rows:
         raise UserError(f"{run / 'metrics.jsonl'} has no lines yet: there is nothing to report before the first step")
-    groups, left_out = collect(run / "samples")
-    shown = charts(rows)
-    others = [chart for chart in other_charts(rows, shown) if not is_profile(chart.title)][:MAX_OTHER_CHARTS]
     drawn: list[dict[str, object]] = []
     name = run.resolve().name
-    body = "\n".join(
-        [
-            f"<h1>{escape(name)}</h1>",
-            headline(rows),
-            breakdown(rows),
-            f'<h2>Curves</h2><div class="charts">{_figures(shown, POINTS, drawn)}</div>',
-            _fold("Every other metric", f'<div class="charts">{_figures(others, OTHER_POINTS, drawn)}</div>')
-            if others
-            else "",
-            gap_part(run / "samples" / "worst_tokens.jsonl", rows, drawn),
-            "<h2>Sample rollouts</h2>",
-            f'<p class="dim">{escape(left_out)}</p>' if left_out else "",
-            page.FILTERS if groups else '<p class="dim">This run has written no samples yet.</p>',
-            notes(run / "log.txt"),
-            _fold("Config", f"<pre>{escape(config.read_text(errors='replace'))}</pre>"),
-        ]
-    )
-    data = json.dumps({"charts": drawn, "groups": groups}, separators=(",", ":"), allow_nan=False)
+    shown = charts(rows)
+    samples, blocks = samples_part(run / "samples")
+    parts = [
+        ("overview", "Overview", f"<h1>{escape(name)}</h1>{headline(rows)}{health(run / 'log.txt')}{breakdown(rows)}"),
+        ("curves", "Curves", f'<h2>Curves</h2><div class="charts">{_figures(shown, POINTS, drawn)}</div>'),
+        ("other", "", other_part(rows, shown, drawn)),
+        ("mismatch", "Sampler against trainer", gap_part(run / "samples" / "worst_tokens.jsonl", rows, drawn)),
+        ("samples", "Samples", samples),
+        ("notes", "Notes", notes(run / "log.txt")),
+        ("config", "Config", _fold("Config", f"<pre>{escape(config.read_text(errors='replace'))}</pre>")),
+    ]
+    there = [part for part in parts if part[2]]
+    body = "\n".join(f'<section id="{place}">{markup}</section>' for place, _, markup in there)
+    links = [(place, text) for place, text, _ in there if text]
+    data = [page.json_block("charts", json.dumps(drawn, separators=(",", ":"), allow_nan=False)), *blocks]
     path = run / "report.html"
-    atomic_write(path, page.frame(name, body, page.data_block(data)))
+    content = page.frame(name, f"{page.navigation(name, links)}\n<main>\n{body}\n</main>", "\n".join(data))
+    atomic_write(path, content)
     return path
+
+
+def samples_part(folder: Path) -> tuple[str, list[str]]:
+    """The explorer of samples, and the blocks of data it reads."""
+    groups, left_out = collect(folder)
+    if not groups:
+        return '<h2>Samples</h2><p class="dim">This run has written no samples yet.</p>', []
+    found = embed(groups)
+    index = json.dumps(found.index, separators=(",", ":"), allow_nan=False).encode()
+    blocks = [page.packed_block("samples-index", squeeze(index))]
+    for k, (texts, tokens) in enumerate(found.blocks):
+        blocks += [page.packed_block(f"block-x{k}", texts), page.packed_block(f"block-t{k}", tokens)]
+    note = f'<p class="dim">{escape(left_out)}</p>' if left_out else ""
+    return f"<h2>Samples</h2>{note}{page.static('samples.html')}", blocks
+
+
+def health(log: Path) -> str:
+    """What the health check said, each line with its cause and what to try; or that it had nothing to say."""
+    said = [line for line in _lines(log) if "; likely cause: " in line and "; try: " in line]
+    if not said:
+        return '<div class="health">Health: nothing left its healthy range.</div>'
+    items = []
+    for line in said[-MAX_HEALTH:]:
+        seen, _, rest = line.partition("; likely cause: ")
+        cause, _, remedy = rest.partition("; try: ")
+        when = re.sub(r"^\S+ \S+  ", "", seen)
+        texts = [escape(text[:MAX_NOTE]) for text in (cause, when, remedy)]
+        items.append(f'<li><b>{texts[0]}</b><br><span class="dim">{texts[1]}</span><br>Try: {texts[2]}</li>')
+    more = (
+        f'<p class="dim">The last {MAX_HEALTH} of {len(said)}; all are in log.txt.</p>'
+        if len(said) > MAX_HEALTH
+        else ""
+    )
+    return f'<div class="health ill">Health: {len(said)} to look at<ul>{"".join(items)}</ul>{more}</div>'
+
+
+def other_part(rows: list[dict[str, Any]], shown: list[Chart], drawn: list[dict[str, object]]) -> str:
+    """Every metric that no chart above has, folded away."""
+    others = [chart for chart in other_charts(rows, shown) if not is_profile(chart.title)][:MAX_OTHER_CHARTS]
+    if not others:
+        return ""
+    return _fold("Every other metric", f'<div class="charts">{_figures(others, OTHER_POINTS, drawn)}</div>')
 
 
 def headline(rows: list[dict[str, Any]]) -> str:
@@ -113,17 +152,17 @@ def gap_part(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[str, obj
 
 def notes(log: Path) -> str:
     """What the run said besides its steps, from log.txt: the last lines, oldest first."""
-    if not log.exists():
-        return ""
-    said = [
-        line for line in log.read_text(errors="replace").splitlines() if not re.match(r"\S+ \S+  step \d+/\d+  ", line)
-    ]
+    said = [line for line in _lines(log) if not re.match(r"\S+ \S+  step \d+/\d+  ", line)]
     if not said:
         return ""
     shown = [line if len(line) <= MAX_NOTE else line[:MAX_NOTE] + " [...]" for line in said[-MAX_NOTES:]]
     if len(said) > len(shown):
         shown.insert(0, f"[{len(said) - len(shown)} earlier lines are in log.txt]")
     return _fold("Notes", f'<pre class="text">{escape(chr(10).join(shown))}</pre>')
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines() if log.exists() else []
 
 
 def _figures(shown: list[Chart], points: int, drawn: list[dict[str, object]]) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from burnish.report.curves import Chart, thin
 
 WIDTH, HEIGHT = 460, 240
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 26
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 26
 COLOURS = 6  # classes c0 to c5 in the style sheet
 
 
@@ -72,4 +72,4 @@ def figure(chart: Chart, index: int, svg: str) -> str:
         names = enumerate(chart.series)
         legend = "".join(f'<span><i class="swatch c{i % COLOURS}"></i>{escape(name)}</span>' for i, name in names)
     title = f"<figcaption>{escape(chart.title)}</figcaption>"
-    return f'<figure class="chart" data-chart="{index}">{title}{svg}<div class="legend">{legend}</div><output></output></figure>'
+    return f'<figure class="chart" data-chart="{index}" tabindex="0">{title}{svg}<div class="legend">{legend}</div><output></output></figure>'

@@ -43,8 +43,14 @@ MAY_CHANGE = (
     "placement.layout",
     "placement.sync",
     "placement.timeout_s",
+    "rollout.source.deadline_s",
 )
 _held: set[int] = set()
+
+
+def run_name(given: str | None, recipe: str, seed: int) -> str:
+    """What a run is called: as its config says, or else after its recipe and seed."""
+    return given or f"{recipe}-{seed}"
 
 
 def _forget_locks() -> None:

@@ -2,33 +2,46 @@
 
 A terminal gets rich's live view. A pipe or a file gets at most one line a step: all of them while steps are slow, one
 every few seconds when they are fast, always the first and the last. log.txt gets every step and every note.
-A display never stops a run: when the terminal or rich fails it says so once and goes on in a plainer way.
+A display never stops a run: when the terminal or rich fails it says so once and goes on in a plainer way. What a model wrote may be in a
+note: letters that would steer a terminal are shown, not sent.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from burnish.run.panel import Panel, View
+
 LINE_EVERY_S = 2.0
 PHASE_EVERY_S = 30.0
 FEW_STEPS = 20  # a run this short shows every step
+SPEED_OVER = 50  # steps that the time left is judged by: what early ones took may have little to do with it
+HISTORY = 2000
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Controls of a terminal (escape sequences begin with one), and letters that turn the direction of those around them."""
 
 
 def summarise(values: dict[str, Any]) -> dict[str, float]:
-    """The few numbers worth a line, by the names people say: reward, accuracy, loss, length, tokens/s, mfu."""
+    """The few numbers worth a line, by the names people say."""
     accuracies = [n for n in values if n.startswith("validation/") and n.endswith("/accuracy")]
     names = {
         "reward": ("reward/mean",),
         "accuracy": tuple(accuracies),
         "loss": ("sft/loss", "loss"),
         "length": ("rollout/length_mean",),
+        "entropy": ("actor/entropy",),
+        "kl": ("actor/kl_ref", "actor/kl_reward"),
+        "mismatch": ("mismatch/mean",),
+        "s/step": ("time/step_s",),
         "tokens/s": ("time/tokens_per_s",),
         "mfu": ("performance/mfu",),
     }
@@ -48,9 +61,18 @@ def duration(seconds: float) -> str:
 
 def number(label: str, value: float) -> str:
     """A value in the precision its kind deserves."""
-    if label == "mfu":
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if label == "tokens/s" else f"{value:.1f}" if label == "length" else f"{value:.3f}"
+    form = {"mfu": ".1%", "tokens/s": ",.0f", "length": ".1f", "mismatch": ".1g", "kl": ".2g", "s/step": ".3g"}
+    return format(value, form.get(label, ".3f"))
+
+
+def printable(text: str) -> str:
+    """The text with every letter that would steer a terminal shown as a picture or a number."""
+
+    def shown(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else f"<{code:04X}>"
+
+    return UNSEEN.sub(shown, text)
 
 
 class Display:
@@ -65,6 +87,8 @@ class Display:
         self._total = self._first = self._step = 0
         self._started = self._last_line = clock()
         self._values: dict[str, float] = {}
+        self._seen: deque[tuple[int, float]] = deque([(0, self._started)], maxlen=SPEED_OVER)
+        self._history: deque[float] = deque(maxlen=HISTORY)
         self._phase = ""
         self._unshown = ""
         self._is_first = True
@@ -72,8 +96,12 @@ class Display:
     def start(self, title: str, total_steps: int, first_step: int = 0) -> None:
         """Begin a stage of `total_steps`; `first_step` of them were done before (a resumed run)."""
         self.stop()
+        title = printable(title)
         self._title, self._total, self._first, self._step = title, total_steps, first_step, first_step
         self._values, self._phase, self._started, self._is_first = {}, "", self._clock(), True
+        self._seen.clear()
+        self._seen.append((first_step, self._started))
+        self._history.clear()
         self.note(title if first_step == 0 else f"{title}, going on after step {first_step} of {total_steps}")
         if self._is_terminal():
             self._begin_live()
@@ -82,6 +110,10 @@ class Display:
         """One step is done."""
         self._values = self._values | summarise(values)  # a new dictionary: rich's thread may be reading the old one
         self._step, self._phase = step, ""
+        if step > self._seen[-1][0]:
+            self._seen.append((step, self._clock()))
+        if self._followed in (fresh := summarise(values)):
+            self._history.append(fresh[self._followed])
         line = self._line()
         self._write_log(line)
         if self._live is not None:
@@ -89,13 +121,14 @@ class Display:
         now = self._clock()
         is_first, self._is_first = self._is_first, False
         if is_first or self._total <= FEW_STEPS or step >= self._total or now - self._last_line >= LINE_EVERY_S:
+            self._unshown = ""
             self._print(line)
         else:
             self._unshown = line
 
     def phase(self, text: str) -> None:
         """What is going on inside the step, such as `rollout 312/512`. Cheap: call it as often as you like."""
-        self._phase = text
+        self._phase = text = printable(text)
         if self._live is None and self._clock() - self._last_line >= PHASE_EVERY_S:
             line = f"step {self._step + 1}/{self._total}: {text}"
             self._write_log(line)
@@ -103,6 +136,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Something worth keeping: a line above the display, and in log.txt."""
+        text = printable(text)
         self._write_log(text)
         if self._live is not None:
             console = self._live.console
@@ -138,16 +172,21 @@ class Display:
         return "  ".join([f"step {self._step}/{self._total}", *shown, *([f"left {duration(left)}"] if left else [])])
 
     def _time_left(self) -> float | None:
-        done = self._step - self._first
-        if done <= 0 or self._step >= self._total:
+        if len(self._seen) < 2 or self._step >= self._total:
             return None
-        return (self._clock() - self._started) / done * (self._total - self._step)
+        (first, began), (last, ended) = self._seen[0], self._seen[-1]
+        return max(0.0, (ended - began) / (last - first) * (self._total - last) - (self._clock() - ended))
+
+    @property
+    def _followed(self) -> str:
+        """The number whose course is drawn."""
+        return "reward" if "reward" in self._values else "loss"
 
     def _is_terminal(self) -> bool:
         return self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def _print(self, text: str) -> None:
-        self._last_line, self._unshown = self._clock(), ""
+        self._last_line = self._clock()
         if self._stream is None:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -190,20 +229,17 @@ class Display:
 
     def _render(self) -> Any:
         """Called by rich's own thread a few times a second; reads plain fields that the run sets."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        head = Table.grid(padding=(0, 1))
-        elapsed = duration(self._clock() - self._started)
-        head.add_row(
-            Text(self._title, style="bold"),
-            ProgressBar(total=max(self._total, 1), completed=self._step, width=30),
-            Text(f"{self._step}/{self._total}", style="bold"),
-            Text(elapsed + (f", {duration(left)} left" if (left := self._time_left()) else ""), style="dim"),
+        left = self._time_left()
+        encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower()
+        view = View(
+            title=self._title,
+            step=self._step,
+            total=self._total,
+            clock=duration(self._clock() - self._started) + (f", {duration(left)} left" if left else ""),
+            values=[(label, number(label, value)) for label, value in self._values.items()],
+            history=list(self._history),
+            history_name=self._followed,
+            phase=self._phase,
+            can_draw=encoding.startswith("utf"),
         )
-        body = Text("  ")
-        for label, value in self._values.items():
-            body.append(f"{label} ", style="dim").append(f"{number(label, value)}  ", style="cyan")
-        return Group(head, body.append(self._phase, style="dim italic"))
+        return Panel(view)

@@ -22,7 +22,7 @@ class Follower(Run):
         self._nowhere = open(os.devnull, "w")  # noqa: SIM115 (closed with the run)
         self.display = Display(Path(os.devnull), self._nowhere)
         self.checkpoints = Checkpoints(self.directory.checkpoints, config.keep_last, self.display.note)
-        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note)
+        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
 
     def resume(self) -> Checkpoint | None:
         """The owner knows from where."""

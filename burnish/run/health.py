@@ -1,9 +1,10 @@
 """A health check that speaks: one line when a number leaves its healthy range, with the likely cause and what to try.
 
-Rules are data, and so are causes (`diagnosis.py`). `Health.check` is called once a step with the step's metrics (those of rollout
-correction and of `burnish.algorithms.correction.symptoms` among them) and the facts of the configuration. It is quiet while
-all is well, and says each cause once an episode: from the first number that has been out of its range long enough until
-all of that kind have been back for a while.
+Rules are data, and so are causes: of a gap between engine and trainer (`diagnosis.py`), and of a policy that goes astray
+(`behaviour.py`). `Health.check` is called once a step with the step's metrics (those of rollout correction and of
+`burnish.algorithms.correction.symptoms` among them) and the facts of the configuration. It is quiet while all is well, and says each
+cause once an episode: from the first number that has been out of its range long enough until all of that kind have been
+back for a while.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from burnish.run.behaviour import BEHAVIOURS, Behaviour, Past
 from burnish.run.diagnosis import ONE_SIDED, Course, Facts, Signs, diagnose
 
 BACK = 3
 """Healthy steps that end an episode: a number that swings around the end of its range is one episode."""
+BACK_ON_COURSE = 20
+"""The same for how the policy behaves, which changes slowly."""
 MEMORY = 5
 """Steps out of range that a diagnosis is made from, so that the noise of one batch does not make it."""
 CONFIRM = 2
@@ -118,9 +122,10 @@ class _Episode:
 class Health:
     """Remembers how long each number has been out of range, how the gap came, and what was said."""
 
-    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
-        self._rules = rules
-        self._num_out = dict.fromkeys(rules, 0)
+    def __init__(self, rules: Sequence[Rule] = RULES, behaviours: Sequence[Behaviour] = BEHAVIOURS) -> None:
+        self._rules, self._behaviours = rules, behaviours
+        self._num_out: dict[Rule | Behaviour, int] = dict.fromkeys([*rules, *behaviours], 0)
+        self._past = Past()
         self._episodes: dict[str, _Episode] = {}
         self._course = Course()
         self._surprises: deque[Mapping[str, float]] = deque(maxlen=POOLED)
@@ -145,7 +150,14 @@ class Health:
         if not is_well.get("", True):
             self._ill.append(metrics)
         signs = Signs(self._ill, self._course, context)
-        return [line for kind, out in broken.items() for line in self._speak(step, kind, out, signs)]
+        lines = [line for kind, out in broken.items() for line in self._speak(step, kind, out, signs)]
+        return lines + self._astray(step, metrics)
+
+    def recall(self, rows: Sequence[Mapping[str, float]], context: Facts) -> None:
+        """Go on where a run was: its earlier steps are taken in, and what was said of them is not said again."""
+        for row in rows:
+            if "reward/mean" in row or "rollout/length_mean" in row:  # not one that only measured
+                self.check(int(row["step"]), row, context)
 
     def explain(self, metrics: Mapping[str, float], context: Facts) -> str:
         """The likely cause of a gap so large that its step was not finished, and what to try."""
@@ -153,6 +165,20 @@ class Health:
         signs = Signs(self._ill, self._course, context)
         found = diagnose(signs)
         return f"{found.cause(signs)}; try: {found.remedy}"
+
+    def _astray(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """The lines on what the policy does."""
+        self._past.see(metrics)
+        lines = []
+        for behaviour in self._behaviours:
+            seen = behaviour.sees(self._past)
+            self._num_out[behaviour] = self._num_out[behaviour] + 1 if seen else 0
+            self._watch(behaviour.name, seen is None, BACK_ON_COURSE)
+            said = self._episodes[behaviour.name].said
+            if seen and self._num_out[behaviour] >= behaviour.patience and not said:
+                said.add(behaviour.name)
+                lines.append(f"step {step}: {seen}; likely cause: {behaviour.cause}; try: {behaviour.remedy}")
+        return lines
 
     def _taken_in(self, metrics: Mapping[str, float], facts: Facts) -> dict[str, float]:
         """The metrics with what is derived from them and from the steps before."""
@@ -162,11 +188,11 @@ class Health:
             self._surprises.append(metrics)
         return derived(metrics, self._surprises, facts)
 
-    def _watch(self, kind: str, is_well: bool) -> None:
+    def _watch(self, kind: str, is_well: bool, back: int = BACK) -> None:
         """Ends the episode of a kind once none of its numbers has been out of range for a while."""
         episode = self._episodes.setdefault(kind, _Episode())
         episode.num_healthy = episode.num_healthy + 1 if is_well else 0
-        if episode.num_healthy >= BACK:
+        if episode.num_healthy >= back:
             self._episodes[kind] = _Episode(num_healthy=episode.num_healthy)
             if not kind:
                 self._ill.clear()

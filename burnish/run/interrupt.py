@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ONCE_S = 0.5
+"""Signals that follow each other faster are one: batch systems signal every process of a job, and the supervisor passes its own on."""
 
 
 class StopOnInterrupt:
     """The first signal lets the step finish and be saved; the second stops at once (the journal keeps what is done)."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.note, self.requested = note, False
         self.previous: dict[int, Any] = {}
+        self._clock, self._heard = clock, 0.0
 
     def __enter__(self) -> StopOnInterrupt:
         # In another thread whoever owns the main one handles the signals.
@@ -26,7 +30,11 @@ class StopOnInterrupt:
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now, before = self._clock(), self._heard
+        self._heard = now
         if self.requested:
+            if now - before < ONCE_S:
+                return
             raise KeyboardInterrupt
         self.requested = True
         # The signal may come in the middle of a line of output, which Python refuses to write into with a RuntimeError;

@@ -14,8 +14,10 @@ from typing import Any
 
 from burnish.config.schema import Run as RunConfig
 from burnish.run.checkpoints import Checkpoint, Checkpoints
+from burnish.run.clock import process_seconds
 from burnish.run.directory import RunDirectory
 from burnish.run.display import Display
+from burnish.run.heartbeat import FILE, BeatingDisplay, Heartbeat
 from burnish.run.journal import Journal
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
@@ -29,12 +31,13 @@ class Run:
 
     def __init__(self, directory: RunDirectory, config: RunConfig, resolved: dict[str, Any]) -> None:
         self.directory = directory
-        self.display = Display(directory.log)
+        self.heartbeat = Heartbeat(directory.path / FILE)
+        self.display: Display = BeatingDisplay(directory.log, self.heartbeat)
         self.journal = Journal(directory.journal)
         self.metrics = Metrics(directory.metrics)
         self.worst_tokens = WorstTokens(directory.worst_tokens)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
-        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note)
+        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
         self._cost: dict[str, float] = {}  # of saving, since the last step's metrics
 
@@ -55,7 +58,7 @@ class Run:
         A checkpoint that could not be written since the last step is an error here.
         """
         self._record(wait=False)
-        values, self._cost = values | self._cost, {}
+        values, self._cost = values | self._cost | {"time/elapsed_s": process_seconds()}, {}
         self.metrics.append(step, values)
         self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step})])
         for tracker in self.trackers:
@@ -97,6 +100,7 @@ class Run:
             self.display.stop()
             for tracker in self.trackers:
                 tracker.close()
+            self.heartbeat.close()
             self.directory.close()
 
     def __enter__(self) -> Run:

@@ -1,14 +1,17 @@
 """Tables of samples: what the model wrote, what it was given for it, and how sure it was of each token.
 
 One parquet file a step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`), all with the same columns, so that
-any tool reads them together. A value that does not exist (the advantage of a validation sample, the reward where the
-scorer failed) is null, never a number.
+any tool reads them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each token the model wrote (in
+the last of its sequences, where an agent's context was rewritten). A value that does not exist (the advantage of a validation sample,
+those of tokens where all share their sample's, the reward where the scorer failed) is null, never a number.
 """
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -18,6 +21,7 @@ from burnish.run.files import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 COLUMNS = {
     "step": "int64",
@@ -33,9 +37,13 @@ COLUMNS = {
     "parts": "string",
     "advantage": "double",
     "truncated": "bool",
+    "finish": "string",
     "length": "int64",
     "pieces": "strings",
     "logp": "floats",
+    "advantages": "floats",
+    "gap": "floats",
+    "details": "string",
     "error": "string",
 }
 
@@ -68,23 +76,48 @@ def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
     return sorted(found)
 
 
+def read_columns(path: Path) -> pa.Table:
+    """One table; a column that was not written when it was made is null."""
+    import pyarrow as pa
+
+    with _opened(path) as file:
+        table = file.read()
+    for field in _schema():
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(list(COLUMNS)).cast(_schema())
+
+
 def read_table(path: Path) -> list[dict[str, Any]]:
     """The rows of one table."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(
-            f"{path}: not readable as a table of samples ({error}); delete it if it is of no use"
-        ) from error
+    rows: list[dict[str, Any]] = read_columns(path).to_pylist()
     return rows
+
+
+def table_size(path: Path) -> tuple[int, int]:
+    """Rows of a table and their bytes before compression, without reading them."""
+    with _opened(path) as file:
+        groups = [file.metadata.row_group(k) for k in range(file.metadata.num_row_groups)]
+    return sum(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """The rows of every table, by step and kind."""
     return [row for _, _, path in sample_files(folder) for row in read_table(path)]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"{path}: not readable as a table of samples ({error}); delete it if it is of no use"
+        ) from error
 
 
 def _schema() -> pa.Schema:

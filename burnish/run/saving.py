@@ -7,6 +7,7 @@ is raised in the loop, at the next step. Where the host has no room for the copy
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,16 @@ from burnish.run.staging import HostCopy, Stage, free_memory, leave, wait_for_de
 LONG_S = 5.0
 """After which a wait is worth a word."""
 GIB = 1 << 30
+
+
+def folder_bytes(folder: Path) -> int:
+    """What lies in a folder, in bytes; files may come and go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
 
 Take = Callable[[Stage], Snapshot]
 """Takes a snapshot: holds every tensor the way it is told to."""
@@ -37,10 +48,20 @@ class Saved:
 
 
 class Saving:
-    """Writes the checkpoints of one run, one at a time; `note` takes a sentence for the user."""
+    """Writes the checkpoints of one run, one at a time; `note` takes a sentence for the user, `phase` what is waited for.
 
-    def __init__(self, checkpoints: Checkpoints, in_background: bool, note: Callable[[str], None]) -> None:
-        self.checkpoints, self.in_background, self.note = checkpoints, in_background, note
+    A wait has no deadline of its own, since disks are of any speed: `phase` hears of it as long as more and more of the checkpoint
+    is on disk, and the supervisor ends a run that nothing is heard of.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        in_background: bool,
+        note: Callable[[str], None],
+        phase: Callable[[str], None],
+    ) -> None:
+        self.checkpoints, self.in_background, self.note, self.phase = checkpoints, in_background, note, phase
         self._work: Background[Saved] = Background()
         self._step = -1
 
@@ -59,7 +80,7 @@ class Saving:
                 f"host memory has no room for a copy of the checkpoint{free}: this one and those after it are written while the run waits"
             )
         if not self.in_background:
-            self._work.wait()
+            self._wait()
 
     def collect(self, wait: bool) -> Saved | None:
         """A checkpoint that has been written since the last call, or None; its error is raised.
@@ -70,7 +91,17 @@ class Saving:
             return None
         if not self._work.wait(LONG_S):
             self.note(f"waiting for the checkpoint of step {self._step} to be written")
+            self._wait()
         return self._work.pick_up()
+
+    def _wait(self) -> None:
+        """Until nothing is being written."""
+        size = -1
+        while not self._work.wait(LONG_S):
+            found = folder_bytes(self.checkpoints.folder)
+            if found != size:
+                size = found
+                self.phase(f"writing the checkpoint of step {self._step}, {size / GIB:.1f} GiB are on disk")
 
     def _write(self, step: int, snapshot: Snapshot, score: float | None) -> Saved:
         started = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.report.gap import visible
 from burnish.report.html import write_report
-from burnish.report.page import SCRIPT
-from burnish.report.rollouts import choose, collect, evenly
+from burnish.report.page import SCRIPTS, script, static
 from burnish.report.svg import bounds, ticks
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
@@ -137,33 +137,25 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
     (tmp_path / "other").mkdir()
     page = parse(make_run(tmp_path / "other", hostile))
     assert page.tags == plain.tags
-    assert len(page.scripts) == 2
-    assert page.scripts[1] == SCRIPT
-    data = json.loads(page.scripts[0])
-    sample = data["groups"][0]["samples"][0]
-    assert "".join(sample["pieces"]) == hostile
-    assert data["groups"][0]["prompt"] == hostile
-    assert sample["parts"] == {hostile: 1.0}
+    assert len(page.scripts) == 5, "charts, an index, a block of texts and one of tokens, the script"
+    assert page.scripts[-1] == script()
+    for block in page.scripts[1:-1]:
+        assert re.fullmatch(r"[A-Za-z0-9+/=]+", block)
+    json.loads(page.scripts[0])
     assert page.text.count(visible(hostile)) >= 3, "before, in and after the worst token"
 
 
 def test_the_script_never_parses_text_as_markup_or_code() -> None:
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|setAttribute\(\"on", SCRIPT
-    )
-    assert "<" not in re.sub(r" <=? ", "", SCRIPT)  # `</script` or `<!--` in a string would end or garble the block
+    dangerous = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|setAttribute\(\"on|srcdoc"
+    assert not re.search(dangerous, script())
+    assert "<" not in re.sub(r" <=? ", "", script())  # `</script` or `<!--` in a string would end or garble the block
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = parse(make_run(tmp_path))
-    assert not {name for _, names in page.tags for name in names} & {
-        "src",
-        "href",
-        "srcset",
-        "action",
-        "data",
-        "poster",
-    }
+    assert not {name for _, names in page.tags for name in names} & {"src", "srcset", "action", "data", "poster"}
+    assert all(tag == "a" for tag, names in page.tags if "href" in names)
+    assert re.findall(r'href="(?!#)', write_report(tmp_path / "run-1").read_text()) == []
     assert {tag for tag, _ in page.tags}.isdisjoint({"link", "img", "iframe", "object", "embed", "base"})
     content = write_report(tmp_path / "run-1").read_text()
     assert "default-src 'none'" in content
@@ -178,67 +170,6 @@ def test_the_policy_names_the_hash_of_the_script(tmp_path: Path) -> None:
     script = content[content.rindex("<script>") + 8 : content.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in content
-
-
-def test_non_finite_numbers_reach_the_page_as_null(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    strange = row(0, "ab", reward=float("nan"), logp=[float("-inf"), -1.0], parts={"x": float("inf")}, advantage=None)
-    write_samples(run / "samples", 1, "train", [strange])
-    data = json.loads(parse(run).scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    sample = data["groups"][0]["samples"][0]
-    assert (sample["reward"], sample["logp"], sample["parts"]) == (None, [None, -1.0], {"x": None})
-
-
-def test_a_completion_that_differs_from_its_pieces_is_kept_beside_them(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    write_samples(run / "samples", 1, "train", [row(0, "é", pieces=["\ufffd", "\ufffd"], logp=[-1.0, -2.0])])
-    data = json.loads(parse(run).scripts[0])
-    assert data["groups"][0]["samples"][0]["text"] == "é"
-    assert "text" not in data["groups"][1]["samples"][0]
-
-
-def test_a_large_run_gives_a_small_page_that_says_what_it_left_out(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    metrics = Metrics(run / "metrics.jsonl")
-    metrics.path.write_text(
-        "".join(json.dumps({"step": s, "reward/mean": s % 7, "actor/loss": s % 5}) + "\n" for s in range(5000))
-    )
-    long = row(0, "word " * 4000, pieces=["word "] * 4000, logp=[-0.123456] * 4000)
-    rows = [long | {"group": f"g{i // 4}", "sample": i % 4} for i in range(8)]
-    for step in range(10, 310, 10):
-        write_samples(run / "samples", step, "train", rows)
-    path = write_report(run)
-    assert path.stat().st_size < 5_000_000
-    page = Elements(path.read_text())
-    assert "To keep this page small it shows" in page.text
-    groups = json.loads(page.scripts[0])["groups"]
-    assert (groups[0]["step"], groups[-1]["step"]) == (2, 300)
-    cut = groups[-1]["samples"][0]
-    assert len(cut["pieces"]) == len(cut["logp"]) == 900
-    assert cut["cut"] == 3100
-
-
-def test_groups_stay_whole_and_under_the_limit() -> None:
-    groups = [{"group": str(i), "samples": [{"text": "x" * 50}] * 4} for i in range(10)]
-    size = len(json.dumps(groups[0]))
-    chosen = choose(groups, 4 * size)
-    assert [g["group"] for g in chosen] == ["0", "3", "6", "9"]
-    assert all(len(g["samples"]) == 4 for g in chosen)
-    assert choose(groups, 10 * size) == groups
-    assert [len(g["samples"]) for g in choose(groups, size // 2)] == [2]
-    assert choose([], 100) == []
-
-
-def test_an_even_choice_has_both_ends() -> None:
-    assert evenly([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 4) == [0, 3, 6, 9]
-    assert evenly([0, 1], 5) == [0, 1]
-    assert evenly([0, 1, 2], 1) == [2]
-
-
-def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
-    groups, left_out = collect(make_run(tmp_path) / "samples")
-    assert sum(len(g["samples"]) for g in groups) == 4
-    assert left_out == ""
 
 
 def test_a_run_without_samples_says_so(tmp_path: Path) -> None:
@@ -273,3 +204,18 @@ def test_constant_values_still_have_a_range_to_draw() -> None:
     assert bounds([2.0, 2.0]) == pytest.approx((1.8, 2.2))
     assert bounds([0.0]) == (-1.0, 1.0)
     assert bounds([1.0, 3.0]) == (1.0, 3.0)
+
+
+def test_the_health_lines_stand_first_with_what_to_try(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "nothing left its healthy range" in parse(run).text
+    line = "step 7: a/b is 2 (healthy 0 to 1); likely cause: <b>it broke</b>; try: mend it"
+    (run / "log.txt").write_text(f"2026-01-01 10:00:00  {line}\n")
+    assert "Health: 1 to look at<b>it broke</b>step 7: a/b is 2 (healthy 0 to 1)Try: mend it" in parse(run).text
+
+
+def test_the_files_of_the_page_are_there_and_small_and_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["burnish.report"] == ["static/*"]
+    for name in (*SCRIPTS, "style.css", "samples.html"):
+        assert 20 <= len(static(name).splitlines()) <= 300, name

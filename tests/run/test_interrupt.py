@@ -12,7 +12,8 @@ from burnish.run.interrupt import StopOnInterrupt
 def test_the_first_interrupt_is_noted_and_the_second_raises() -> None:
     notes: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    with StopOnInterrupt(notes.append) as stop:
+    times = iter([10.0, 12.0])
+    with StopOnInterrupt(notes.append, lambda: next(times)) as stop:
         assert not stop.requested
         signal.raise_signal(signal.SIGINT)
         assert stop.requested
@@ -20,6 +21,17 @@ def test_the_first_interrupt_is_noted_and_the_second_raises() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_signals_of_the_same_moment_are_one() -> None:
+    times = iter([10.0, 10.1, 10.2, 11.0])
+    with StopOnInterrupt(lambda text: None, lambda: next(times)) as stop:
+        signal.raise_signal(signal.SIGTERM)  # a batch system's
+        signal.raise_signal(signal.SIGTERM)  # the same, passed on by the supervisor
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_an_interrupt_in_the_middle_of_a_line_of_output_does_not_end_the_run() -> None:

@@ -26,6 +26,10 @@ def row(**changes: object) -> dict[str, object]:
         "length": 2,
         "pieces": ["1", "2"],
         "logp": [-0.5, -0.25],
+        "finish": None,
+        "advantages": None,
+        "gap": None,
+        "details": None,
         "error": None,
     } | changes
 
@@ -71,3 +75,10 @@ def test_a_damaged_table_names_its_file(tmp_path: Path) -> None:
     (tmp_path / "train-000001.parquet").write_text("nonsense")
     with pytest.raises(UserError, match=r"train-000001\.parquet"):
         read_samples(tmp_path)
+
+
+def test_values_of_tokens_read_back_with_their_gaps(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, "train", [row(advantages=[0.5, None], gap=[-0.25, 0.125], finish="length"), row()])
+    first, second = read_samples(tmp_path)
+    assert (first["advantages"], first["gap"], first["finish"]) == ([0.5, None], [-0.25, 0.125], "length")
+    assert (second["advantages"], second["gap"], second["finish"]) == (None, None, None)

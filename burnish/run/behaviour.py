@@ -1,0 +1,267 @@
+"""What may be wrong with how the policy behaves: its entropy, its lengths, what its reward pays for, the signal that is left.
+
+Such failures are changes, not levels: an entropy of 0.1 is healthy for one model and a collapse for another. So a run is compared with its own first
+steps (`Past.start`), and medians over some steps speak, never one batch. What looks like a failure in one number is none where the
+others explain it: a policy that has solved its task is sure of itself, one that reasons longer and is right more often has not gone wild.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+START = 5
+"""First steps of a run, whose median is what later ones are compared with."""
+RECENT = 5
+"""Last steps, whose median is where a run is now."""
+BEFORE = 25
+"""Steps that are remembered."""
+
+
+class Past:
+    """The numbers of a run, as far back as a judgement needs them."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[float]] = {}
+        self._last: dict[str, deque[float]] = {}
+        self._best: dict[str, float] = {}
+        self._peak: dict[str, float] = {}
+
+    def see(self, metrics: Mapping[str, float]) -> None:
+        """Take in a step."""
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                first = self._first.setdefault(name, [])
+                if len(first) < START:
+                    first.append(value)
+                self._last.setdefault(name, deque(maxlen=BEFORE)).append(value)
+                self._best[name] = max(value, self._best.get(name, -math.inf))
+        if len(self._last.get(self.goal, ())) >= RECENT:
+            self._peak[self.goal] = max(self.now(self.goal), self._peak.get(self.goal, -math.inf))
+
+    def start(self, name: str) -> float:
+        """Where a number was at first; nan where it was never measured: no comparison with that holds."""
+        return median(self._first[name]) if name in self._first else math.nan
+
+    def top(self, name: str) -> float:
+        """The highest of the first steps, for what may begin to fall with the very first."""
+        return max(self._first[name]) if name in self._first else math.nan
+
+    def bottom(self, name: str) -> float:
+        """The lowest of the first steps, for what may begin to rise with the very first."""
+        return min(self._first[name]) if name in self._first else math.nan
+
+    def now(self, name: str, steps: int = RECENT) -> float:
+        """Where it is."""
+        return median(list(self._last[name])[-steps:]) if name in self._last else math.nan
+
+    def was(self, name: str) -> float:
+        """Where it was some steps ago; nan where the run is younger than that."""
+        before = list(self._last.get(name, ()))[: -2 * RECENT]
+        return median(before[-RECENT:]) if len(before) >= RECENT else math.nan
+
+    def best(self, name: str) -> float:
+        """The highest of one step."""
+        return self._best.get(name, math.nan)
+
+    @property
+    def peak(self) -> float:
+        """Where the goal was when it was highest, over some steps."""
+        return self._peak.get(self.goal, math.nan)
+
+    @property
+    def goal(self) -> str:
+        """The number that is meant to rise: how often answers are right, or the reward where nothing says so."""
+        return "reward/accuracy" if "reward/accuracy" in self._first else "reward/mean"
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._first)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """A way to go wrong: what it looks like (None while it does not), what to call it, what to try."""
+
+    name: str
+    sees: Callable[[Past], str | None]
+    cause: str
+    remedy: str
+    patience: int = 2
+    """Steps in a row it must be seen."""
+
+
+# --- what they look like -----------------------------------------------------------------------------------------------
+
+
+def _moved(past: Past, name: str) -> str:
+    return f"{name} went from {past.start(name):.2g} to {past.now(name, 3):.2g}"
+
+
+def _collapsed(past: Past) -> str | None:
+    """A fifth of the entropy is left, the task is not solved, and what was given up for it brought nothing lately."""
+    start, now = past.top("actor/entropy"), past.now("actor/entropy", 3)
+    solved = past.now(past.goal) >= 0.9
+    gains = past.now(past.goal) > past.was(past.goal) + 0.03
+    if start >= 0.02 and now < 0.2 * start and not solved and not gains:
+        return f"actor/entropy went from {start:.2g} to {now:.2g} while {past.goal} is {past.now(past.goal):.2g}"
+    return None
+
+
+def _noise(past: Past) -> str | None:
+    """Far more entropy than at first, and fewer right answers."""
+    start, now = past.start("actor/entropy"), past.now("actor/entropy", 3)
+    if now > 2.5 * start and now > start + 0.5 and _falls(past):
+        return f"{_moved(past, 'actor/entropy')} while {_moved(past, past.goal)}"
+    return None
+
+
+def _falls(past: Past) -> bool:
+    """Whether a fifth of the right answers of the first steps is lost."""
+    start = past.start(past.goal)
+    return past.now(past.goal) < start - max(0.2 * abs(start), 0.02)
+
+
+def _exploded(past: Past) -> str | None:
+    """Twice as long as at first, and not more often right."""
+    start, now = past.bottom("rollout/length_mean"), past.now("rollout/length_mean", 3)
+    if now > 2 * start and not past.now(past.goal, 3) > past.start(past.goal) + 0.05:
+        return (
+            f"rollout/length_mean went from {start:.3g} to {now:.3g} while {past.goal} is {past.now(past.goal, 3):.2g}"
+        )
+    return None
+
+
+def _hacked(past: Past) -> str | None:
+    """A part of the reward rises while right answers fall. Of length the other rule speaks."""
+    if past.goal != "reward/accuracy" or not _falls(past) or _exploded(past):
+        return None
+    parts = [name for name in past.names if name.startswith("reward/part/")] or ["reward/mean"]
+    for name in parts:
+        start, now = past.start(name), past.now(name, 3)
+        if now - start > 0.2 * max(abs(start), abs(now), 0.5):
+            return f"{_moved(past, name)} while {_moved(past, 'reward/accuracy')}"
+    return None
+
+
+def _solved(past: Past) -> str | None:
+    """Nearly all groups are all right."""
+    if past.now("rollout/zero_signal") >= 0.95 and past.now("reward/accuracy") >= 0.95:
+        return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/accuracy {past.now('reward/accuracy'):.2g}"
+    return None
+
+
+def _is_without_signal(past: Past) -> bool:
+    return past.now("rollout/zero_signal") >= 0.9 and not past.now("reward/accuracy") >= 0.5
+
+
+def _broken(past: Past) -> str | None:
+    """No reward is left of what there was."""
+    best = past.best("reward/mean")
+    if _is_without_signal(past) and best > 0.05 and past.now("reward/mean") < 0.1 * best:
+        return f"reward/mean was {best:.2g} and is {past.now('reward/mean'):.2g}; rollout/zero_signal is {past.now('rollout/zero_signal'):.2g}"
+    return None
+
+
+def _hopeless(past: Past) -> str | None:
+    """Nearly all groups are all wrong, as they were."""
+    if _is_without_signal(past) and not _broken(past) and past.best("reward/accuracy") < 0.05:
+        return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/accuracy {past.now('reward/accuracy'):.2g}"
+    return None
+
+
+def _lost(past: Past) -> str | None:
+    """Two fifths of what was once reached are gone, and nothing above says why."""
+    explained = _exploded(past) or _hacked(past) or _broken(past)
+    if past.now(past.goal) < 0.6 * past.peak and not explained:
+        return f"{past.goal} was {past.peak:.2g} and is {past.now(past.goal):.2g}"
+    return None
+
+
+def _clipped(past: Past) -> str | None:
+    share = past.now("actor/pg_clipfrac", 3)
+    return f"actor/pg_clipfrac is {share:.2g} (healthy 0 to 0.3)" if share > 0.3 else None
+
+
+def _jumped(past: Past) -> str | None:
+    """Several steps in a row ten times the usual."""
+    usual, now = past.was("actor/grad_norm"), past.now("actor/grad_norm", 3)
+    if usual > 0 and now > 10 * usual:
+        return f"actor/grad_norm went from {usual:.2g} to {now:.2g} in ten steps"
+    return None
+
+
+BEHAVIOURS: tuple[Behaviour, ...] = (
+    Behaviour(
+        "length explosion",
+        _exploded,
+        "length explosion: answers grow, and are not more often right",
+        "look at the longest samples and at the parts of the reward that pay for length; algorithm.shaping=[soft_overlong], "
+        "algorithm.aggregation=token-mean or algorithm=dr_grpo, which do not favour long wrong answers; a lower learning rate",
+    ),
+    Behaviour(
+        "format hacking",
+        _hacked,
+        "format hacking: the policy earns a part of its reward without the answer",
+        "lower that part's weight, or pay it only for right answers; look at the samples of highest reward that are wrong; "
+        "algorithm.advantage=gdpo, which weighs parts apart",
+    ),
+    Behaviour(
+        "entropy collapse",
+        _collapsed,
+        "entropy collapse: the policy has hardly anything left to choose from, and what it has not found it will not find",
+        "a lower learning rate or fewer updates a step; algorithm.clip.high=0.28 (DAPO), algorithm.entropy.adaptive, or "
+        "algorithm=clip_cov; a KL term to the reference",
+    ),
+    Behaviour(
+        "noise",
+        _noise,
+        "the policy is turning into noise: it is less and less sure, and right less often",
+        "a lower learning rate, a smaller entropy bonus, training.optimizer.clip_norm, more samples a step",
+    ),
+    Behaviour(
+        "all groups solved",
+        _solved,
+        "all groups solved: nearly every sample of nearly every prompt is right, so that there is nothing left to compare",
+        "stop here, or harder prompts (data.train, algorithm.curriculum); algorithm.filters=[zero_signal] with "
+        "algorithm.refill draws others in their place",
+        patience=5,
+    ),
+    Behaviour(
+        "broken policy",
+        _broken,
+        "the policy broke: hardly a sample earns what most did before, so that no gradient leads back",
+        "go on from an earlier checkpoint with a learning rate ten times lower, with warm-up; training.optimizer.clip_norm",
+        patience=4,
+    ),
+    Behaviour(
+        "lost ground",
+        _lost,
+        "the policy has become worse than it was (unless its prompts have become harder)",
+        "go on from the best checkpoint with a lower learning rate or fewer updates a step; look at mismatch/ and at the samples",
+        patience=4,
+    ),
+    Behaviour(
+        "nothing solved",
+        _hopeless,
+        "hardly any sample is right, so that there is nothing to compare",
+        "easier prompts or more samples of each (rollout.n), a warm start; check the reward on a right answer of your own",
+        patience=10,
+    ),
+    Behaviour(
+        "large steps",
+        _clipped,
+        "the policy moves so far within a step that the clip cuts much of the loss",
+        "a lower learning rate, fewer training.epochs or training.mini_batches",
+    ),
+    Behaviour(
+        "gradient jump",
+        _jumped,
+        "gradients are ten times what they were",
+        "a lower learning rate, training.optimizer.clip_norm; look at the batch's longest samples and rewards",
+    ),
+)
+"""Each is judged on its own; those that would say the same of one run exclude each other."""
