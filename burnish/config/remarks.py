@@ -14,7 +14,7 @@ BY_TOKEN = ("gae", "otb")
 
 def remarks(config: TrainConfig) -> list[str]:
     """One line each."""
-    return [*_never_reached(config), *_algorithm(config)]
+    return [*_never_reached(config), *_algorithm(config), *_source(config)]
 
 
 def _never_reached(config: TrainConfig) -> list[str]:
@@ -42,7 +42,10 @@ def _algorithm(config: TrainConfig) -> list[str]:
         )
     one_update = training.mini_batches * training.epochs == 1
     clipped = not isinstance(algorithm.clip, Plugin) and algorithm.clip.name in ("ppo", "log_geo", "is_weight")
-    if one_update and algorithm.ratio.name != "none" and clipped:
+    is_old = (
+        config.rollout.source.name != "sync" and algorithm.correction.name == "bypass"
+    )  # the ratio to older weights
+    if one_update and algorithm.ratio.name != "none" and clipped and not is_old:
         found.append(
             "one update a batch: the ratio is 1 and the clip never acts; training.mini_batches or training.epochs above 1 would use it"
         )
@@ -52,3 +55,16 @@ def _algorithm(config: TrainConfig) -> list[str]:
             "token's gradient over all of them; seq_token keeps it with its token"
         )
     return found
+
+
+def _source(config: TrainConfig) -> list[str]:
+    """Rollouts of older weights that are learnt from as if they were new."""
+    source, correction = config.rollout.source, config.algorithm.correction
+    oldest = getattr(source, "max_staleness", 1 if source.name == "ahead" else 0)
+    if oldest == 0 or correction.acts or correction.name == "bypass":
+        return []
+    steps = "one step" if oldest == 1 else f"up to {oldest} steps"
+    return [
+        f"rollout.source={source.name} samples with weights {steps} old, and algorithm.correction={correction.name} does nothing about "
+        "it: decoupled_token_is weighs every token by how likely it is now, bypass_ppo_clip takes the sampler's policy as the old one"
+    ]

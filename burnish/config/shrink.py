@@ -45,6 +45,7 @@ AT_MOST = {
     "rollout.n": SAMPLES,
     "rollout.max_rows": 64,
     "rollout.cache_gib": 0.01,
+    "rollout.source.max_staleness": 1,
     "training.mini_batches": 2,
     "training.epochs": 2,
     "training.optimizer.warmup": 1,

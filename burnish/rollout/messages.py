@@ -5,17 +5,18 @@ Requests with equal prompts share one copy of it, and all that are sampled alike
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from burnish.core.engine import Completion, Finish, Request, SamplingOptions
+from burnish.core.wire import Flat
 
 
 @dataclass(frozen=True)
-class Requests:
+class Requests(Flat):
     """Many requests."""
 
     ids: list[str]
@@ -27,7 +28,7 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Completions:
+class Completions(Flat):
     """Many completions."""
 
     ids: list[str]
@@ -40,26 +41,41 @@ class Completions:
     has_raw: np.ndarray  # bool [n]
 
 
-def pack_requests(requests: Sequence[Request]) -> Requests:
-    """Requests as arrays."""
-    prompts: dict[tuple[int, ...], int] = {}
+def by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
+    """The requests with equal prompts together."""
+    prompts: dict[tuple[int, ...], list[Request]] = {}
+    group: list[Request] = []
+    for request in requests:
+        # The samples of a prompt mostly follow each other: to compare is quicker than to look up.
+        if not group or (request.tokens is not group[0].tokens and request.tokens != group[0].tokens):
+            group = prompts.setdefault(request.tokens, [])
+        group.append(request)
+    return list(prompts.values())
+
+
+def pack_requests(groups: Sequence[Sequence[Request]]) -> Requests:
+    """Requests as arrays; those of a group have equal prompts."""
     samplings: dict[SamplingOptions, int] = {}
-    prompt, sampling, last = -1, -1, None
-    which = []
-    for (
-        request
-    ) in requests:  # the samples of a prompt follow each other, and most are sampled alike: no need to look up
-        if last is None or request.tokens != last.tokens:
-            prompt = prompts.setdefault(request.tokens, len(prompts))
-        if last is None or request.sampling is not last.sampling:
-            sampling = samplings.setdefault(request.sampling, len(samplings))
-        which.append((prompt, sampling, request.generated, request.priority))
-        last = request
+    numbers: list[int] = []
+    last: SamplingOptions | None = None
+    requests = [request for group in groups for request in group]
+    for request in requests:
+        if request.sampling is not last:  # most are sampled alike: no need to look up
+            last = request.sampling
+            sampling = samplings.setdefault(last, len(samplings))
+        numbers.append(sampling)
+    prompts = [group[0].tokens for group in groups]
+    columns = np.zeros((4, len(requests)), dtype=np.int64)
+    columns[0] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    values = (numbers, [request.generated for request in requests], [request.priority for request in requests])
+    for row, column in zip(columns[1:], values, strict=True):
+        if any(column):  # most are 0 throughout, and a list takes longer to read than to look at
+            row[:] = column
     return Requests(
         ids=[request.id for request in requests],
         prompts=np.fromiter(chain.from_iterable(prompts), dtype=np.int32),
         bounds=_bounds([len(tokens) for tokens in prompts]),
-        columns=np.array(which, dtype=np.int64).reshape(-1, 4).T.copy(),
+        columns=columns,
         keys=np.array([request.key for request in requests], dtype=np.uint64),
         samplings=list(samplings),
     )
@@ -93,15 +109,13 @@ def pack_completions(completions: Sequence[Completion]) -> Completions:
 
 def unpack_completions(packed: Completions) -> list[Completion]:
     """The inverse."""
-    tokens, bounds, at = packed.tokens.astype(np.int64), packed.bounds.tolist(), 0
-    found = []
-    for k, (id, finish, version, has_raw) in enumerate(
-        zip(packed.ids, packed.finish, packed.versions.tolist(), packed.has_raw.tolist(), strict=True)
-    ):
-        start, stop = bounds[k], bounds[k + 1]
-        raw = packed.raw_logp[at : at + stop - start] if has_raw else None
-        at += stop - start if has_raw else 0
-        found.append(Completion(id, tokens[start:stop], packed.logp[start:stop], finish, version, raw_logp=raw))
+    tokens, logp, bounds, at = packed.tokens.astype(np.int64), packed.logp, packed.bounds.tolist(), 0
+    columns = zip(packed.ids, packed.finish, packed.versions.tolist(), bounds, bounds[1:], strict=False)
+    found = [Completion(id, tokens[a:b], logp[a:b], finish, version) for id, finish, version, a, b in columns]
+    for k in np.flatnonzero(packed.has_raw).tolist():
+        size = bounds[k + 1] - bounds[k]
+        found[k].raw_logp = packed.raw_logp[at : at + size]
+        at += size
     return found
 
 

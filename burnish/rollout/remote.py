@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from burnish.core.engine import Completion, Request
 from burnish.core.workers import Handle, WorkerLost, Workers
-from burnish.rollout.messages import Completions, pack_requests, unpack_completions
+from burnish.rollout.messages import Completions, by_prompt, pack_requests, unpack_completions
 from burnish.rollout.sync.buckets import Publication, digest
 from burnish.rollout.sync.verify import Report, check_probe, check_version, wrong_tensors
 
@@ -30,6 +31,8 @@ WAIT_S = 0.05
 WAIT_FOR_EACH_S = 0.01
 """so much for each, or the driver would do nothing but read."""
 LOOK_EVERY_S = 0.2
+SILENT_S = 60.0
+"""An engine answers within moments, however long its requests take: one that has not for so long is stopped or cut off."""
 MAX_RESTARTS = 3
 """Times that an engine is started again without having handed over anything in between: it would end for ever."""
 
@@ -117,9 +120,20 @@ class RemoteEngine:
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
         own = {rank: sorted(wanted & member.running.keys()) for rank, member in enumerate(self.members)}
         for handle in self.workers.send_each("abort", {rank: (ids,) for rank, ids in own.items() if ids}):
-            # What finished meanwhile is handed over by a later `stream`.
-            kept += self._accept(handle.rank, self.workers.result(handle))
+            try:
+                # What finished meanwhile is handed over by a later `stream`.
+                kept += self._accept(handle.rank, self.workers.result(handle))
+            except WorkerLost as error:
+                kept += [self._forget(handle.rank, id) for id in own[handle.rank]]
+                self._replace(handle.rank, error)
         return kept if keep else []
+
+    def _forget(self, rank: int, id: str) -> Completion:
+        """A request that an engine took with it, as if it had been stopped before its first token."""
+        del self.home[id]
+        request, none = self.members[rank].running.pop(id), np.zeros(0, np.float32)
+        raw = none if request.sampling.raw_logprobs else None
+        return Completion(id, np.zeros(0, np.int64), none, "aborted", self.version, raw_logp=raw)
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Have the trainer's weights sent to all engines, under this version; none are taken from elsewhere."""
@@ -137,7 +151,10 @@ class RemoteEngine:
             return
         self.is_awake = False
         for handle in self.workers.send_same(range(len(self.members)), "sleep"):
-            self.workers.result(handle)
+            try:
+                self.workers.result(handle)
+            except WorkerLost as error:
+                self._replace(handle.rank, error)
 
     def wake(self) -> None:
         """Nothing to do: every engine wakes with its first request."""
@@ -148,32 +165,28 @@ class RemoteEngine:
         """Each prompt's requests to the engine with least work, of those that have weights."""
         if not any(member.has_weights for member in self.members):
             self._send_weights(range(len(self.members)))
-        prompts: dict[tuple[int, ...], list[Request]] = {}
-        group: list[Request] = []
-        for request in requests:
-            if not group or request.tokens != group[-1].tokens:
-                group = prompts.setdefault(request.tokens, [])
-            group.append(request)
         heap = [(member.work, rank) for rank, member in enumerate(self.members) if member.has_weights]
         heapq.heapify(heap)
-        dealt: dict[int, list[Request]] = {}
-        for tokens, group in prompts.items():
+        dealt: dict[int, list[list[Request]]] = {}
+        for group in by_prompt(requests):
             work, rank = heap[0]
-            dealt.setdefault(rank, []).extend(group)
-            work += len(tokens) + sum(request.sampling.max_tokens for request in group)
+            dealt.setdefault(rank, []).append(group)
+            work += sum(len(request.tokens) + request.sampling.max_tokens for request in group)
             heapq.heapreplace(heap, (work, rank))
             self.members[rank].work = work
-        for rank, group in dealt.items():
-            self.members[rank].running |= {request.id: request for request in group}
-            self.home |= dict.fromkeys((request.id for request in group), rank)
+        for rank, groups in dealt.items():
+            given = {request.id: request for group in groups for request in group}
+            self.members[rank].running |= given
+            self.home |= dict.fromkeys(given, rank)
         # Nobody waits for it: one that is lost does not answer when it is asked for completions either.
-        self.workers.send_each("submit", {rank: (pack_requests(group),) for rank, group in dealt.items()})
+        self.workers.send_each("submit", {rank: (pack_requests(groups),) for rank, groups in dealt.items()})
 
     def _listen(self) -> None:
         """Ask every engine that has something to do for what is finished; wait for some of them to answer."""
         wait_s = max(WAIT_S, WAIT_FOR_EACH_S * len(self.members))
         now = time.monotonic()
-        enough = {rank: -(-len(self.members[rank].running) // 2) for rank in self._idle(now, wait_s)}
+        # All it has: of most engines some finish in that time, and whoever has finished all need not wait.
+        enough = {rank: len(self.members[rank].running) for rank in self._idle(now, wait_s)}
         for handle in self.workers.send_each("collect", {rank: (least, wait_s) for rank, least in enough.items()}):
             self.members[handle.rank].listening, self.members[handle.rank].heard = handle, now
         asked = [member.listening for member in self.members if member.listening is not None]
@@ -187,8 +200,9 @@ class RemoteEngine:
             if member.listening is None:
                 if member.running:
                     idle.append(rank)
-            elif now - member.heard > self.deadline_s + wait_s:
-                self._replace(rank, WorkerLost(f"engine {rank} has not answered for {self.deadline_s:g} s", rank))
+            elif now - member.heard > min(self.deadline_s, SILENT_S) + wait_s:
+                silent_s = now - member.heard
+                self._replace(rank, WorkerLost(f"engine {rank} has not answered for {silent_s:.1f} s", rank))
         return idle
 
     def _hear(self, handle: Handle) -> None:
@@ -205,15 +219,14 @@ class RemoteEngine:
 
     def _accept(self, rank: int, packed: Completions) -> list[Completion]:
         """The completions of requests that the engine has; there are no others unless it is asked twice."""
-        member, found = self.members[rank], []
-        for completion in unpack_completions(packed):
-            request = member.running.pop(completion.id, None)
-            if request is not None:
-                del self.home[completion.id]
-                member.work -= len(request.tokens) + request.sampling.max_tokens
-                found.append(completion)
+        member = self.members[rank]
+        before = len(member.running)
+        requests = [member.running.pop(id, None) for id in packed.ids]
+        found = [one for one, asked in zip(unpack_completions(packed), requests, strict=True) if asked is not None]
+        for completion in found:
+            del self.home[completion.id]
+        member.work = member.work * len(member.running) // max(1, before)  # as if they were all alike
         member.restarts = 0 if found else member.restarts
-        member.work = 0 if not member.running else member.work
         return found
 
     # --- engines that end ------------------------------------------------------------------------------------------------

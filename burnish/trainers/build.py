@@ -31,7 +31,6 @@ from burnish.models.policy import PolicyModel
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, sampling_options, summary
-from burnish.rollout.sources import SyncSource
 from burnish.run.diagnosis import Facts
 from burnish.run.files import atomic_directory, atomic_write
 from burnish.run.run import Run
@@ -39,6 +38,7 @@ from burnish.trainers import observe, sft
 from burnish.trainers.job import Demonstrations, Job, Validate
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.prepare import Recipe
+from burnish.trainers.rollouts import build_source
 from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
 
@@ -128,6 +128,13 @@ def assemble(parts: Parts, run: Run) -> Job:
     made = _roles(parts, run)
     parts.policy, parts.engine, parts.driver.engine = made.policy, made.engine, made.engine
     policy = made.policy
+    source = build_source(config, run, parts.stream, parts.driver, parts.rewards)
+    measure_all = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out)
+
+    def validate(step: int) -> dict[str, float]:
+        source.rest()
+        return measure_all(step)
+
     return Job(
         config=config,
         run=run,
@@ -137,9 +144,9 @@ def assemble(parts: Parts, run: Run) -> Job:
         critic=made.critic,
         engine=made.engine,
         stream=parts.stream,
-        source=SyncSource(parts.stream, parts.driver, parts.rewards, run.journal),
+        source=source,
         recipe=parts.recipe,
-        validate=build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out),
+        validate=validate,
         state=first_state(config.algorithm),
         facts=facts_of(config),
         demonstrations=imitation(parts, made.learner.device),
@@ -155,6 +162,8 @@ def _roles(parts: Parts, run: Run) -> Roles:
         return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note)
     if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
         engine = roles.build_engine(policy, config.rollout)
+    elif config.rollout.source.name != "sync":
+        engine = roles.own_engine(engine, policy, config.rollout)
     paged = roles.paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from burnish.algorithms.correction import BudgetState
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
@@ -14,7 +16,7 @@ from burnish.core.engine import Engine
 from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
 from burnish.rollout.mismatch import MismatchEngine
-from burnish.rollout.sources import SyncSource
+from burnish.rollout.sources import Source
 from burnish.run.contents import Blob, Snapshot
 from burnish.run.diagnosis import Facts
 from burnish.run.health import Health
@@ -44,7 +46,7 @@ class Job:
     critic: AnyCritic | None
     engine: Engine
     stream: PromptStream
-    source: SyncSource
+    source: Source
     recipe: Recipe
     validate: Validate
     state: TrainerState
@@ -75,6 +77,8 @@ class Learned:
     """The next state of a mismatch budget, where there is one."""
     mismatch: GapReport = field(default_factory=GapReport)
     """How far the sampler was from the trainer."""
+    trainer_logp: Tensor | None = None
+    """[N] the trainer's log-probs of the batch before its first update, nan where not known; None where none are."""
     num_prepared: int = 0
     """Sequences before the sample filters: those the preparation's numbers are of."""
 
@@ -101,3 +105,4 @@ def restore(job: Job, folder: Path) -> None:
     if isinstance(job.engine, MismatchEngine):
         job.engine.restore(folder)
     job.engine.load(job.state.step, ())
+    job.source.restore(job.state.waiting, job.state.step)

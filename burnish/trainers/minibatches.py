@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.aggregation import weights_of_sequences
 from burnish.algorithms.auxiliary import positive_nll_weights
 from burnish.config.algorithm import Algorithm
 from burnish.core.batch import Batch
@@ -27,7 +28,9 @@ def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, hori
 def weighted(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
     """The mini-batch with the weights of its policy loss and of the imitation of its right answers."""
     aggregation = algorithm.aggregation
-    mini = mini.with_token(weight=aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon))
+    others = {name: column for name, column in mini.token.items() if name != "weight"}
+    weights = weights_of_sequences(mini, aggregation.name, aggregation.horizon or horizon)
+    mini = replace(mini, token=others).with_sequence(weight=weights)
     if algorithm.auxiliary.positive_nll > 0:
         mini = mini.with_token(nll_weight=positive_nll_weights(mini, algorithm.auxiliary.positive_nll))
     return mini

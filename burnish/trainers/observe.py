@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
@@ -17,6 +18,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
 from burnish.trainers.correct import WorstToken
 from burnish.trainers.job import Learned
+from burnish.trainers.token_values import token_values
 from burnish.training.learner import Update
 
 MAX_SAMPLES = 64
@@ -118,10 +120,16 @@ def used_ids(rollouts: Scored, batch: Batch | None) -> list[str]:
 
 
 def sample_rows(
-    rollouts: Scored, batch: Batch | None, tokenizer: Tokenizer, limit: int = MAX_SAMPLES
+    rollouts: Scored,
+    batch: Batch | None,
+    tokenizer: Tokenizer,
+    trainer_logp: Tensor | None = None,
+    limit: int = MAX_SAMPLES,
 ) -> list[dict[str, Any]]:
-    """The first trajectories as rows of the samples table, whole groups first."""
+    """The first trajectories as rows of the samples table, whole groups first; `trainer_logp` [N] are log-probs of the batch."""
     advantages = _advantages(rollouts, batch)
+    shown = {t.id for t in rollouts.trajectories[:limit]}
+    of_tokens = token_values(rollouts.usable, shown, batch, trainer_logp)
     rows = {(d.prompt.row.id, d.visit): d.prompt for d in rollouts.draws}
     table = []
     for t in rollouts.trajectories[:limit]:
@@ -140,9 +148,12 @@ def sample_rows(
                 "parts": t.parts,
                 "advantage": advantages.get(t.id),
                 "truncated": t.truncated,
+                "finish": t.finish,
                 "length": t.num_actions,
                 "pieces": tokenizer.pieces(written),
                 "logp": sequence.behaviour_logp[sequence.action_mask].tolist(),
+                **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
+                "details": t.metadata.get("details"),
                 "error": t.error,
             }
         )

@@ -159,6 +159,14 @@ class Recipe:
         batch = _with_advantages(batch, estimate, self.algorithm.advantage.name)
         return Prepared(batch, stats, budget, (f"correction: {why}",) if why else ())
 
+    def trainer_logp(self, batch: Batch, updates: Sequence[Update]) -> Tensor | None:
+        """[N] the trainer's log-probs before the first update as far as the step knows them (else nan), where it does."""
+        if self.needs_old and not self.bypass:
+            return torch.where(batch.action_mask, batch.token["old_logp"], torch.nan)
+        if len(updates) == 1 and updates[0].logp is not None:
+            return torch.where(batch.loss_mask, updates[0].logp, torch.nan)
+        return None
+
     def mismatch(self, whole: Batch, batch: Batch, updates: Sequence[Update], version: int) -> GapReport:
         """How far the sampler was from the trainer, in the batch that was prepared and in what filters left of it;
         `version` is the trainer's.

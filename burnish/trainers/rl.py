@@ -1,6 +1,6 @@
 """The RL loop. Every algorithm, every place to run, every kind of rollout source goes through these lines.
 
-    rollouts = gather(...)        draw prompts, sample, score; group filters; again while they leave too few groups
+    rollouts = gather(...)        from the source: prompts drawn, sampled, scored; group filters; again while they leave too few groups
     batch = prepare(...)          old and reference log-probs, values, KL, advantages
     batch = trim(...)             sample filters
     for mini_batch in ...:        epochs and mini-batches
@@ -26,9 +26,7 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.core.trajectory import pack
-from burnish.rollout.measure import sampling_options
 from burnish.rollout.scored import Scored
-from burnish.rollout.sources import RolloutPlan
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.trainers import observe
 from burnish.trainers.explain import explained
@@ -36,6 +34,7 @@ from burnish.trainers.job import Job, Learned, snapshot
 from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.performance import learner_values, rollout_rate
 from burnish.trainers.prepare import Recipe
+from burnish.trainers.rollouts import rollout_plan
 from burnish.trainers.state import advance, entropy_coefficient
 from burnish.training.memory_use import restart_peak
 from burnish.training.profile import profiled
@@ -55,11 +54,13 @@ def train(job: Job) -> bool:
             with recording(job, step):
                 with record_function("rollout"):
                     rollouts, batch = gather(job, step)
+                    job.source.begin(step + 1)
                 learning = time.perf_counter()
                 learned = learn(job, step, batch) if batch is not None else Learned()
                 settle(job, step, rollouts, learned)
                 speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
             values = observe.step_values(rollouts, learned, time.perf_counter() - started) | speed
+            values |= job.source.values(rollouts, step - 1)
             if job.memory is not None:
                 values |= job.memory.after(job.learner.updates, values, run.display.note)
             for line in job.health.check(step, values, job.facts):
@@ -76,12 +77,7 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
     The batch is None when there is nothing to learn from; a note says why.
     """
     refill, settings = job.config.algorithm.refill, job.config.rollout.at(step)
-    plan = RolloutPlan(
-        prompts=settings.prompts * refill.oversample,
-        n=settings.n,
-        sampling=sampling_options(settings, job.policy.tokenizer.eos_ids),
-        greedy=bool(job.config.algorithm.needs("greedy")),
-    )
+    plan = rollout_plan(job.config, job.policy.tokenizer.eos_ids, step)
     rollouts: Scored | None = None
     shaped: Batch | None = None
     num_groups, enough = 0, refill.enough * settings.prompts
@@ -120,7 +116,7 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     """One batch through the algorithm and the learners; whenever no update is made a note says why."""
     config, recipe, state = job.config, job.recipe, job.state
     job.run.display.phase("learning")
-    if job.learner.device.type == "cuda":
+    if job.learner.device.type == "cuda" and not job.source.overlaps:
         job.engine.sleep()  # its cache is the learner's memory now; the next request takes it back
     critic = config.algorithm.critic
     warming = critic is not None and step <= critic.warmup_steps
@@ -138,13 +134,15 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     horizon, training = config.rollout.at(step).max_tokens, config.training
     parts = mini_batches(batch, config.algorithm, training.mini_batches, training.epochs, horizon)
     for number, mini in enumerate(parts, (step - 1) * training.mini_batches * training.epochs):
+        job.run.display.phase(f"learning, update {len(learned.updates) + 1}")
         if job.critic is not None and critic is not None:
             learned.critic_updates += [job.critic.update(mini) for _ in range(critic.updates)]
         if warming:
             continue
         imitated = (job.demonstrations(number), NllLoss()) if job.demonstrations is not None else None
-        update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated)
-        if not learned.updates:  # its forward pass saw the policy before it moved
+        is_first = not learned.updates  # its forward pass saw the policy before it moved
+        update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated, columns=is_first)
+        if is_first and update.logp is not None:
             learned.prepared |= surprise(mini, update.logp, update.entropy)
         learned.updates.append(update)
         if update.skipped:
@@ -152,6 +150,7 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
         elif job.reference is not None:
             job.reference.after_update(job.learner.model)
     learned.mismatch = recipe.mismatch(whole, batch, learned.updates, state.step)
+    learned.trainer_logp = recipe.trainer_logp(batch, learned.updates)
     return learned
 
 
@@ -160,14 +159,15 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
     job.learner.release()
     if job.critic is not None:
         job.critic.learner.release()
-    job.engine.load(step, ())
+    job.source.load(step)
     if job.reference is not None and job.reference.after_step(job.learner.model, step) and job.reference.restarts:
         job.learner.reset_optimizer()
     job.stream.observe(rollouts.trajectories)
     stats = observe.mean_stats(learned.updates) | learned.prepared
     if (reward := observe.mean_reward(rollouts)) is not None:
         stats["reward"] = reward
-    state = replace(job.state, stream=job.stream.state(), budget=learned.budget or job.state.budget)
+    budget, waiting = learned.budget or job.state.budget, job.source.waiting()
+    state = replace(job.state, stream=job.stream.state(), waiting=waiting, budget=budget)
     job.state = advance(state, job.config.algorithm, stats, learned.num_prepared)
 
 
@@ -186,7 +186,8 @@ def finish_step(
         values |= measured
         score = measured.get(f"validation/{next(iter(config.validation.modes), None)}/accuracy")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
-        run.samples(step, "train", observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer))
+        rows = observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
+        run.samples(step, "train", rows)
     run.worst_tokens.append(step, observe.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
     for failed in rollouts.failed[:1]:
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")

@@ -16,7 +16,8 @@ from burnish.controller.placement import check_placement
 from burnish.controller.roles import build_policy
 from burnish.controller.start import open_cluster
 from burnish.rewards.rewards import Rewards
-from burnish.run.directory import RunDirectory
+from burnish.run.directory import RunDirectory, run_name
+from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
@@ -67,14 +68,18 @@ def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:
         parts.policy.load_weights(warm)
     parts.weights = warm if config.warm_start is not None else None
     job = assemble(parts, run)
-    checkpoint = run.resume()
-    if checkpoint is not None:
-        restore(job, checkpoint.path)
-    if job.state.step >= config.training.steps:
-        run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
-        return True
-    job.profile = step_to_profile(profile, job.state.step, config.training.steps)
-    return rl.train(job)
+    try:
+        checkpoint = run.resume()
+        if checkpoint is not None:
+            restore(job, checkpoint.path)
+            job.health.recall(read(run.directory.metrics), job.facts)
+        if job.state.step >= config.training.steps:
+            run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
+            return True
+        job.profile = step_to_profile(profile, job.state.step, config.training.steps)
+        return rl.train(job)
+    finally:
+        job.source.close()
 
 
 def warm_folder(directory: RunDirectory) -> Path:
@@ -83,4 +88,4 @@ def warm_folder(directory: RunDirectory) -> Path:
 
 
 def _place(config: TrainConfig, name: str) -> tuple[Path, str, str]:
-    return Path(config.run.directory), config.run.name or f"{name}-{config.seed}", dump(config)
+    return Path(config.run.directory), run_name(config.run.name, name, config.seed), dump(config)

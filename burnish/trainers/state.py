@@ -21,6 +21,8 @@ class TrainerState:
     step: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
     """Where the prompts are, with the statistics of those seen."""
+    waiting: list[list[Any]] = field(default_factory=list)
+    """Prompts that were drawn and no step was given yet (`rollout/sources.py`)."""
     kl_coef: float | None = None
     """Coefficient of the KL in the reward where it is steered; None where it is fixed."""
     entropy_coef: float | None = None

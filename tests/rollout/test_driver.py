@@ -76,6 +76,20 @@ def by_id(trajectories: Any) -> dict[str, Trajectory]:
     return {t.id: t for t in found}
 
 
+def test_what_is_done_is_left_out_and_the_rest_stays_the_same(
+    model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+) -> None:
+    driver = Driver(NativeEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
+    whole = by_id(driver.run(draws, 2, SAMPLING, "eval"))
+    done = {(draws[0].prompt.row.id, 1), *((draws[1].prompt.row.id, k) for k in range(2))}
+    rest = by_id(driver.run(draws, 2, SAMPLING, "eval", done))
+    visits = {d.prompt.row.id: d.visit for d in draws}
+    assert whole.keys() - rest.keys() == {f"{name}#{visits[name]}.{k}" for name, k in done}
+    assert all(rest[name].completion == whole[name].completion for name in rest)
+    everything = {(d.prompt.row.id, k) for d in draws for k in range(2)}
+    assert list(driver.run(draws, 2, SAMPLING, "eval", everything)) == []
+
+
 def test_a_single_turn_is_what_the_engine_gives_for_the_samples_key(
     tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
 ) -> None:

@@ -61,7 +61,7 @@ def first_difference(one: Trace, other: Trace) -> str | None:
     columns: dict[str, Callable[[Batch], Tensor]] = {
         "rewards": lambda b: b.token.get("token_rewards", place_rewards(b)),
         "advantages": lambda b: b.token["advantages"] if "advantages" in b.token else _spread(b, "advantages"),
-        "weights": lambda b: b.token["weight"],
+        "weights": lambda b: _spread(b, "weight"),
     }
     for stage, column in columns.items():
         if differ(column(batch), column(batch2)):

@@ -105,7 +105,7 @@ def is_optimizer_of(step: int) -> Callable[..., bool]:
 
 def updates(wanted: int) -> Callable[..., bool]:
     """The learner of the policy has made this many updates."""
-    return lambda learner, *rest: hasattr(learner.model, "head_weight") and learner.updates == wanted
+    return lambda learner, *rest, **options: hasattr(learner.model, "head_weight") and learner.updates == wanted
 
 
 MOMENTS: dict[str, Moment] = {

@@ -42,7 +42,7 @@ class Model:
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         return {"logp": self.logprobs(batch)}
 
-    def update(self, batch: Batch, *details: Any) -> Update:
+    def update(self, batch: Batch, *details: Any, columns: bool = True) -> Update:
         self.calls.append((batch, *details))
         return Update({"loss": 1.0}, self.logprobs(batch), None)
 

@@ -145,8 +145,8 @@ class Watched(Learner):
 
         self.optimizer.step = keeping
 
-    def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: Any = None) -> Update:
-        update = super().update(batch, loss, lr_scale, also)
+    def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: Any = None, columns: bool = True) -> Update:
+        update = super().update(batch, loss, lr_scale, also, columns)
         assert update.skipped is None
         self.trace.updates.append((batch, update.stats["loss"], self.gradient))
         return update
@@ -184,7 +184,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         reference=reference,
         critic=critic,
         demonstrations=None,
-        engine=SimpleNamespace(load=lambda *version: None),
+        source=SimpleNamespace(load=lambda version: None, waiting=list),
         stream=SimpleNamespace(observe=lambda trajectories: None, state=dict),
     )
 

@@ -47,11 +47,13 @@ def probe(vocab_size: int, max_positions: int | None) -> Request:
 
 def check_version(engine: int, sent: Publication, report: Report | None) -> Report:
     """The report; raises if there is none, or the engine has another version than was published."""
+    names = list(sent.checksums)
+    old = f"tensor {names[0]} and {len(names) - 1} more there are old" if names else "nothing is new in it"
     if report is None:
-        raise SyncError(f"engine {engine} was not sent version {sent.version} of the weights")
+        raise SyncError(f"engine {engine} was not sent version {sent.version} of the weights: {old}")
     if report.version != sent.version:
         raise SyncError(
-            f"engine {engine} has version {report.version} of the weights, and {sent.version} was published"
+            f"engine {engine} has version {report.version} of the weights, and {sent.version} was published: {old}"
         )
     return report
 

@@ -1,0 +1,171 @@
+"""The source that works one step ahead: while a batch is learnt, the next one is sampled with the weights it began with.
+
+Every token is exactly one step old (the first step's are not), whatever the timing, so a run repeats itself as it does with
+`SyncSource`: new weights wait until the batch on its way is complete. Then it is in the journal, before any checkpoint of those
+weights: a run that goes on from there could not sample it again. Later rounds of a step are made when they are asked for, with the
+weights of that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from burnish.core.trajectory import Trajectory
+from burnish.data.prompts import Draw, PromptStream
+from burnish.rewards.rewards import Rewards
+from burnish.rollout.driver import Driver
+from burnish.rollout.record import from_arrays, restore_scores
+from burnish.rollout.scored import Progress, Scored, Scoring
+from burnish.rollout.sources import (
+    Place,
+    Plans,
+    RolloutPlan,
+    SyncSource,
+    Ticket,
+    collect,
+    generate,
+    group_id,
+    in_order,
+)
+from burnish.rollout.staleness import staleness
+from burnish.run.background import Background
+from burnish.run.journal import Journal
+
+LOOK_EVERY_S = 0.2
+CLOSING_S = 10.0
+"""How long a batch that nobody wants any more may take to stop."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A round that is complete."""
+
+    trajectories: list[Trajectory]
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+
+
+@dataclass
+class _Coming:
+    """The first round of the next step."""
+
+    draws: list[Draw]
+    place: Place
+    made: _Made | None = None
+
+
+class AheadSource(SyncSource):
+    """Rollouts of the policy as it was a step before."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        driver: Driver,
+        rewards: Rewards,
+        journal: Journal,
+        plans: Plans,
+        progress: Progress,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(stream, driver, rewards, journal)
+        self.plans, self.progress, self.note = plans, progress, note
+        self._coming: _Coming | None = None
+        self._work: Background[_Made] = Background()
+        self._waited_s = 0.0
+        self._said = ""
+        """How far the batch on its way is, in the words of its thread."""
+
+    def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> Scored:
+        coming = self._coming
+        if coming is None or (coming.place.step, coming.place.round) != (step, round):
+            return super().next(step, plan, progress, round)
+        made = self._complete()
+        assert made is not None
+        self._coming = None
+        return in_order(coming.draws, made.trajectories, made.rollout_s, made.reward_s)
+
+    def begin(self, step: int) -> None:
+        plan = self.plans(step)
+        if plan is not None:
+            draws, place = self._draw(step, plan, 0)
+            self._start(_Coming(draws, place), plan)
+
+    def load(self, version: int) -> None:
+        self._complete()
+        super().load(version)
+
+    def values(self, rollouts: Scored, version: int) -> dict[str, float]:
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return staleness(rollouts.trajectories, version) | {"time/rollout_wait_s": waited_s}
+
+    def waiting(self) -> list[Ticket]:
+        coming = self._coming
+        return [] if coming is None else [[d.source, d.index, d.visit, coming.place.step] for d in coming.draws]
+
+    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+        if not tickets:
+            return
+        step = int(tickets[0][3])
+        plan = self.plans(step)
+        assert plan is not None, "the run would be complete"
+        draws = [self.stream.recall(source, index, visit) for source, index, visit, _ in tickets]
+        place = Place(step, 0, [group_id(draw) for draw in draws])
+        self.journal.append("drawn", **place._asdict())  # what it said of steps after the checkpoint counts no more
+        self._start(_Coming(draws, place), plan)
+        if self._coming is not None and self._coming.made is None:
+            self.memory.earlier.clear()  # which followed from them
+            self.note(
+                f"the rollouts of step {step}, made before step {step - 1} was complete, are not in the journal any more, or damaged: "
+                f"they are made again, with the weights of step {step - 1}"
+            )
+
+    def close(self) -> None:
+        if not self._work.is_idle:
+            self.driver.engine.interrupt()
+            self._work.wait(CLOSING_S)
+
+    # --- the batch on its way --------------------------------------------------------------------------------------------
+
+    def _start(self, coming: _Coming, plan: RolloutPlan) -> None:
+        """Take it from the journal, or have it made beside the main thread, which alone writes there."""
+        self._coming = coming
+        saved, scores = (self.memory.recall(event, coming.place) for event in ("completed", "scored"))
+        if saved is not None and scores is not None:
+            trajectories = from_arrays(saved)
+            restore_scores(trajectories, scores)
+            coming.made = _Made(trajectories)
+            return
+        self._work.start(lambda: self._make(coming.draws, plan), f"rollouts of step {coming.place.step}")
+
+    def _make(self, draws: list[Draw], plan: RolloutPlan) -> _Made:
+        started = time.perf_counter()
+        scoring = Scoring(self.driver, self.rewards, draws, self._say)
+        trajectories = generate(scoring, plan)
+        generated = time.perf_counter()
+        collect(scoring, trajectories)
+        return _Made(trajectories, generated - started, time.perf_counter() - generated)
+
+    def _say(self, text: str) -> None:
+        self._said = text
+
+    def _complete(self) -> _Made | None:
+        """Wait for the batch on its way and write it to the journal; None where there is none.
+
+        How long that may take is up to the engine and the rewards: every request and every score has its own deadline.
+        """
+        coming = self._coming
+        if coming is None or coming.made is not None:
+            return None if coming is None else coming.made
+        started, told = time.perf_counter(), ""
+        while not self._work.wait(LOOK_EVERY_S):
+            if told != self._said:  # a sign of life only where there is life
+                told = self._said
+                self.progress(f"step {coming.place.step} ahead: {told}")
+        coming.made = self._work.pick_up()
+        self._waited_s += time.perf_counter() - started
+        self.memory.keep_all(coming.place, coming.made.trajectories)
+        return coming.made
