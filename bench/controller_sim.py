@@ -1,25 +1,31 @@
 """What the controller itself costs with hundreds of workers: driver time, messages and bytes of one RL step.
 
-    python bench/controller_sim.py [--workers 1000] [--samples 65536] [--tokens 256] [--no-ray]
+    python bench/controller_sim.py [--workers 1000] [--samples 65536] [--tokens 128] [--steps 3] [--no-ray] [--profile]
 
 Half of the workers train, half sample. All code of the driver is the product's: the group, the split and the join, the engine
-that deals requests and gathers completions, the proxies, the verification of new weights. The workers are not there: a call is
-answered at the moment it would be, on a clock that is set forward and never waited for, with results of the right shape. What
-Ray's own part of a message and of a stored byte costs the driver is measured here, with real actors, and added; `--no-ray`
-takes the last measured costs instead.
+that deals requests and gathers completions, the proxies, the mini-batches, the verification of new weights. The workers are not
+there: a call is answered at the moment it would be, on a clock that is set forward and never waited for, with results of the
+right shape. Processor time is counted, of the median of some steps after one that warms up. What Ray's own part of a message and
+of a stored byte costs the driver is measured here, with real actors, and added; `--no-ray` takes the last measured costs instead.
 
-Not in it: what the trainer itself does in the driver between calls (packing, rewards, advantages), which is the same in one
-process, and the time of the workers, which is what a step of `--step-s` seconds consists of.
+Not in it: what the trainer itself does in the driver between calls (running environments, packing, rewards, advantages,
+metrics), which is the same in one process and grows with samples and not with workers; what Ray does in its other
+processes and threads of other machines; and the time of the workers, which is what a step of `--step-s` seconds consists of.
+`--profile` prints where the driver's time goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import heapq
 import json
+import pickle
+import pstats
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +34,10 @@ import torch
 from common import RESULTS, save, table
 
 from burnish.algorithms.losses import PolicyLoss
+from burnish.config.algorithm import Algorithm
 from burnish.controller.group import Order, Traffic, WorkerGroup
 from burnish.controller.proxies import Ledger, RemoteLearner, RemoteReference, Slimmer
+from burnish.controller.start import keep_what_is_there
 from burnish.controller.workers import ACTOR, RolloutWorker, TrainingWorker
 from burnish.core.batch import Batch
 from burnish.core.engine import Request, SamplingOptions
@@ -40,10 +48,11 @@ from burnish.rollout.messages import Completions, Requests
 from burnish.rollout.remote import RemoteEngine, Trainer
 from burnish.rollout.sync.buckets import Bucket, Entry, Publication, digest
 from burnish.rollout.sync.verify import Report, probe
+from burnish.trainers.minibatches import mini_batches
 from burnish.training.learner import Update
 from burnish.training.meter import Reading
 
-RELAYS_FROM, FAN_OUT = 64, 32
+RELAYS_FROM, FAN_OUT = 64, 64
 """As in `controller/ray_group.py`, which cannot be imported without Ray."""
 PROMPT, N, VOCAB, TENSORS, UPDATES = 128, 16, 32000, 339, 4
 """Tokens of a prompt, samples of it, tokens there are, tensors of a 7B model, mini-batches of a step."""
@@ -59,17 +68,34 @@ class Clock:
     now: float = 0.0
 
 
+class Reply:
+    """What a relay, or a worker alone, answers: pickled as Ray does it, with arrays beside, and read once."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.content = pickle.dumps(values, protocol=5, buffer_callback=self.buffers.append)
+        self.values: list[Any] | None = None
+
+    def value(self, index: int) -> Any:
+        if self.values is None:
+            self.values = pickle.loads(self.content, buffers=self.buffers)
+        return self.values[index]
+
+
 @dataclass(eq=False)
 class Sent:
     """A call, and when it is answered."""
 
     rank: int
     ready_at: float
-    value: Any
+    reply: Reply
+    index: int
 
 
 class SimBackend:
     """Workers that answer after a delay: `answer(rank, method, args)` gives the seconds and the result."""
+
+    is_here = False
 
     def __init__(
         self, size: int, clock: Clock, answer: Callable[[int, str, tuple[Any, ...]], tuple[float, Any]]
@@ -86,33 +112,40 @@ class SimBackend:
 
     def send(self, orders: Sequence[Order]) -> list[Sent]:
         """As `RayBackend` does it: a message for each relay, parts of a batch stored once."""
-        relayed = self.size > RELAYS_FROM
-        self.traffic.messages += len({order.rank // FAN_OUT for order in orders}) if relayed else len(orders)
-        seen: set[int] = set()
+        fan_out = FAN_OUT if self.size > RELAYS_FROM else 1
+        by_relay: dict[int, list[Order]] = {}
         for order in orders:
-            if id(order.parcel) not in seen:
-                seen.add(id(order.parcel))
-                self.stored += order.parcel[1]
-            for divided, share in order.parts:
-                if share not in divided.stored:
-                    divided.stored[share] = divided.parts[share].num_bytes
-                    self.stored += divided.stored[share]
-        started = time.process_time()
-        sent = [Sent(order.rank, *self._answer(order)) for order in orders]
-        if relayed:  # a relay answers when all it asked have answered
-            latest: dict[int, float] = {}
-            for one in sent:
-                latest[one.rank // FAN_OUT] = max(latest.get(one.rank // FAN_OUT, 0.0), one.ready_at)
-            for one in sent:
-                one.ready_at = latest[one.rank // FAN_OUT]
-        self.aside_s += time.process_time() - started
-        return sent
+            by_relay.setdefault(order.rank // fan_out, []).append(order)
+        self.traffic.messages += len(by_relay)
+        sent: dict[int, Sent] = {}
+        for relay, group in by_relay.items():
+            self._write(relay, group)
+            started = time.process_time()
+            answers = [self._answer(order) for order in group]
+            reply, latest = Reply([value for _, value in answers]), max(moment for moment, _ in answers)
+            sent |= {id(order): Sent(order.rank, latest, reply, k) for k, order in enumerate(group)}
+            self.aside_s += time.process_time() - started
+        return [sent[id(order)] for order in orders]
+
+    def _write(self, relay: int, orders: Sequence[Order]) -> None:
+        """Serialise what goes to a relay, as Ray does: arrays are not looked into. Parts that are known are named."""
+        same = all(order.parcel is orders[0].parcel for order in orders)
+        parcels = [order.parcel for order in (orders[:1] if same else orders)]
+        content: list[Any] = [parcel for parcel, _ in parcels]
+        self.stored += sum(size for _, size in parcels)
+        for j, (divided, _) in enumerate(orders[0].parts):
+            if relay not in divided.stored:
+                bale = [divided.parts[order.parts[j][1]] for order in orders]
+                divided.stored[relay] = num_bytes(bale)
+                self.stored += divided.stored[relay]
+                content.append(bale)
+        pickle.dumps(content, protocol=5, buffer_callback=lambda _: None)
 
     def _answer(self, order: Order) -> tuple[float, Any]:
         args, _ = order.parcel[0]
         if order.parts:
             divided, share = order.parts[0]
-            args = (*args, divided.parts[share])
+            args = (*args, sum(b - a for a, b in divided.division.stretches(share)))
         delay, value = self.answer(order.rank, order.method, args)
         return self.clock.now + delay, value
 
@@ -128,8 +161,9 @@ class SimBackend:
         return [token for token in tokens if token.ready_at <= self.clock.now]
 
     def value(self, token: Sent) -> Any:
-        self.traffic.bytes_in += num_bytes(token.value)
-        return decode(token.value)
+        value = token.reply.value(token.index)
+        self.traffic.bytes_in += num_bytes(value)
+        return decode(value)
 
     def describe(self, rank: int) -> str:
         return ""
@@ -195,9 +229,11 @@ class Engines:
 def trainers(rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
     """What ranks that train answer, after a second."""
     if method in ("outputs", "update", "reference_logprobs"):
-        column = torch.zeros(len(args[-1].arrays["tokens"]))
+        column = torch.zeros(args[-1])
         value: Any = {"logp": column} if method == "outputs" else column
-        return 1.0, encode(Update({"loss": 0.0}, column, None, column) if method == "update" else value)
+        if method == "update":
+            value = Update({"loss": 0.0}, column, None, column) if args[-2] else Update({"loss": 0.0}, None, None)
+        return 1.0, encode(value)
     if method == "publish":
         return 1.0, Publication(args[0], (Bucket(ENTRIES, None),)) if rank == 0 else None
     if method == "read":
@@ -206,23 +242,30 @@ def trainers(rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]
 
 
 def batch_of(samples: int, tokens: int) -> Batch:
-    """A prepared batch, its groups one after the other."""
+    """A batch as `core.trajectory.pack` makes it, its groups one after the other."""
     rng = torch.Generator().manual_seed(0)
     lengths = PROMPT + torch.randint(tokens // 4, tokens * 7 // 4 + 1, (samples,), generator=rng)
     offsets = offsets_from_lengths(lengths)
     n = int(offsets[-1])
     starts = torch.repeat_interleave(offsets[:-1], lengths)
     mask = torch.arange(n) - starts >= PROMPT
-    floats = {name: torch.zeros(n) for name in ("behaviour_logp", "weight")}
+    numbers = {name: torch.zeros(samples, dtype=torch.float64) for name in ("reward", "accuracy", "part/task")}
     return Batch(
         torch.ones(n, dtype=torch.long),
         offsets,
-        {"action_mask": mask, "loss_mask": mask.clone(), "version": torch.zeros(n, dtype=torch.int32)} | floats,
+        {
+            "action_mask": mask,
+            "loss_mask": mask.clone(),
+            "behaviour_logp": torch.zeros(n),
+            "version": torch.zeros(n, dtype=torch.int32),
+        },
         {
             "group_ids": torch.arange(samples) // N,
+            "trajectory_ids": torch.arange(samples),
             "key": torch.arange(samples),
-            "advantages": torch.zeros(samples, dtype=torch.float64),
-        },
+            "truncated": torch.zeros(samples, dtype=torch.bool),
+        }
+        | numbers,
     )
 
 
@@ -238,51 +281,87 @@ class Row:
     stored: int
 
 
-def simulate(workers: int, samples: int, tokens: int, step_s: float) -> list[Row]:
-    """The parts of one step, each with what it cost the driver."""
-    clock, half = Clock(), workers // 2
-    sums = digest({entry.name: entry.checksum for entry in ENTRIES})
-    engines = Engines(clock, step_s / 2, tokens, digest=sums)
-    training, sampling = SimBackend(half, clock, trainers), SimBackend(half, clock, engines)
-    actor = WorkerGroup(ACTOR, TrainingWorker, training, 1e9)
-    rollout = WorkerGroup("rollout", RolloutWorker, sampling, 1e9)
-    ledger = Ledger([actor, rollout])
-    trainer = Trainer(actor.publish, actor.score, "bfloat16")
-    engine = RemoteEngine(rollout, trainer, probe(VOCAB, None), 1e9, lambda requests: None, ledger.count, print)
-    slim = Slimmer()
-    learner = RemoteLearner(actor, ACTOR, ledger, torch.bfloat16, slim, lambda: None)
-    reference = RemoteReference(actor, "frozen", {"restarts": False, "is_policy": False}, slim, lambda: None)
-    engine.load(0, ())
-    options = SamplingOptions(max_tokens=2 * tokens)
-    prompts = [tuple(range(k, k + PROMPT)) for k in range(samples // N)]
-    requests = [
-        Request(f"{k}#0.{s}/0", tuple(p), options, key=k * N + s) for k, p in enumerate(prompts) for s in range(N)
-    ]
-    batch = batch_of(samples, tokens)
-    quarter = samples // UPDATES
-    minis = [batch.select(torch.arange(k * quarter, (k + 1) * quarter)) for k in range(UPDATES)]
-    rows: list[Row] = []
+class Simulation:
+    """A controller with workers that are not there, and what each part of a step costs it."""
 
-    def measured(part: str, work: Callable[[], Any]) -> None:
-        for backend in (training, sampling):
-            backend.traffic.take()
-            backend.aside_s, backend.stored = 0.0, 0
-        started = time.process_time()
-        work()
-        seconds = time.process_time() - started - training.aside_s - sampling.aside_s
-        taken = [backend.traffic.take() for backend in (training, sampling)]
-        messages = sum(t.messages for t in taken)
-        stored, back = training.stored + sampling.stored, sum(t.bytes_in for t in taken)
-        rows.append(Row(part, seconds, messages, stored / 1e6, back / 1e6, stored))
+    def __init__(self, workers: int, samples: int, tokens: int, step_s: float) -> None:
+        clock, half = Clock(), workers // 2
+        sums = digest({entry.name: entry.checksum for entry in ENTRIES})
+        engines = Engines(clock, step_s / 2, tokens, digest=sums)
+        self.samples, self.tokens, self.version = samples, tokens, 0
+        self.backends = [SimBackend(half, clock, trainers), SimBackend(half, clock, engines)]
+        actor = WorkerGroup(ACTOR, TrainingWorker, self.backends[0], 1e9, mini_batches=UPDATES)
+        rollout = WorkerGroup("rollout", RolloutWorker, self.backends[1], 1e9)
+        ledger, slim = Ledger([actor, rollout]), Slimmer()
+        trainer = Trainer(actor.publish, actor.score, "bfloat16")
+        self.engine = RemoteEngine(
+            rollout, trainer, probe(VOCAB, None), 1e9, lambda requests: None, ledger.count, print
+        )
+        self.learner = RemoteLearner(actor, ACTOR, ledger, torch.bfloat16, slim, lambda: None)
+        self.reference = RemoteReference(actor, "frozen", {"restarts": False, "is_policy": False}, slim, lambda: None)
+        self.engine.load(0, ())
 
-    measured("requests out", lambda: engine.submit(requests))
-    measured("completions in", lambda: sum(1 for _ in engine.stream()))
-    measured("old log-probs", lambda: learner.logprobs(batch))
-    measured("reference log-probs", lambda: reference.logprobs(batch))
-    measured(f"{UPDATES} updates", lambda: [learner.update(mini, PolicyLoss()) for mini in minis])
-    measured("weights to engines", lambda: engine.load(1, ()))
-    measured("meters, release", lambda: (learner.release(), learner.meter.read(), learner.usage()))
-    return rows
+    def step(self) -> list[Row]:
+        """The parts of one step, each with what it cost the driver; all batches are the product's."""
+        engine, learner, rows = self.engine, self.learner, list[Row]()
+        self.version += 1
+        options = SamplingOptions(max_tokens=2 * self.tokens)
+        requests = [
+            Request(f"{k}#{self.version}.{s}/0", (*prompt,), options, key=k * N + s)
+            for k in range(self.samples // N)
+            for prompt in [tuple(range(k, k + PROMPT))]
+            for s in range(N)
+        ]
+        batch = batch_of(self.samples, self.tokens)
+
+        def measured(part: str, work: Callable[[], Any]) -> Any:
+            for backend in self.backends:
+                backend.traffic.take()
+                backend.aside_s, backend.stored = 0.0, 0
+            started = time.process_time()
+            found = work()
+            seconds = time.process_time() - started - sum(backend.aside_s for backend in self.backends)
+            taken = [backend.traffic.take() for backend in self.backends]
+            stored, back = (sum(b.stored for b in self.backends), sum(t.bytes_in for t in taken))
+            rows.append(Row(part, seconds, sum(t.messages for t in taken), stored / 1e6, back / 1e6, stored))
+            return found
+
+        def updates() -> None:
+            for k, mini in enumerate(minis):
+                learner.update(mini, PolicyLoss(), columns=k == 0)
+
+        measured("requests out", lambda: engine.submit(requests))
+        measured("completions in", lambda: sum(1 for _ in engine.stream()))
+        old = measured("old log-probs", lambda: learner.logprobs(batch))
+        batch = batch.with_token(
+            old_logp=old, ref_logp=measured("reference log-probs", lambda: self.reference.logprobs(batch))
+        )
+        batch = batch.with_sequence(advantages=torch.zeros(self.samples, dtype=torch.float64))
+        minis = list(mini_batches(batch, Algorithm(), UPDATES, 1, self.tokens))
+        measured(f"{UPDATES} updates", updates)
+        measured("weights to engines", lambda: engine.load(self.version, ()))
+        measured("meters, release", lambda: (learner.release(), learner.meter.read(), learner.usage()))
+        return rows
+
+
+def simulate(workers: int, samples: int, tokens: int, step_s: float, steps: int = 3) -> list[Row]:
+    """The median step of some, after one that warms up."""
+    simulation = Simulation(workers, samples, tokens, step_s)
+    keep_what_is_there()
+    simulation.step()
+    found = [simulation.step() for _ in range(steps)]
+    seconds = [statistics.median(row.python_s for row in same) for same in zip(*found, strict=True)]
+    return [replace(row, python_s=median) for row, median in zip(found[0], seconds, strict=True)]
+
+
+def show_profile(workers: int, samples: int, tokens: int, step_s: float) -> None:
+    """Where the time of a warm step goes, that of the simulation included."""
+    simulation = Simulation(workers, samples, tokens, step_s)
+    keep_what_is_there()
+    simulation.step()
+    profile = cProfile.Profile()
+    profile.runcall(simulation.step)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
 
 def ray_costs(messages: int = 3000) -> dict[str, float]:
@@ -302,10 +381,13 @@ def ray_costs(messages: int = 3000) -> dict[str, float]:
         group.gather(calls)
         message_s = (time.process_time() - started) / messages
         data = {"x": np.zeros(1 << 23, dtype=np.uint8)}  # the parts of a relay's ranks
-        ray.put(data)
-        started = time.process_time()
-        held = [ray.put(data) for _ in range(40)]
-        put_s = (time.process_time() - started) / (len(held) << 23)
+        costs = []
+        for _ in range(6):  # a step's objects take the place of those of the step before
+            started = time.process_time()
+            held = [ray.put(data) for _ in range(10)]
+            costs.append((time.process_time() - started) / (len(held) << 23))
+            del held
+        put_s = statistics.median(costs[1:])
     return {"message_us": 1e6 * message_s, "stored_gb_per_s": 1e-9 / put_s}
 
 
@@ -322,15 +404,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=65536)
-    parser.add_argument("--tokens", type=int, default=256, help="mean length of a completion")
+    parser.add_argument("--tokens", type=int, default=128, help="mean length of a completion")
     parser.add_argument("--step-s", type=float, default=30.0)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--no-ray", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "controller_sim.json"
     costs = json.loads(path.read_text())["rows"][-1] if args.no_ray else ray_costs()
     simulate(8, 256, 16, args.step_s)  # imports and caches
-    rows = simulate(args.workers, args.samples, args.tokens, args.step_s)
+    if args.profile:
+        show_profile(args.workers, args.samples, args.tokens, args.step_s)
+    rows = simulate(args.workers, args.samples, args.tokens, args.step_s, args.steps)
     shown = []
     for row in rows:
         ray_s = row.messages * costs["message_us"] / 1e6 + row.stored / costs["stored_gb_per_s"] / 1e9

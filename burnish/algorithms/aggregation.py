@@ -14,28 +14,31 @@ from burnish.core.segments import contiguous_count
 
 
 def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
-    """[N] float64 weights such that the loss is sum(weights * loss per token); 0 outside the loss mask.
+    """[N] float64 weights such that the loss is sum(weights * loss per token); 0 outside the loss mask."""
+    each = weights_of_sequences(batch, mode, horizon)
+    return torch.repeat_interleave(each, batch.lengths).masked_fill_(~batch.loss_mask, 0)
+
+
+def weights_of_sequences(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
+    """[S] float64 the weight of every token in the loss of each sequence.
 
     token-mean: 1 / all tokens. token-sum: 1. seq-mean-token-sum: 1 / sequences. seq-mean-token-mean: 1 / (sequences x
     the sequence's tokens). seq-mean-token-sum-norm: 1 / (sequences x horizon), horizon a constant (Dr.GRPO). Only
     tokens in the loss, and sequences with at least one of them, are counted.
     """
-    mask = batch.loss_mask
-    per_sequence = contiguous_count(mask, batch.offsets)  # [S]
-    tokens = int(per_sequence.sum())
-    sequences = int((per_sequence > 0).sum())
+    counts = contiguous_count(batch.loss_mask, batch.offsets)  # [S]
+    tokens, sequences = max(int(counts.sum()), 1), max(int((counts > 0).sum()), 1)
+    ones = torch.ones(counts.shape, dtype=torch.float64, device=counts.device)
     if mode == "seq-mean-token-mean":
-        each = 1.0 / max(sequences, 1) / per_sequence.clamp(min=1).double()
-        return torch.repeat_interleave(each, batch.lengths).masked_fill_(~mask, 0)
-    weights = mask.to(torch.float64)
+        return ones / sequences / counts.clamp(min=1)
     if mode == "token-mean":
-        return weights.div_(max(tokens, 1))
+        return ones / tokens
     if mode == "token-sum":
-        return weights
+        return ones
     if mode == "seq-mean-token-sum":
-        return weights.div_(max(sequences, 1))
+        return ones / sequences
     if mode == "seq-mean-token-sum-norm":
         if horizon is None:
             raise ValueError("seq-mean-token-sum-norm divides by a constant horizon, and none was given")
-        return weights.div_(max(sequences, 1)).div_(horizon)
+        return ones / sequences / horizon
     raise ValueError(f"unknown aggregation {mode!r}")

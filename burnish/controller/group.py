@@ -16,10 +16,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from burnish.controller.splitting import Divided, Division, join_parts, with_slots
+from burnish.controller.keeping import Base
+from burnish.controller.splitting import Divided, divide, divided, join_parts, with_slots
 from burnish.core.batch import Batch
 from burnish.core.spread import Spread, mark_of, purpose_of
 from burnish.core.workers import WorkerLost
@@ -39,11 +40,13 @@ class Traffic:
     messages: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
+    bytes_stored: int = 0
+    """Of both, what lay in an object store on its way."""
 
     def take(self) -> Traffic:
         """All since the last time."""
-        taken = Traffic(self.messages, self.bytes_out, self.bytes_in)
-        self.messages, self.bytes_out, self.bytes_in = 0, 0, 0
+        taken = replace(self)
+        self.messages, self.bytes_out, self.bytes_in, self.bytes_stored = 0, 0, 0, 0
         return taken
 
 
@@ -56,6 +59,8 @@ class Call:
     token: Any
     """What the backend knows it by."""
     started: float = field(default_factory=time.monotonic)
+    has_ended: bool = False
+    """Whether it is known to have: then nobody need look again."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Backend(Protocol):
 
     size: int
     traffic: Traffic
+    is_here: bool
+    """Whether arguments are handed over as they are: in this process there is nothing to divide or to send."""
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Arguments, ready to be sent to any number of ranks."""
@@ -135,13 +142,23 @@ class WorkerGroup:
     """See the module's docstring. `name` is what messages call it; every call must be answered in `deadline_s`."""
 
     def __init__(
-        self, name: str, kind: type, backend: Backend, deadline_s: float, shares: Sequence[int] | None = None
+        self,
+        name: str,
+        kind: type,
+        backend: Backend,
+        deadline_s: float,
+        shares: Sequence[int] | None = None,
+        mini_batches: int = 1,
     ) -> None:
         self.name, self.kind, self.backend, self.deadline_s = name, kind, backend, deadline_s
+        self.mini_batches = mini_batches
+        """How many selections of a batch, one after the other, ranks will be given: each is divided evenly."""
         self.size = backend.size
         self.shares = list(range(self.size)) if shares is None else list(shares)
         self._lock = threading.Lock()  # a checkpoint is written from another thread
+        self._base: Base | None = None
         self._last: tuple[Batch, Divided] | None = None
+        self._num_bases = 0
         self._unheard: list[Call] = []
         """Calls whose results nobody waits for; their errors are raised by a later call."""
 
@@ -155,7 +172,7 @@ class WorkerGroup:
     def start(self, name: str, mark: Spread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
         """Begin a call on the ranks it is for."""
         self._raise_unheard()
-        orders, division = self._orders(name, mark, args, kwargs)
+        orders, sent = self._orders(name, mark, args, kwargs)
         calls = self._send(orders)
         if mark.join == "nothing":
             with self._lock:
@@ -163,15 +180,23 @@ class WorkerGroup:
             return Pending(self, calls, lambda results: None)
         if mark.join == "list":
             return Pending(self, calls, lambda results: results)
-        if division is None or mark.join == "first":
+        if sent is None or mark.join == "first":
             return Pending(self, calls, lambda results: results[0])
-        firsts = [self.shares.index(part) for part in range(division.num_parts)]
-        return Pending(self, calls, lambda results: join_parts([results[rank] for rank in firsts], division))
+        rank_of = {share: rank for rank, share in reversed(list(enumerate(self.shares)))}  # the first that has it
+        firsts, base = [rank_of[part] for part in range(sent.division.num_parts)], self._base
+
+        def join(results: list[Any]) -> Any:
+            joined = join_parts([results[rank] for rank in firsts], sent.division)
+            if base is not None:
+                base.keeps(sent, joined)
+            return joined
+
+        return Pending(self, calls, join)
 
     def _orders(
         self, name: str, mark: Spread, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Order], Division | None]:
-        """What each rank is sent, and how the first batch among the arguments was divided."""
+    ) -> tuple[list[Order], Divided | None]:
+        """What each rank is sent, and the parts of the first batch among the arguments."""
         ranks = range(1 if mark.split == "first" else self.size)
         if mark.split == "each":
             values = [*args, *kwargs.values()]
@@ -180,29 +205,40 @@ class WorkerGroup:
             own = [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in ranks]
             return [Order(rank, name, self.backend.pack(*own[rank]), mark.lane) for rank in ranks], None
         batches: list[Batch] = []
-        num_parts = max(self.shares) + 1
         if mark.split == "sequences":
             slotted = with_slots((args, kwargs), batches)
             if not batches:
                 raise ValueError(f"no argument of this call of {self.name} is a batch that could be divided")
-            args, kwargs = slotted if num_parts > 1 else (args, kwargs)
+            args, kwargs = (args, kwargs) if self.backend.is_here else slotted
         parcel = self.backend.pack(args, kwargs)
-        if not batches or num_parts == 1:
+        if not batches or self.backend.is_here:
             return [Order(rank, name, parcel, mark.lane) for rank in ranks], None
-        divided = [self._divided(batch, num_parts) for batch in batches]
-        orders = [Order(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in divided]) for r in ranks]
-        return orders, divided[0].division
+        parts = [self._parts(batch, is_first=k == 0) for k, batch in enumerate(batches)]
+        orders = [Order(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in parts]) for r in ranks]
+        return orders, parts[0]
 
-    def _divided(self, batch: Batch, num_parts: int) -> Divided:
-        """The parts of a batch; of the one that was divided last they are known."""
-        if self._last is None or self._last[0] is not batch:
-            self._last = batch, Divided(batch, num_parts)
-        return self._last[1]
+    def _parts(self, batch: Batch, is_first: bool) -> Divided:
+        """What ranks are sent of a batch: the first one of a call they keep, and are told of what they have."""
+        if self._last is not None and self._last[0] is batch:
+            return self._last[1]
+        if self._base is not None and self._base.batch is batch:
+            return self._base.parts_again()
+        chosen = None if self._base is None else self._base.chosen(batch)
+        if chosen is not None:
+            self._last = batch, chosen
+            return chosen
+        num_parts = max(self.shares) + 1
+        if not is_first:
+            return divided(batch, divide(batch, num_parts))
+        self._num_bases += 1
+        self._base, self._last = Base(batch, divide(batch, num_parts, self.mini_batches), self._num_bases), None
+        return self._base.first_parts()
 
     def gather(self, calls: Sequence[Call]) -> list[Any]:
         """The results of calls, in their order; an error of any is raised as soon as it is seen."""
         values: dict[int, Any] = {}
         by_token = {id(call.token): (k, call) for k, call in enumerate(calls)}
+        values |= {k: self._value(call) for k, call in enumerate(calls) if call.has_ended}
         while len(values) < len(calls):
             left = [call for k, call in enumerate(calls) if k not in values]
             for token in self.backend.wait([call.token for call in left], LOOK_EVERY_S):
@@ -242,7 +278,10 @@ class WorkerGroup:
     def ready(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
         """Those that have ended, as soon as there is one, or when the time is over."""
         ended = {id(token) for token in self.backend.any_of([call.token for call in handles], timeout_s)}
-        return [call for call in handles if id(call.token) in ended]
+        found = [call for call in handles if id(call.token) in ended]
+        for call in found:
+            call.has_ended = True
+        return found
 
     def result(self, handle: Any) -> Any:
         """What a call gave; waits for it."""

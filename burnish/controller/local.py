@@ -21,6 +21,7 @@ class LocalBackend:
     """One worker, called directly: nothing is packed, copied or waited for."""
 
     size = 1
+    is_here = True
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.traffic = worker, Traffic()

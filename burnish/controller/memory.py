@@ -162,7 +162,11 @@ def _reinforced(config: TrainConfig, arch: Architecture, lora: Lora | None, is_g
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         engine_copy=_samples_here(config)
-        and (rollout.engine == "vllm" or (rollout.mismatch is not None and rollout.mismatch.name in OWN_WEIGHTS)),
+        and (
+            rollout.engine == "vllm"
+            or rollout.source.name != "sync"
+            or (rollout.mismatch is not None and rollout.mismatch.name in OWN_WEIGHTS)
+        ),
     )
     return replace(setup, cache=_cache(config, setup, sequences, room))
 

@@ -6,7 +6,7 @@ They have the interfaces of `training/interfaces.py`, so the loop runs as it doe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ from burnish.training.memory_use import memory_values
 from burnish.training.meter import PARTS, Reading
 from burnish.training.reference import REFERENCES, Reference
 
+OF_THE_CONTROLLER = (
+    *("behaviour_logp", "version", "token_rewards", "dense_rewards"),
+    *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "budget"),
+)
+"""How the columns begin that advantages, corrections and filters are made of here, and no loss reads."""
+
 
 @dataclass
 class Ledger:
@@ -46,6 +52,8 @@ class Ledger:
             "controller/messages": float(sum(t.messages for t in taken)),
             "controller/bytes_out": float(sum(t.bytes_out for t in taken)),
             "controller/bytes_in": float(sum(t.bytes_in for t in taken)),
+            "controller/store_bytes": sum(t.bytes_stored for t in taken)
+            + self.counts.get("controller/sync_bytes", 0.0),
         }
         if "memory/current_gib" in (own := memory_values(torch.device("cpu"))):
             values["controller/resident_gib"] = own["memory/current_gib"]
@@ -154,9 +162,17 @@ class RemoteLearner:
         found: dict[str, Tensor] = self.group.outputs(self.role, self.slim(batch, mask), needs, mask)
         return found
 
-    def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: tuple[Batch, Loss] | None = None) -> Update:
+    def update(
+        self,
+        batch: Batch,
+        loss: Loss,
+        lr_scale: float = 1.0,
+        also: tuple[Batch, Loss] | None = None,
+        columns: bool = True,
+    ) -> Update:
         self.before()
-        update: Update = self.group.update(self.role, batch, loss, lr_scale, also)
+        batch = replace(batch, token=_of_losses(batch.token), sequence=_of_losses(batch.sequence))
+        update: Update = self.group.update(self.role, batch, loss, lr_scale, also, columns)
         self.updates += update.skipped is None
         return update
 
@@ -178,25 +194,29 @@ class RemoteLearner:
 
 
 class Slimmer:
-    """What passes without gradient read of a batch: the rest need not travel. Asked again for a batch with other columns added, it
-    gives the same object, whose parts the workers have already."""
+    """What passes without gradient read of a batch, and what of it is small: the rest need not travel. Asked again for a batch with
+    other columns added, it gives the same object, whose parts the workers have already."""
 
     def __init__(self) -> None:
         self._last: Batch | None = None
 
     def __call__(self, batch: Batch, mask: str) -> Batch:
         token = {name: batch.token[name] for name in sorted({mask, "action_mask"}) if name in batch.token}
-        sequence = {name: batch.sequence[name] for name in ("group_ids",) if name in batch.sequence}
         last = self._last
-        slim = Batch(batch.tokens, batch.offsets, token, sequence)
+        slim = Batch(batch.tokens, batch.offsets, token, _of_losses(batch.sequence))
         if last is None or _columns(last) != _columns(slim):
             self._last = last = slim
         return last
 
 
+def _of_losses(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The columns that have a use where losses are computed."""
+    return {name: column for name, column in columns.items() if not name.startswith(OF_THE_CONTROLLER)}
+
+
 def _columns(batch: Batch) -> list[int]:
-    """Which tensors a batch is made of."""
-    return [id(c) for c in (batch.tokens, batch.offsets, *batch.token.values(), *batch.sequence.values())]
+    """Which tensors the tokens of a batch are made of; passes that change nothing of it read no other column."""
+    return [id(column) for column in (batch.tokens, batch.offsets, *batch.token.values())]
 
 
 class RemoteReference:
@@ -243,7 +263,7 @@ class RemoteCritic:
         return self.learner.outputs(batch, frozenset({"value"}))["value"]
 
     def update(self, mini_batch: Batch) -> Update:
-        return self.learner.update(mini_batch, self.loss)
+        return self.learner.update(mini_batch, self.loss, columns=False)
 
     def contents(self, stage: Stage) -> list[Content]:
         return self.learner.contents(stage)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -25,10 +25,22 @@ from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
 from burnish.controller.group import Gone, Order, Traffic
 from burnish.controller.placement import Layout, Seat, check, check_placement, lay_out, own_cores
-from burnish.controller.ray_host import LANES, Host, Message, Outcome, Relay, begin_call, end_process, outcome_of
+from burnish.controller.ray_host import (
+    LANES,
+    Host,
+    Message,
+    Outcome,
+    Relay,
+    begin_call,
+    end_process,
+    outcome_of,
+    reason_of,
+    stacks_file,
+    tell_process,
+)
 from burnish.controller.splitting import Divided
 from burnish.core.wire import Packed, decode, encode, num_bytes
-from burnish.core.workers import WorkerFailed
+from burnish.core.workers import WorkerFailed, WorkerLost
 
 STORED = 1 << 16
 """Bytes from which arguments go through the object store."""
@@ -37,7 +49,7 @@ PLACED_S = 60.0
 TAIL = 12
 """Lines of a worker's output in a message about its end."""
 STACKS_S = 3.0
-RELAYS_FROM, FAN_OUT = 64, 32
+RELAYS_FROM, FAN_OUT = 64, 64
 """A group of more ranks than this is spoken to through relays, each of so many ranks."""
 
 
@@ -125,6 +137,8 @@ def _connect() -> bool:
 class RayBackend:
     """A group of workers of one class. `args` make each of them; with `together`, they can find each other (torch.distributed)."""
 
+    is_here = False
+
     def __init__(
         self,
         cluster: Cluster,
@@ -171,11 +185,17 @@ class RayBackend:
         while self._begun:
             ready, _ = ray.wait(list(self._begun.values()), num_returns=len(self._begun), timeout=0.5)
             for rank in [rank for rank, reference in self._begun.items() if reference in ready]:
-                self._processes[rank] = self.value(_Sent(rank, _Reply(self._begun.pop(rank), is_many=False), 0))
+                begun = _Sent(rank, _Reply(self._begun.pop(rank), is_many=False), 0)
+                try:
+                    self._processes[rank] = self.value(begun)
+                except Gone as error:
+                    raise self._ended_before(rank, error) from error
             if self._begun and time.monotonic() > until:
-                raise UserError(
-                    f"{self.name}: ranks {sorted(self._begun)} of {self.size} were not ready in {self.deadline_s:g} s, which is "
-                    f"placement.timeout_s: {self.silent(sorted(self._begun), 'begin')}"
+                late = sorted(self._begun)
+                raise WorkerLost(
+                    f"{self.name}: ranks {late} of {self.size} were not ready in {self.deadline_s:g} s, which is "
+                    f"placement.timeout_s: {self.silent(late, 'begin')}",
+                    late[0],
                 )
         if self.size > RELAYS_FROM:
             self._relays = [self._new_relay(first) for first in range(0, self.size, FAN_OUT)]
@@ -192,7 +212,16 @@ class RayBackend:
         try:
             return ray.get(reference, timeout=self.deadline_s)
         except GetTimeoutError as error:
-            raise UserError(f"{self.name} rank 0 was not ready in {self.deadline_s:g} s (asked for {what})") from error
+            raise WorkerLost(
+                f"{self.name} rank 0 was not ready in {self.deadline_s:g} s (asked for {what})", 0
+            ) from error
+        except RayActorError as error:
+            raise self._ended_before(0, Gone(reason_of(error))) from error
+
+    def _ended_before(self, rank: int, why: Gone) -> WorkerLost:
+        return WorkerLost(
+            f"{self.name} rank {rank} of {self.size} has ended before it was ready: {why}\n{self.describe(rank)}", rank
+        )
 
     # --- the Backend protocol --------------------------------------------------------------------------------------------
 
@@ -238,6 +267,7 @@ class RayBackend:
         if parcel.stored is None and parcel.size > STORED:
             parcel.stored = ray.put(parcel.content)
             self.traffic.bytes_out += parcel.size
+            self.traffic.bytes_stored += parcel.size
         elif parcel.stored is None:
             self.traffic.bytes_out += parcel.size
         return parcel.content if parcel.stored is None else parcel.stored
@@ -247,6 +277,7 @@ class RayBackend:
         if key not in divided.stored:
             size = num_bytes(parts)
             self.traffic.bytes_out += size
+            self.traffic.bytes_stored += size if size > STORED else 0
             divided.stored[key] = ray.put(parts) if size > STORED else parts
         return divided.stored[key]
 
@@ -273,9 +304,24 @@ class RayBackend:
         if found.error is not None:
             if found.is_users:
                 raise UserError(found.error)
+            self._blame(token.rank, found.error)
             raise WorkerFailed(f"{self.name} rank {token.rank} of {self.size} failed:\n{found.error}")
-        self.traffic.bytes_in += num_bytes(found.value)
+        size = num_bytes(found.value)
+        self.traffic.bytes_in += size
+        self.traffic.bytes_stored += size if size > STORED else 0
         return decode(found.value)
+
+    def _blame(self, rank: int, error: str) -> None:
+        """Raise that another rank is gone, if one is: then the error of this one is nothing but a broken connection to it."""
+        asked = {other: actor.stacks.remote() for other, actor in enumerate(self._actors) if other != rank}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S) if asked else ([], [])
+        for other, reference in asked.items():
+            if reference in ready and (gone := outcome_of(reference).gone) is not None:
+                raise WorkerLost(
+                    f"{self.name} rank {other} of {self.size} has ended: {gone}\n{self.describe(other)}\n"
+                    f"rank {rank} failed with it: {error.strip().splitlines()[-1]}",
+                    other,
+                )
 
     def describe(self, rank: int) -> str:
         who = f"process {self._processes[rank][0]}" if rank in self._processes else "its process"
@@ -304,20 +350,30 @@ class RayBackend:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(texts))
         told = f"what they were doing is in {path}"
-        return told + (f"; ranks {mute} do not even tell that (stopped, swapped out, or gone)" if mute else "")
+        if not mute:
+            return told
+        for rank in mute:
+            self._on_machine_of(rank, tell_process)
+        logs = ", ".join(str(stacks_file(self.logs[rank])) for rank in mute[:4])
+        return f"{told}; ranks {mute} do not even tell that (stopped, swapped out, or gone), or in {logs} if they could"
 
     def restart(self, rank: int) -> None:
         """The old process must be gone: Ray would wait for the CPUs it holds."""
         self._look_for(rank)
         ray.kill(self._actors[rank], no_restart=True)
-        if rank in self._processes:
-            pid, node = self._processes.pop(rank)
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there).remote(pid)
+        self._on_machine_of(rank, end_process)
+        self._processes.pop(rank, None)
         self._actors[rank] = self.cluster.host(self.seats[rank])
         self._begin(rank)  # nobody waits for it: an error is raised by the first call
         if self._relays:
             self._relays[rank // FAN_OUT].call.remote("adopt", ((rank, self._actors[rank]), {}))
+
+    def _on_machine_of(self, rank: int, action: Callable[[int], None]) -> None:
+        """Have something done to a rank's process, where that is known; nobody waits for it."""
+        if rank in self._processes:
+            pid, node = self._processes[rank]
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(action).options(num_cpus=0, scheduling_strategy=there).remote(pid)
 
     def _look_for(self, rank: int) -> None:
         """Which process a rank is that was started again: known by now, unless it never came up."""

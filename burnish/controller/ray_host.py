@@ -8,6 +8,7 @@ of a thousand workers sends and reads a few dozen messages a call.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -25,8 +26,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from burnish.config.errors import UserError
+from burnish.controller.keeping import Keeper
 from burnish.controller.splitting import filled
 from burnish.core.wire import decode, encode
+from burnish.run.processes import TELL, telling
 
 COLOURS = re.compile(r"\x1b\[\d+m")
 GRACE_S = 10.0
@@ -52,6 +55,7 @@ class Host:
 
     def __init__(self) -> None:
         self.worker: Any = None
+        self.keeper = Keeper()
         self.failure: str | None = None
         self.is_there = threading.Event()
 
@@ -73,6 +77,7 @@ class Host:
                 os.chdir(folder)
             os.environ.update(environment)
             _write_output_to(Path(log))
+            _tell_when_asked(stacks_file(Path(log)))
             self.worker = kind(*args)
             self.worker.store = RayStore()
         except BaseException as error:
@@ -87,8 +92,10 @@ class Host:
         self.is_there.wait()
         if self.failure is not None:
             raise RuntimeError(f"the worker could not be made: {self.failure}")
-        args, kwargs = filled(decode(parcel), [decode(part) for part in parts])
-        return encode(getattr(self.worker, method)(*args, **kwargs))
+        args, kwargs = filled(decode(parcel), [self.keeper.open(part) for part in parts])
+        result = getattr(self.worker, method)(*args, **kwargs)
+        self.keeper.keep(parts, result)
+        return encode(result)
 
     @ray.method(concurrency_group="side")
     def call_side(self, method: str, parcel: Any, *parts: Any) -> Any:
@@ -122,6 +129,22 @@ def end_process(pid: int) -> None:
     if command.is_file() and b"ray::" in command.read_bytes():  # the number may be another process's by now
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def tell_process(pid: int) -> None:
+    """Have a worker's process write its stacks, even one in which no Python runs any more. Called on its machine."""
+    if pid in telling(os.getppid()):
+        os.kill(pid, TELL)
+
+
+def stacks_file(log: Path) -> Path:
+    """Where a worker's process writes its stacks."""
+    return log.parent / "stacks" / f"{log.stem}.txt"
+
+
+def _tell_when_asked(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    faulthandler.register(TELL, open(path, "a"))  # noqa: SIM115 (as long as the process)
 
 
 def _write_output_to(log: Path) -> None:

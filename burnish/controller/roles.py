@@ -14,6 +14,7 @@ from torch import nn
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Model, Rollout, Source, TrainConfig
+from burnish.config.source import gpu_refusal
 from burnish.config.vllm import Vllm
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import make_task
@@ -32,6 +33,7 @@ from burnish.rollout.mismatch import MismatchEngine
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.native.paged import PagedEngine
 from burnish.rollout.native.plan import GIB
+from burnish.rollout.own_weights import OwnWeights
 from burnish.rollout.sglang.engine import SglangEngine
 from burnish.rollout.transformers_engine import TransformersEngine
 from burnish.rollout.vllm.engine import VllmEngine
@@ -162,9 +164,18 @@ def _paged(
     )
 
 
+def own_engine(engine: Engine, policy: PolicyModel, rollout: Rollout) -> Engine:
+    """The engine for a source that samples while the learner learns: one that shares the policy's tensors gets a copy of them."""
+    if not isinstance(engine, NativeEngine | PagedEngine | TransformersEngine):
+        return engine  # a server, which has weights of its own
+    if next(policy.module.parameters()).is_cuda:
+        raise UserError(gpu_refusal(rollout.source.name))
+    return OwnWeights(lambda module: _engine(replace(policy, module=module), rollout, None), policy.module)
+
+
 def paged_engine(engine: Engine) -> PagedEngine | None:
-    """The engine that has a paged cache, itself or behind a fault."""
-    inner = engine.engine if isinstance(engine, MismatchEngine) else engine
+    """The engine that has a paged cache, itself or behind a fault or on a copy of the weights."""
+    inner = engine.engine if isinstance(engine, MismatchEngine | OwnWeights) else engine
     return inner if isinstance(inner, PagedEngine) else None
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
-from burnish.core.wire import MARK, Arrays, Packed, to_arrays
+from burnish.core.wire import MARK, Arrays, Packed, to_array, to_arrays
 from burnish.training.balance import karmarkar_karp
 from burnish.training.packing import ATTENTION_COST
 from burnish.training.parallel.ranks import PLACE
@@ -40,20 +42,69 @@ class Division:
 
     def stretches(self, part: int) -> Runs:
         """The same as tokens [start, stop)."""
-        return [(int(self.offsets[a]), int(self.offsets[b])) for a, b in self.runs[part]]
+        runs, ends = self.stretches_in_order[0], self.run_ends
+        return runs[ends[part] : ends[part + 1]]
+
+    @cached_property
+    def run_ends(self) -> list[int]:
+        """How many runs the parts before each have, and all."""
+        return [0, *accumulate(len(runs) for runs in self.runs)]
+
+    @cached_property
+    def in_order(self) -> tuple[Runs, list[int]]:
+        """The runs of all parts one after the other, and how many sequences the parts before each have."""
+        runs = [run for part in self.runs for run in part]
+        return runs, self._ends(runs)
+
+    @cached_property
+    def stretches_in_order(self) -> tuple[Runs, list[int]]:
+        """The same of tokens."""
+        bounds = np.array(self.in_order[0], dtype=np.int64).reshape(-1, 2)
+        stretches: Runs = list(zip(*self.offsets[bounds].T.tolist(), strict=True)) if len(bounds) else []
+        return stretches, self._ends(stretches)
+
+    def _ends(self, runs: Runs) -> list[int]:
+        sizes = [0, *accumulate(stop - start for start, stop in runs)]
+        return [sizes[k] for k in self.run_ends]
 
 
-def divide(batch: Batch, num_parts: int, attention_cost: float = ATTENTION_COST) -> Division:
+def divide(batch: Batch, num_parts: int, stretches: int = 1, attention_cost: float = ATTENTION_COST) -> Division:
     """Every sequence once, about the same work for all; a part may be empty.
 
-    A sequence of L tokens costs L + attention_cost L^2; what a group was given to begin with counts once.
+    A sequence of L tokens costs L + attention_cost L^2; what a group was given to begin with counts once. With several
+    `stretches` the work is about the same in each of so many stretches of groups: those that mini-batches will be made of.
     """
     offsets = batch.offsets.cpu().numpy()
     lengths = np.diff(offsets)
     units = _units(batch, len(lengths))
     costs = _costs(batch, units, lengths.astype(np.float64), offsets, attention_cost)
-    parts = karmarkar_karp(costs, num_parts) if num_parts <= FEW_PARTS else emptiest_first(costs, num_parts)
-    return Division([_runs([unit for k in part for unit in units[k]]) for part in parts], offsets)
+    held, given = [0.0] * num_parts, [list[int]() for _ in range(num_parts)]
+    count = max(1, min(stretches, len(units)))
+    for k in range(count):
+        first, last = k * len(units) // count, (k + 1) * len(units) // count
+        own = costs[first:last]
+        parts = karmarkar_karp(own, num_parts) if num_parts <= FEW_PARTS else emptiest_first(own, num_parts)
+        weights = [sum(own[item] for item in part) for part in parts]
+        # The heaviest of this stretch to whoever has least of those before.
+        for part, rank in zip(_order(weights)[::-1], _order(held), strict=True):
+            given[rank] += [first + item for item in parts[part]]
+            held[rank] += weights[part]
+    return Division([_runs([run for k in part for run in units[k]]) for part in given], offsets)
+
+
+def _order(amounts: Sequence[float]) -> list[int]:
+    """Indices from the smallest amount up."""
+    return sorted(range(len(amounts)), key=lambda i: amounts[i])
+
+
+def division_of(owners: np.ndarray, num_parts: int, offsets: np.ndarray) -> Division:
+    """The division in which every sequence goes to the part that `owners` [S] says."""
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+    stops = np.append(starts[1:], len(owners))
+    runs: list[Runs] = [[] for _ in range(num_parts)]
+    for start, stop, owner in zip(starts.tolist(), stops.tolist(), owners[starts].tolist(), strict=True):
+        runs[owner].append((start, stop))
+    return Division(runs, offsets)
 
 
 def emptiest_first(costs: Sequence[float], num_parts: int) -> list[list[int]]:
@@ -83,19 +134,24 @@ def _units(batch: Batch, num_sequences: int) -> list[Runs]:
 def _costs(
     batch: Batch, units: list[Runs], lengths: np.ndarray, offsets: np.ndarray, attention_cost: float
 ) -> list[float]:
+    if not units:
+        return []
     cost = lengths + attention_cost * lengths**2
     before = np.concatenate([[0.0], np.cumsum(cost)])
-    mask = batch.token["action_mask"].cpu().numpy() if "action_mask" in batch.token else None
-    costs = []
-    for runs in units:
-        total = sum(float(before[stop] - before[start]) for start, stop in runs)
-        count = sum(stop - start for start, stop in runs)
-        if mask is not None and count > 1:  # the prompt ends where the group's first sample begins to write
-            first = runs[0][0]
-            given = float(mask[offsets[first] : offsets[first + 1]].argmax())
-            total -= (count - 1) * (given + attention_cost * given**2)
-        costs.append(total)
-    return costs
+    starts, stops = np.array([run for runs in units for run in runs], dtype=np.int64).reshape(-1, 2).T
+    of = np.repeat(np.arange(len(units)), [len(runs) for runs in units])
+    totals: np.ndarray = np.bincount(of, weights=before[stops] - before[starts], minlength=len(units))
+    if "action_mask" in batch.token:  # the prompt ends where the group's first sample begins to write
+        mask, counts = (
+            batch.token["action_mask"].cpu().numpy(),
+            np.bincount(of, weights=stops - starts, minlength=len(units)),
+        )
+        firsts = np.array([runs[0][0] for runs in units], dtype=np.int64)
+        bounds = zip(offsets[firsts].tolist(), offsets[firsts + 1].tolist(), strict=True)
+        given = np.array([mask[a:b].argmax() for a, b in bounds], dtype=np.float64)
+        totals = totals - (counts - 1) * (given + attention_cost * given**2)
+    found: list[float] = totals.tolist()
+    return found
 
 
 def _runs(runs: Runs) -> Runs:
@@ -112,17 +168,25 @@ def _runs(runs: Runs) -> Runs:
 # --- apart ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Divided:
     """A batch in parts that can be sent: made once, however many calls are given it."""
 
-    def __init__(self, batch: Batch, num_parts: int) -> None:
-        self.division = divide(batch, num_parts)
-        places = {f"sequence/{PLACE}": np.arange(batch.num_sequences)}  # by which order can be restored
-        arrays = to_arrays(batch) | places
-        lengths = {label: np.diff(array) for label, array in arrays.items() if label.startswith(("offsets", "bounds/"))}
-        self.parts = [_part(arrays, lengths, self.division, part) for part in range(num_parts)]
-        self.stored: dict[Any, Any] = {}
-        """What stands for parts in a store; of whoever put them there."""
+    division: Division
+    parts: list[Any]
+    stored: dict[Any, Any] = field(default_factory=dict)
+    """What stands for parts in a store; of whoever put them there."""
+
+
+def divided(batch: Batch, division: Division) -> Divided:
+    """A batch in parts that hold all of it."""
+    arrays = numbered(to_arrays(batch, batch.tokens.dtype), batch.num_sequences)
+    return Divided(division, list(parts_of(arrays, division)))
+
+
+def numbered(arrays: Arrays, num_sequences: int) -> Arrays:
+    """The arrays with the number of every sequence, by which order can be restored."""
+    return arrays | {f"sequence/{PLACE}": np.arange(num_sequences)}
 
 
 @dataclass(frozen=True)
@@ -151,29 +215,39 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return {key: change(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def _part(arrays: Arrays, lengths: Arrays, division: Division, part: int) -> Packed:
-    """The sequences of a part; `lengths` are those between boundaries."""
-    runs, stretches = division.runs[part], division.stretches(part)
-    found: Arrays = {}
+def parts_of(arrays: Arrays, division: Division) -> list[Packed]:
+    """What each part has of the columns of a batch.
+
+    A column is put in the order of the parts at once, and each has a piece of that: few large copies are faster than many small.
+    """
+    found: list[Arrays] = [{} for _ in division.runs]
+    runs, ends = division.in_order
+    stretches, token_ends = division.stretches_in_order
     for label, array in arrays.items():
         kind, _, name = label.partition("/")
         if kind in ("tokens", "token"):
-            found[label] = _cut(array, stretches)
+            narrow = np.int32 if kind == "tokens" else array.dtype  # `core.wire.TOKENS`
+            pieces = _cut(array, stretches, token_ends, narrow)
         elif kind == "sequence":
-            found[label] = _cut(array, runs)
+            pieces = _cut(array, runs, ends, array.dtype)
         elif kind in ("offsets", "bounds"):
-            found[label] = np.concatenate([np.zeros(1, dtype=array.dtype), np.cumsum(_cut(lengths[label], runs))])
-        elif kind == "values":
+            lengths = _cut(np.diff(array), runs, ends, array.dtype)
+            pieces = [np.concatenate([array[:1] * 0, np.cumsum(own)]) for own in lengths]
+        else:  # the values between bounds
             of = arrays[f"bounds/{name.partition(MARK)[0]}"]
-            found[label] = _cut(array, [(int(of[a]), int(of[b])) for a, b in runs])
-    return Packed(found)
+            inner = [(int(of[a]), int(of[b])) for a, b in runs]
+            sizes = np.cumsum([0, *(b - a for a, b in inner)])
+            pieces = _cut(array, inner, sizes[division.run_ends].tolist(), array.dtype)
+        for part, piece in zip(found, pieces, strict=True):
+            part[label] = piece
+    return [Packed(part) for part in found]
 
 
-def _cut(array: np.ndarray, runs: Runs) -> np.ndarray:
-    """Stretches of an array, one after the other: copying them is faster than gathering by index."""
-    if len(runs) == 1:
-        return array[runs[0][0] : runs[0][1]]
-    return np.concatenate([array[a:b] for a, b in runs]) if runs else array[:0]
+def _cut(array: np.ndarray, stretches: Runs, ends: Sequence[int], dtype: Any) -> list[np.ndarray]:
+    """Stretches of an array, one after the other, as another type, in pieces that end at `ends` (the first of which is 0)."""
+    parts = [array[a:b] for a, b in stretches] or [array[:0]]
+    whole = np.concatenate(parts, dtype=dtype, casting="same_kind")
+    return [whole[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
 # --- together ------------------------------------------------------------------------------------------------------------
@@ -189,26 +263,27 @@ def join_parts(results: Sequence[Any], division: Division) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(join_parts(items, division) for items in zip(*results, strict=True))
     if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first)]
+        names = [one.name for one in fields(first)]
         return replace(first, **{n: join_parts([getattr(r, n) for r in results], division) for n in names})
     return first
 
 
 def _joined(columns: Sequence[Tensor], division: Division) -> Tensor:
-    parts = range(division.num_parts)
-    for places in ([division.stretches(part) for part in parts], division.runs):
-        counts = [sum(b - a for a, b in place) for place in places]
-        if [column.shape[0] for column in columns] == counts:
+    sizes = [column.shape[0] for column in columns]
+    for runs, ends in (division.stretches_in_order, division.in_order):  # noqa: B007 (used behind the loop)
+        if sizes == np.diff(ends).tolist():
             break
     else:
-        sizes = [column.shape[0] for column in columns]
         raise ValueError(f"columns of {sizes} rows are neither one a token nor one a sequence of the parts")
+    if division.num_parts == 1:
+        return columns[0]
     # A part without a token may not know the type of a column.
-    like = next((column for column, count in zip(columns, counts, strict=True) if count), columns[0])
-    whole = torch.empty(sum(counts), *like.shape[1:], dtype=like.dtype)
-    for column, place in zip(columns, places, strict=True):
-        at = 0
-        for start, stop in place:
-            whole[start:stop] = column[at : at + stop - start]
+    like = next((column for column, size in zip(columns, sizes, strict=True) if size), columns[0])
+    whole = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype)
+    target, counts = to_array(whole), division.run_ends
+    for part, column in enumerate(columns):
+        at, source = 0, to_array(column)
+        for start, stop in runs[counts[part] : counts[part + 1]]:
+            target[start:stop] = source[at : at + stop - start]
             at += stop - start
     return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
 
 if TYPE_CHECKING:
     from burnish.controller.ray_group import Cluster
+
+
+OBJECTS = 50_000
+"""New objects after which the garbage collector looks at them."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def start_roles(
     sampling = RayBackend(cluster, ROLLOUT, RolloutWorker, (config, place), logs, deadline_s)
     for backend in (training, sampling):
         backend.start()
-    actor = WorkerGroup(ACTOR, TrainingWorker, training, deadline_s)
+    actor = WorkerGroup(ACTOR, TrainingWorker, training, deadline_s, mini_batches=config.training.mini_batches)
     actor.shares = actor.place()
     rollout = WorkerGroup(ROLLOUT, RolloutWorker, sampling, deadline_s)
     ledger = Ledger([actor, rollout])
@@ -97,6 +102,7 @@ def start_roles(
     slim = Slimmer()
     learner = RemoteLearner(actor, ACTOR, ledger, dtype, slim, before)
     slot, critic = config.algorithm.kl.reference, config.algorithm.critic
+    keep_what_is_there()
     return Roles(
         policy=RemotePolicy.of(policy, actor),
         learner=learner,
@@ -124,6 +130,16 @@ def build_remote_engine(
     trainer = Trainer(publish=actor.publish, score=actor.score, dtype=config.model.dtype)
     asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
     return RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note)
+
+
+def keep_what_is_there() -> None:
+    """Let the garbage collector pass over what was made until now, modules above all: it stays until the run ends.
+
+    A step makes hundreds of thousands of small objects, and the collector would walk through everything several times in each.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(OBJECTS)
 
 
 def _nothing() -> None:

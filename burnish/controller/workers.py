@@ -102,10 +102,12 @@ class TrainingWorker:
         return self._learner(role).outputs(batch.to(self.device), needs, mask)
 
     @spread("sequences", "sequences")
-    def update(self, role: str, batch: Batch, loss: Loss, lr_scale: float, also: tuple[Batch, Loss] | None) -> Update:
+    def update(
+        self, role: str, batch: Batch, loss: Loss, lr_scale: float, also: tuple[Batch, Loss] | None, columns: bool
+    ) -> Update:
         """One optimizer step."""
         second = None if also is None else (also[0].to(self.device), also[1])
-        return self._learner(role).update(batch.to(self.device), loss, lr_scale, second)
+        return self._learner(role).update(batch.to(self.device), loss, lr_scale, second, columns)
 
     @spread("broadcast", "nothing")
     def release(self, role: str) -> None:

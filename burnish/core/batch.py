@@ -39,6 +39,8 @@ class Batch:
     token: dict[str, Tensor] = field(default_factory=dict)
     sequence: dict[str, Tensor] = field(default_factory=dict)
     ragged: dict[str, Ragged] = field(default_factory=dict)
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+    """Of which batch these sequences were selected: whoever has that one need not be sent them again."""
 
     def __post_init__(self) -> None:
         n, s = self.num_tokens, self.num_sequences
@@ -97,20 +99,21 @@ class Batch:
         return replace(self, sequence={**self.sequence, **columns})
 
     def select(self, index: Tensor) -> Batch:
-        """The sequences of `index`, in that order (a sequence may be taken twice)."""
+        """The sequences of `index`, in that order (a sequence may be taken twice). Neighbours in their order are not copied."""
         index = index.to(self.offsets.device)
-        where, offsets = _element_index(self.offsets, index)
+        first = _first_of_run(index)
+        if first == 0 and index.numel() == self.num_sequences:
+            return self
+        where, offsets = _elements(self.offsets, index, first)
         ragged = {}
         for name, column in self.ragged.items():
-            inner, inner_offsets = _element_index(column.offsets, index)
+            inner, inner_offsets = _elements(column.offsets, index, first)
             ragged[name] = Ragged(column.values[inner], inner_offsets)
-        return Batch(
-            tokens=self.tokens[where],
-            offsets=offsets,
-            token={name: column[where] for name, column in self.token.items()},
-            sequence={name: column[index] for name, column in self.sequence.items()},
-            ragged=ragged,
-        )
+        whole = index if first is None else slice(first, first + index.numel())
+        token = {name: column[where] for name, column in self.token.items()}
+        sequence = {name: column[whole] for name, column in self.sequence.items()}
+        origin = Origin(self, index, dict(token), dict(sequence))
+        return Batch(self.tokens[where], offsets, token, sequence, ragged, origin)
 
     def split(self, parts: Sequence[Tensor]) -> Iterator[Batch]:
         """One batch for each list of sequence indices."""
@@ -141,6 +144,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
+        if self.tokens.device == torch.device(device):
+            return self
         return Batch(
             tokens=self.tokens.to(device),
             offsets=self.offsets.to(device),
@@ -148,6 +153,31 @@ class Batch:
             sequence={k: v.to(device) for k, v in self.sequence.items()},
             ragged={k: Ragged(v.values.to(device), v.offsets.to(device)) for k, v in self.ragged.items()},
         )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a selection comes from, and the columns as they were taken from there."""
+
+    batch: Batch
+    index: Tensor
+    token: dict[str, Tensor]
+    sequence: dict[str, Tensor]
+
+
+def _first_of_run(index: Tensor) -> int | None:
+    """Where an index begins that counts up from there, on a CPU; None of any other."""
+    if index.device.type != "cpu" or not index.numel() or int(index[-1]) - int(index[0]) + 1 != index.numel():
+        return None
+    return int(index[0]) if bool((index.diff() == 1).all()) else None
+
+
+def _elements(offsets: Tensor, index: Tensor, first: int | None) -> tuple[Tensor | slice, Tensor]:
+    """What gives the elements of the chosen segments, in order, and the new boundaries."""
+    if first is None:
+        return _element_index(offsets, index)
+    bounds = offsets[first : first + index.numel() + 1]
+    return slice(int(bounds[0]), int(bounds[-1])), bounds - bounds[0]
 
 
 def _element_index(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ class Request:
     """Among those that wait, a higher number goes first."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Completion:
     """What came of a request."""
 

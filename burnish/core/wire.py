@@ -20,6 +20,8 @@ from burnish.core.batch import Batch, Ragged
 Arrays = dict[str, np.ndarray]
 FOREIGN = {torch.bfloat16: torch.int16}
 """Types that numpy does not have, and what they travel as."""
+TOKENS = torch.int32
+"""What tokens travel as."""
 PLAIN = frozenset({int, float, str, bool, type(None), bytes, torch.dtype})
 """What holds nothing: most of what is looked at is."""
 MARK = "\0"
@@ -40,6 +42,14 @@ class Packed:
         return sum(array.nbytes for array in self.arrays.values())
 
 
+class Flat:
+    """A message that is made of arrays and plain values: it travels as it is, and nobody need look into it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values() if type(value) is np.ndarray)
+
+
 def to_array(tensor: Tensor) -> np.ndarray:
     """A tensor's content where it is, or in host memory; its type must be one of numpy's, or travel as one."""
     tensor = tensor.detach().cpu()
@@ -53,19 +63,33 @@ def to_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
-def to_arrays(batch: Batch) -> Arrays:
+def to_arrays(batch: Batch, token_type: torch.dtype = TOKENS) -> Arrays:
     """Every column under its kind and name, and its type where numpy does not have that; tokens in half of their size."""
-    columns = {"tokens": batch.tokens.to(torch.int32), "offsets": batch.offsets}
+    columns = {"tokens": batch.tokens.to(token_type), "offsets": batch.offsets}
     columns |= {f"token/{name}": column for name, column in batch.token.items()}
     columns |= {f"sequence/{name}": column for name, column in batch.sequence.items()}
     for name, ragged in batch.ragged.items():
         columns |= {f"values/{name}": ragged.values, f"bounds/{name}": ragged.offsets}
+    return arrays_of(columns)
+
+
+def arrays_of(columns: dict[str, Tensor]) -> Arrays:
+    """Columns by kind and name as arrays, under their types where numpy does not have those."""
     return {_labelled(name, column): to_array(column) for name, column in columns.items()}
 
 
 def from_arrays(arrays: Arrays) -> Batch:
     """The inverse of `to_arrays`."""
-    columns = dict(_unlabelled(label, array) for label, array in arrays.items())
+    return from_columns(columns_of(arrays))
+
+
+def columns_of(arrays: Arrays) -> dict[str, Tensor]:
+    """Arrays as the columns they were, by kind and name."""
+    return dict(_unlabelled(label, array) for label, array in arrays.items())
+
+
+def from_columns(columns: dict[str, Tensor]) -> Batch:
+    """The batch of columns under their kinds and names."""
 
     def kind(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
@@ -84,7 +108,7 @@ def encode(value: Any) -> Any:
     """The value with every batch and tensor in it packed."""
     if type(value) in PLAIN:
         return value
-    if isinstance(value, Packed):
+    if isinstance(value, (Packed, Flat)):
         return value
     if isinstance(value, Batch):
         return Packed(to_arrays(value))
@@ -96,6 +120,8 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """The inverse of `encode`."""
     if type(value) in PLAIN:
+        return value
+    if isinstance(value, Flat):
         return value
     if not isinstance(value, Packed):
         return _mapped(value, decode)
@@ -109,7 +135,7 @@ def num_bytes(value: Any) -> int:
     """Of the arrays in an encoded value; what else it holds is small."""
     if type(value) in PLAIN:
         return 0
-    if isinstance(value, Packed):
+    if isinstance(value, (Packed, Flat)):
         return value.num_bytes
     if isinstance(value, np.ndarray):
         return int(value.nbytes)

@@ -41,7 +41,7 @@ class Critic:
 
     def update(self, mini_batch: Batch) -> Update:
         """One step on the token columns `returns`, `values` (from before the batch's first update) and `weight`."""
-        return self.learner.update(mini_batch, self.loss)
+        return self.learner.update(mini_batch, self.loss, columns=False)
 
     def contents(self, stage: Stage) -> list[Content]:
         """The weights that are trained and their optimizer state, to lie in `critic/` of a checkpoint."""

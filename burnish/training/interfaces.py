@@ -52,7 +52,12 @@ class AnyLearner(Protocol):
     def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]: ...
 
     def update(
-        self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: tuple[Batch, Loss] | None = None
+        self,
+        batch: Batch,
+        loss: Loss,
+        lr_scale: float = 1.0,
+        also: tuple[Batch, Loss] | None = None,
+        columns: bool = True,
     ) -> Update: ...
 
     def release(self) -> None: ...

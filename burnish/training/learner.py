@@ -45,8 +45,9 @@ class Update:
     """What one optimizer step did."""
 
     stats: dict[str, float]
-    logp: Tensor
-    """[N] log-probs (a critic's values) from the forward pass, before the step, at the tokens in the loss; 0 elsewhere."""
+    logp: Tensor | None
+    """[N] log-probs (a critic's values) from the forward pass, before the step, at the tokens in the loss; 0 elsewhere. None
+    where nobody wanted columns."""
     skipped: str | None
     """Why no step was made, or None."""
     entropy: Tensor | None = None
@@ -105,18 +106,26 @@ class Learner:
         )
 
     @metered("other")
-    def update(self, batch: Batch, loss: Loss, lr_scale: float = 1.0, also: tuple[Batch, Loss] | None = None) -> Update:
-        """One optimizer step. The batch has a `weight` token column: 0 outside the loss, denominators included.
+    def update(
+        self,
+        batch: Batch,
+        loss: Loss,
+        lr_scale: float = 1.0,
+        also: tuple[Batch, Loss] | None = None,
+        columns: bool = True,
+    ) -> Update:
+        """One optimizer step. The batch has a `weight` column, of tokens or of sequences: denominators included.
 
         A gradient that is not finite makes no step and says so; so does a batch without a token in the loss. `also` is a
-        second batch with a loss of its own whose gradient goes into the same step.
+        second batch with a loss of its own whose gradient goes into the same step. Without `columns` only numbers are told.
         """
         num_tokens = int(self.ranks.total({"tokens": int(batch.loss_mask.sum())})["tokens"])
         if num_tokens == 0:
-            return Update({}, torch.zeros(batch.num_tokens, device=batch.tokens.device), "no token is left in the loss")
+            nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device) if columns else None
+            return Update({}, nothing, "no token is left in the loss")
         self.optimizer.zero_grad()
         total, sums, seen = self._accumulate(batch, loss)
-        logp, entropy = _first(seen), seen.get("entropy")
+        logp, entropy = (_first(seen), seen.get("entropy")) if columns else (None, None)
         second = 0.0 if also is None else self._accumulate(*also)[0]
         lr = lr_scale * self.config.lr * self._schedule()
         with self.meter("communication"):

@@ -27,15 +27,6 @@ def test_an_absent_extra_names_the_command_that_installs_it(monkeypatch: pytest.
     assert marks["[tasks]"][0] == doctor.OK
 
 
-def test_an_extra_whose_feature_does_not_exist_yet_is_not_advertised() -> None:
-    texts = {row.name: (row.mark, row.text) for row in doctor.extras()}
-    for extra in doctor.RESERVED:
-        mark, text = texts[f"[{extra}]"]
-        assert mark == doctor.ABSENT
-        assert "not built yet" in text
-        assert "pip install" not in text
-
-
 def test_an_old_torch_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MATMUL_SECONDS", 0.01)
     for asked, mark in (("2.11", doctor.OK), ("99.0", doctor.WRONG)):

@@ -69,7 +69,8 @@ def test_arguments_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> 
 
     command(monkeypatch, run)
     assert cli.main(["probe", "a.yaml", "--dry-run", "rollout.n=4", "seed=1"]) == 7
-    assert seen == [Namespace(recipe="a.yaml", overrides=["rollout.n=4", "seed=1"], dry_run=True)]
+    expected = Namespace(recipe="a.yaml", overrides=["rollout.n=4", "seed=1"], dry_run=True, is_command=False)
+    assert seen == [expected]
 
 
 def test_a_user_error_is_one_message_and_status_2(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.controller.group import Gone, Order, Traffic
+from burnish.controller.keeping import Keeper
 from burnish.controller.splitting import filled
 from burnish.core.wire import decode, encode, num_bytes
 
@@ -26,9 +27,12 @@ class Sent:
 class HereBackend:
     """Workers of `make(rank)`, called one after the other; those in `dead` are gone, those in `mute` never answer."""
 
+    is_here = False
+
     def __init__(self, make: Callable[[int], Any], size: int) -> None:
         self.make, self.workers = make, [make(rank) for rank in range(size)]
         self.size, self.traffic = size, Traffic()
+        self.keepers = [Keeper() for _ in range(size)]
         self.dead: set[int] = set()
         self.mute: set[int] = set()
         self.restarted: list[int] = []
@@ -42,17 +46,19 @@ class HereBackend:
 
     def _send(self, order: Order) -> Sent:
         parts = [divided.parts[share] for divided, share in order.parts]
-        parcel = filled(order.parcel, parts)
         self.traffic.messages += 1
-        self.traffic.bytes_out += num_bytes(parcel)
-        sent = Sent(order.rank, order.method, parcel, order.lane)
+        self.traffic.bytes_out += num_bytes(order.parcel) + num_bytes(parts)
+        sent = Sent(order.rank, order.method, filled(order.parcel, parts), order.lane)
         self.sent.append(sent)
         if order.rank in self.dead:
             sent.error = Gone("killed")
         elif order.rank not in self.mute:
             try:
-                args, kwargs = decode(parcel)
-                sent.value = encode(self.call(order.rank, order.method, args, kwargs))
+                keeper = self.keepers[order.rank]
+                args, kwargs = filled(decode(order.parcel), [keeper.open(part) for part in parts])
+                result = self.call(order.rank, order.method, args, kwargs)
+                keeper.keep(parts, result)
+                sent.value = encode(result)
             except Exception as error:  # noqa: BLE001 (raised where the result is asked for)
                 sent.error = error
         return sent

@@ -1,4 +1,4 @@
-"""The runs that the tests of Ray look at: `python -m tests.controller.scenarios <folder>`.
+"""The runs that the tests of Ray look at: `python -m tests.controller.scenarios <folder> <name> ...`.
 
 One process, one Ray; each run in a folder of its own, and what else a test must know in `<folder>/facts.json`.
 """
@@ -57,6 +57,19 @@ def placed(workers: int, engines: int, *more: str) -> list[str]:
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def equal(folder: Path, facts: Facts) -> None:
+    """The same recipe in one process, with one worker of Ray's and with two."""
+    places = {"one": [], "ray-one": placed(1, 1), "ray-two": placed(2, 1, "placement.sync=delta")}
+    for name, where in places.items():
+        run(folder, name, *where)
+        run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
+
+
+def long(folder: Path, facts: Facts) -> None:
+    """Many steps."""
+    run(folder, "long", *placed(1, 1), "training.steps=200", "run.save_every=1000", "run.samples_every=1000")
 
 
 def numbers(folder: Path, facts: Facts) -> None:
@@ -232,17 +245,17 @@ def actors(folder: Path, facts: Facts) -> None:
             seen["lost"] = [type(error).__name__, str(error), time.monotonic() - started]
 
 
-SCENARIOS = (numbers, killed_engine, relayed, killed_trainer, refused, taken, actors, own_processes)
+SCENARIOS = (equal, long, numbers, killed_engine, relayed, killed_trainer, refused, taken, actors, own_processes)
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, names: list[str]) -> int:
     torch.set_num_threads(1)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="error")
-    PooledCluster.pool = Pool(4)
+    PooledCluster.pool = Pool(3 if set(names) <= {"equal", "long"} else 4)
     ray_group.Cluster = PooledCluster
     facts: Facts = {"times": {}}
-    for scenario in SCENARIOS:
+    for scenario in [one for one in SCENARIOS if one.__name__ in names]:
         started = time.monotonic()
         try:
             scenario(folder, facts)
@@ -256,4 +269,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

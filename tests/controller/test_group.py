@@ -13,12 +13,13 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.controller.group import WorkerGroup
+from burnish.controller.keeping import Keeper
 from burnish.controller.local import LocalBackend
-from burnish.controller.splitting import FEW_PARTS, Divided, divide, emptiest_first, join_parts
+from burnish.controller.splitting import FEW_PARTS, divide, divided, emptiest_first, join_parts
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.core.spread import Spread, spread
-from burnish.core.wire import decode, from_arrays
+from burnish.core.wire import from_arrays
 from burnish.core.workers import WorkerLost
 from burnish.training.learner import Update
 from tests.controller.here import HereBackend
@@ -117,7 +118,8 @@ def test_columns_come_back_in_the_order_of_the_batch(size: int) -> None:
 
 
 def decode_batch(parcel: Any) -> Batch:
-    return decode(parcel)[0][0]
+    found: Batch = Keeper().open(parcel[0][0])
+    return found
 
 
 def test_of_a_record_columns_are_joined_and_the_rest_is_the_first_ranks() -> None:
@@ -251,13 +253,13 @@ def test_one_rank_can_be_asked_alone_and_replaced() -> None:
 LENGTHS = st.lists(st.integers(1, 9), min_size=0, max_size=12)
 
 
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_division_has_every_sequence_once_and_joins_to_the_whole(
-    lengths: list[int], parts: int, groups: int, random: Any
+    lengths: list[int], parts: int, stretches: int, groups: int, random: Any
 ) -> None:
     batch = batch_of(lengths, [random.randrange(groups) for _ in lengths])
-    divided = Divided(batch, parts)
-    division, pieces = divided.division, [from_arrays(part.arrays) for part in divided.parts]
+    sent = divided(batch, divide(batch, parts, stretches))
+    division, pieces = sent.division, [from_arrays(part.arrays) for part in sent.parts]
     places = torch.cat([piece.sequence["place"] for piece in pieces])
     assert sorted(places.tolist()) == list(range(len(lengths)))
     for piece in pieces:
@@ -281,7 +283,7 @@ def test_a_prompt_counts_once_for_the_samples_that_share_it() -> None:
     shared = batch.with_token(action_mask=(positions >= 90) | (batch.sequence_ids >= 4))
     # Without sharing the group costs 400 tokens, which no part of the others can match; with it 130.
     for parts, expected in ((2, [180, 400]), (3, [60, 120, 400])):
-        division = divide(shared, parts, 0.0)
+        division = divide(shared, parts, attention_cost=0.0)
         assert sorted(sum(b - a for a, b in division.stretches(k)) for k in range(parts)) == expected
 
 
@@ -299,15 +301,15 @@ def test_a_part_without_sequences_does_not_decide_the_type() -> None:
     assert join_parts(parts, division).dtype == torch.float64
 
 
-def test_a_batch_that_is_handed_in_again_is_not_divided_again() -> None:
-    group, _ = group_of(2)
-    batch = batch_of([3, 1, 4])
-    group.columns(batch, 1.0)
-    first = group._last
-    group.columns(batch, 2.0)
-    assert group._last is first
-    group.columns(batch_of([3, 1, 4]), 2.0)
-    assert group._last is not first
+def test_every_stretch_of_groups_is_divided_evenly_and_so_is_the_whole() -> None:
+    lengths = [3, 9, 2, 8, 5, 5, 7, 3, 4, 6, 1, 9]
+    division = divide(batch_of(lengths), 2, stretches=3, attention_cost=0.0)
+    for k in range(3):
+        inside = [[i for a, b in runs for i in range(a, b) if k * 4 <= i < k * 4 + 4] for runs in division.runs]
+        sums = [sum(lengths[i] for i in part) for part in inside]
+        assert abs(sums[0] - sums[1]) <= 2
+    totals = [sum(b - a for a, b in division.stretches(part)) for part in range(2)]
+    assert abs(totals[0] - totals[1]) <= 2
 
 
 @given(st.lists(st.floats(1, 50), min_size=1, max_size=300))

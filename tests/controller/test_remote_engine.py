@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from burnish.algorithms.losses import NllLoss
 from burnish.config.errors import UserError
+from burnish.core.batch import Batch
 from burnish.core.engine import SamplingOptions
 from burnish.core.workers import WorkerLost
 from burnish.rollout import remote
-from burnish.rollout.messages import pack_completions, pack_requests, unpack_completions, unpack_requests
+from burnish.rollout.messages import by_prompt, pack_completions, pack_requests, unpack_completions, unpack_requests
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.sync.buckets import Publication, Publisher
 from burnish.rollout.sync.verify import SyncError
@@ -128,6 +130,31 @@ def test_an_engine_that_ends_is_started_again_and_nothing_is_lost_or_twice(
     assert run(parts.engine, asked) == run(local, asked)
 
 
+def test_what_an_engine_took_with_it_counts_as_stopped_before_its_first_token(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    asked = requests(6)
+    expected = run(parts.local, asked)
+    parts.engine.submit(asked)
+    lost = sorted(parts.engine.members[1].running)
+    parts.backend.dead.add(1)
+    kept = parts.engine.abort(lost[:2], keep=True)
+    assert sorted(c.id for c in kept) == lost[:2]
+    assert all(len(c.tokens) == len(c.logp) == 0 and c.finish == "aborted" for c in kept)
+    assert parts.backend.restarted == [1]
+    # The others it had are sampled elsewhere.
+    rest = {c.id: told(c) for c in parts.engine.stream()}
+    assert rest == {id: found for id, found in expected.items() if id not in lost[:2]}
+
+
+def test_an_engine_that_ends_in_its_sleep_is_started_again(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    run(parts.engine, requests(2))
+    parts.backend.dead.add(0)
+    parts.engine.sleep()
+    assert parts.backend.restarted == [0]
+    assert run(parts.engine, requests(4)) == run(parts.local, requests(4))
+
+
 def test_an_engine_that_ends_while_it_takes_weights_is_sent_them_again(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, "placement.sync=delta")
     run(parts.engine, requests(2))
@@ -208,7 +235,10 @@ def synced(folder: Path, backend: type[HereBackend], *overrides: str) -> None:
     ("backend", "words"),
     [
         (OneBucketMissing, r"engine 1, version 1: tensor layers\.0\.qkv\.weight is not what the trainer has \(1 of"),
-        (OneVersionMissing, "engine 1 has version 0 of the weights, and 1 was published"),
+        (
+            OneVersionMissing,
+            r"engine 1 has version 0 of the weights, and 1 was published: tensor embedding\.weight and \d+ more there are old",
+        ),
         (OneBitWrong, r"engine 1, version 1: tensor head\.weight is not what the trainer has \(1 of"),
         (
             OtherWeightsInUse,
@@ -232,7 +262,8 @@ def test_an_engine_that_was_left_out_stops_the_run(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(parts.engine.workers, "send_same", forgetful)
     learn(parts.trainer)
-    with pytest.raises(SyncError, match="engine 2 was not sent version 1 of the weights"):
+    words = r"engine 2 was not sent version 1 of the weights: tensor embedding\.weight and \d+ more there are old"
+    with pytest.raises(SyncError, match=words):
         parts.engine.load(1, ())
 
 
@@ -271,13 +302,40 @@ def test_a_delta_sends_less_and_leaves_the_same_bits(tmp_path: Path) -> None:
         assert all(torch.equal(theirs[name], mine) for name, mine in parts.trainer.policy.module.named_parameters())
 
 
+def test_at_a_small_learning_rate_in_bfloat16_a_delta_is_less_than_a_third_and_exact(tmp_path: Path) -> None:
+    """The product's own AdamW at 1e-6, master weights and all, over some updates; engines end with the trainer's bits."""
+    small = ["model.dtype=bfloat16", "training.optimizer.lr=1e-6", "model.new.hidden_size=64", "model.new.mlp_size=128"]
+    parts = parts_of(tmp_path, "placement.sync=delta", *small)
+    run(parts.engine, requests(2))
+    everything = parts.counted.pop("controller/sync_bytes")
+    values = sum(p.numel() for p in parts.trainer.policy.module.parameters())
+    assert everything == 2 * values
+    trainer = parts.trainer
+    generator, started = torch.Generator().manual_seed(0), copy.deepcopy(trainer.policy.module)
+    for version in range(1, 6):
+        tokens = torch.randint(0, 10, (24,), generator=generator)
+        mask = torch.arange(24) % 6 > 1
+        batch = Batch(tokens, torch.arange(5) * 6, {"action_mask": mask, "loss_mask": mask, "weight": mask / 16})
+        assert trainer.update("actor", batch, NllLoss(), 1.0, None, True).skipped is None
+        parts.engine.load(version, ())
+        sent = parts.counted.pop("controller/sync_bytes")
+        assert sent <= 0.3 * everything
+        for worker in parts.backend.workers:
+            theirs = dict(worker.policy.module.named_parameters())
+            assert all(torch.equal(theirs[name], mine) for name, mine in trainer.policy.module.named_parameters())
+    pairs = zip(started.parameters(), trainer.policy.module.parameters(), strict=True)
+    assert any(not torch.equal(before, after) for before, after in pairs)  # or nothing was to be sent
+
+
 # --- messages ------------------------------------------------------------------------------------------------------------
 
 
 def test_requests_and_completions_travel_as_they_are(tmp_path: Path) -> None:
     asked = requests(3) + requests(1, sampling=replace(OPTIONS, raw_logprobs=True, top_k=3), first=9)
     asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2)
-    assert unpack_requests(pack_requests(asked)) == asked
+    back = unpack_requests(pack_requests(by_prompt(asked)))
+    assert sorted(back, key=lambda request: request.id) == sorted(asked, key=lambda request: request.id)
+    assert [request.id for request in back[:3]] == ["0.0", "0.1", "9.0"]  # equal prompts together
     assert unpack_requests(pack_requests([])) == []
     parts = parts_of(tmp_path)
     engine = parts.local

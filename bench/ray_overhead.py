@@ -1,0 +1,109 @@
+"""What `placement=ray` costs a step of the default job against one process, in the same minute on the same machine.
+
+    python bench/ray_overhead.py [--steps 30] [--profile] [key=value ...]
+
+Both runs live in one driver and take turns, step by step, so that whatever else the machine does hits both alike; the one that
+has no turn waits. The recipe is recipes/sort_digits.yaml with a short warm start and without validation. A step is what the
+trainer does in one: rollouts, rewards, learning, new weights; writing metrics and samples is the same for both and left out.
+
+`local` is one process; `ray` one worker and one engine that take turns on the same cores, with as many threads. Medians over
+all steps but the first two, and of the ratio of the two in each step; `computing_s` is what of learning the learner itself says
+it took; `--profile` tells where the driver's time goes in those of
+Ray, waiting for workers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import save, table
+
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.trainers import rl
+from burnish.trainers.build import assemble, warm_start
+from burnish.trainers.job import Job, Learned
+from burnish.trainers.performance import learner_values
+from burnish.trainers.session import checked_run, warm_folder
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
+FEW = ["warm_start.updates=120", "validation.before=false", "run.save_every=100000", "run.samples_every=100000"]
+WARM = 2
+
+
+def job_of(stack: ExitStack, name: str, overrides: list[str], folder: str) -> Job:
+    """A run that is ready for its first step."""
+    loaded = load(TrainConfig, RECIPE, [*FEW, *overrides, f"run.directory={folder}", f"run.name={name}"])
+    parts, run = stack.enter_context(checked_run(loaded.config, loaded.resolved, loaded.base, name))
+    if loaded.config.warm_start is not None:
+        parts.weights = warm_folder(run.directory)
+        warm_start(parts, loaded.config.warm_start, run, parts.weights)
+    job = assemble(parts, run)
+    stack.callback(job.source.close)
+    return job
+
+
+def step_of(job: Job, step: int) -> dict[str, float]:
+    """One step, and what it took."""
+    started = time.perf_counter()
+    rollouts, batch = rl.gather(job, step)
+    sampled = time.perf_counter()
+    learned = rl.learn(job, step, batch) if batch is not None else Learned()
+    updated = time.perf_counter()
+    rl.settle(job, step, rollouts, learned)
+    ended = time.perf_counter()
+    values = learner_values(job.learners, sampled)
+    told = {name.partition("/")[2]: values.get(name, 0.0) for name in ("controller/messages", "controller/store_bytes")}
+    computing_s = sum(
+        values.get(f"time/{part}_s", 0.0) for part in ("forward", "backward", "optimizer", "communication")
+    )
+    return {
+        "step_s": ended - started,
+        "rollout_s": sampled - started,
+        "learn_s": updated - sampled,
+        "computing_s": computing_s,
+        "settle_s": ended - updated,
+    } | told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    threads = int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()))
+    places: dict[str, list[str]] = {
+        "local": [f"run.threads={threads}"],
+        "ray": ["placement=ray", f"placement.cpus={threads}"],
+    }
+    profile, found = cProfile.Profile(), {name: list[dict[str, float]]() for name in places}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        jobs = {name: job_of(stack, name, [*args.overrides, *where], folder) for name, where in places.items()}
+        for step in range(1, args.steps + WARM + 1):
+            for name, job in jobs.items():
+                is_profiled = args.profile and name == "ray" and step > WARM
+                found[name].append(profile.runcall(step_of, job, step) if is_profiled else step_of(job, step))
+    rows: list[dict[str, Any]] = []
+    for name, steps in found.items():
+        medians = {key: statistics.median(one[key] for one in steps[WARM:]) for key in steps[0]}
+        ratios = [one["step_s"] / other["step_s"] for one, other in zip(steps, found["local"], strict=True)][WARM:]
+        rows.append({"placement": name, **medians, "overhead": statistics.median(ratios) - 1})
+    print(table(rows, list(rows[0])))
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    save("ray_overhead", [{**row, "threads": threads, "machine_load": os.getloadavg()[0]} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""`burnish view`: a report of any run, whoever is writing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from burnish.cli.main import main
+from burnish.run.directory import RunDirectory
+from burnish.run.metrics import Metrics
+
+
+def test_a_run_that_is_being_written_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDirectory.create(tmp_path, "it", "seed: 0\n") as run:
+        Metrics(run.metrics).append(1, {"reward/mean": 0.5})
+        assert main(["view", str(tmp_path / "it")]) == 0
+    assert capsys.readouterr().out == f"report: {tmp_path / 'it' / 'report.html'}\n"
+    assert "mean reward" in (tmp_path / "it" / "report.html").read_text()
+
+
+def test_what_is_no_run_is_refused_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDirectory.create(tmp_path, "digits", "seed: 0\n"):
+        pass
+    assert main(["view", str(tmp_path / "digit")]) == 2
+    assert "did you mean 'digits'" in capsys.readouterr().err

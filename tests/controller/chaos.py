@@ -1,0 +1,333 @@
+"""Runs of a second or two whose processes are killed and stopped at random moments: do they end as if nothing had happened?
+
+    python -m tests.controller.chaos [--runs 1000] [--victims driver,reward,...] [--first-seed 0]
+
+Every run is `burnish train` with its supervisor. A seed picks a step and a moment in it; then the victim gets SIGKILL or SIGSTOP.
+The run must end with status 0, its journal must show every sample used exactly once, and weights, optimizer and metrics must be
+those of the undisturbed run, bit for bit in float64. (Of an asynchronous one: as many samples in each step.) The table at the end counts; the exit status is 1 if one run did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.numpy import load_file
+
+from burnish.run.metrics import MEASURED, read
+from burnish.run.processes import descendants
+
+STEPS = 10
+RECIPE = f"""
+model: {{new: {{hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}}, dtype: float64, device: cpu}}
+data: {{train: {{task: sort_digits, limit: 12, options: {{min_digits: 2, max_digits: 3}}}}, max_prompt_tokens: 8}}
+reward: {{workers: 2, timeout_s: 1.5, parts: [{{name: 'slow.py:digits'}}, {{name: task, weight: 0.5}}]}}
+rollout: {{prompts: 4, n: 4, max_tokens: 4}}
+training: {{steps: {STEPS}, mini_batches: 2, optimizer: {{lr: 1.0e-2}}}}
+algorithm: {{kl: {{loss: {{coef: 0.1}}, reference: frozen}}}}
+run: {{samples_every: 5, save_every: 3, threads: 1, directory: runs, name: run}}
+"""
+SLOW = """
+import time
+def digits(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.004)
+    return 0.2 * sum(c.isdigit() for c in solution_str)
+"""
+RAY = ("placement=ray", "placement.timeout_s=30")
+ASYNC = ("rollout.source=async",)
+VICTIMS: dict[str, tuple[str, ...]] = {
+    "driver": (),
+    "reward": (),
+    "rollout": (*RAY, "placement.engines=2"),
+    "trainer": (*RAY, "placement.workers=2"),
+    "ray_driver": RAY,
+    "async_driver": ASYNC,
+    "async_reward": ASYNC,
+}
+"""The overrides under which there is such a process."""
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+DEADLINE_S = 180.0
+LATE = 999
+"""Stands for the exit code of a run that did not end in time."""
+
+
+# --- the process whose forks are the runs ------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Forks runs on request: torch is imported once, by one thread. `start FOLDER ...` answers a pid, `wait PID` an exit code."""
+    import transformers  # noqa: F401
+
+    import burnish.cli.train
+    import burnish.trainers.session
+    from burnish.run import processes, supervise
+
+    supervise.STOPPED_S, supervise.STACKS_S, processes.LEAVE_S = 0.5, 0.2, 3.0
+    burnish.cli.train.finish = lambda run: None  # curves and a report take longer than the run
+    for line in sys.stdin:
+        command, argument, *overrides = line.split()
+        if command == "start":
+            pid = os.fork()
+            if pid == 0:
+                command_line(Path(argument), overrides)
+            print(pid, flush=True)
+        else:
+            print(exit_code(int(argument)), flush=True)
+
+
+def command_line(folder: Path, overrides: list[str]) -> None:
+    """`burnish train` as a shell would start it; never returns."""
+    from burnish.cli.main import main
+
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(folder)
+        output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = ["burnish", "train", "recipe.yaml", *overrides]
+        status = main()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def exit_code(pid: int) -> int:
+    """Of a run; one that takes too long is ended."""
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    for left in [*descendants(pid), pid]:
+        os.kill(left, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return LATE
+
+
+class Runner:
+    """The other end of `serve`."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "tests.controller.chaos", "serve"]
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def _ask(self, text: str) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, folder: Path, overrides: tuple[str, ...]) -> int:
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(RECIPE)
+        (folder / "slow.py").write_text(SLOW)
+        return self._ask(" ".join(["start", str(folder), *overrides]))
+
+    def wait(self, pid: int) -> int:
+        return self._ask(f"wait {pid}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+@contextmanager
+def open_runner() -> Iterator[Runner]:
+    runner = Runner()
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+# --- one run and what came of it --------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What no disturbance may change."""
+
+    metrics: list[dict[str, Any]]
+    weights: dict[str, bytes]
+    used: list[tuple[int, list[str]]]
+
+
+def result(folder: Path) -> Result:
+    """Of a complete run."""
+    run = folder / "runs" / "run"
+    metrics = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
+    last = run / "checkpoints" / f"step-{STEPS:06d}"
+    weights = {
+        f"{file.name}/{name}": tensor.tobytes()
+        for file in sorted(last.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    events = [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]
+    resumed = [(i, e["step"]) for i, e in enumerate(events) if e["event"] == "resumed"]
+    used = [
+        (e["step"], e["ids"])
+        for i, e in enumerate(events)
+        if e["event"] == "used" and not any(i < k and e["step"] > step for k, step in resumed)
+    ]
+    return Result(metrics, weights, used)
+
+
+def undisturbed(runner: Runner, folder: Path, overrides: tuple[str, ...]) -> Result:
+    code = runner.wait(runner.start(folder, overrides))
+    assert code == 0, output(folder)
+    return result(folder)
+
+
+def output(folder: Path) -> str:
+    return (folder / "output.txt").read_text(errors="replace")[-3000:]
+
+
+class Disturbed(NamedTuple):
+    """A run that was disturbed."""
+
+    was_hit: bool
+    code: int
+    seconds: float
+    problems: list[str]
+
+
+def disturbed(runner: Runner, folder: Path, victim: str, number: int, seed: int, expected: Result) -> Disturbed:
+    """A run in which a victim gets a signal, at a moment that the seed picks."""
+    rng = random.Random(f"{victim}-{number}-{seed}")
+    step, delay_s = rng.randrange(STEPS - 1), rng.uniform(0, 0.15)
+    started = time.monotonic()
+    pid = runner.start(folder, VICTIMS[victim])
+    was_hit = strike(pid, folder, victim, number, step, delay_s, rng)
+    code = runner.wait(pid)
+    problems = [] if code == 0 else [f"status {code}: {output(folder)}"]
+    if code == 0:
+        found = result(folder)
+        ids = [id for _, some in found.used for id in some]
+        problems += ["a sample was used twice"] if len(set(ids)) < len(ids) else []
+        problems += compared(found, expected, is_sync=VICTIMS[victim] != ASYNC)
+    return Disturbed(was_hit, code, time.monotonic() - started, problems)
+
+
+def compared(found: Result, expected: Result, is_sync: bool) -> list[str]:
+    """What differs. Which groups a step gets is a matter of moments where sampling never stops; how many samples it gets is not."""
+    if is_sync:
+        return [f"other {part}" for part in Result._fields if getattr(found, part) != getattr(expected, part)]
+    counts = [[(step, len(ids)) for step, ids in one.used] for one in (found, expected)]
+    return [] if counts[0] == counts[1] else [f"other numbers of samples: {counts[0]} instead of {counts[1]}"]
+
+
+def strike(pid: int, folder: Path, victim: str, number: int, step: int, delay_s: float, rng: random.Random) -> bool:
+    """Wait for the step, then for the moment in it; then the signal. False if the run was over before."""
+    journal = folder / "runs" / "run" / "journal" / "events.jsonl"
+    while is_alive(pid):
+        if step == 0 or (journal.exists() and done(journal.read_text()) >= step):
+            break
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    while is_alive(pid):
+        if found := find(pid, victim):
+            try:
+                os.kill(rng.choice(found), number)
+            except ProcessLookupError:
+                continue
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def done(journal: str) -> int:
+    """The last step that a journal tells of."""
+    steps = [line for line in journal.splitlines() if '"event":"step"' in line and line.endswith("}")]
+    return int(json.loads(steps[-1])["step"]) if steps else 0
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def find(supervisor: int, victim: str) -> list[int]:
+    """The processes of that kind."""
+    below = descendants(supervisor)
+    if victim.endswith("driver"):
+        return below[:1]
+    if victim.endswith("reward"):
+        return [pid for pid in below if "burnish.rewards.worker" in _link(pid, "cmdline")]
+    group = {"rollout": "rollout", "trainer": "actor"}[victim]
+    return [pid for pid in below if f"/workers/{group}-" in _link(pid, "fd/1")]
+
+
+def _link(pid: int, what: str) -> str:
+    path = Path(f"/proc/{pid}/{what}")
+    try:
+        return os.readlink(path) if what.startswith("fd/") else path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# --- many of them -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--victims", default=",".join(VICTIMS))
+    parser.add_argument("--first-seed", type=int, default=0)
+    args = parser.parse_args()
+    kinds = [(victim, number) for victim in args.victims.split(",") for number in SIGNALS]
+    counts: dict[tuple[str, int], list[Disturbed]] = {kind: [] for kind in kinds}
+    with open_runner() as runner, tempfile.TemporaryDirectory() as temporary:
+        expected: dict[tuple[str, ...], Result] = {}
+        for k in range(args.runs):
+            victim, number = kinds[k % len(kinds)]
+            folder, where = Path(temporary) / str(k), VICTIMS[victim]
+            if where not in expected:
+                expected[where] = undisturbed(runner, Path(temporary) / f"undisturbed-{len(expected)}", where)
+            seed = args.first_seed + k // len(kinds)
+            found = disturbed(runner, folder, victim, number, seed, expected[where])
+            counts[victim, number].append(found)
+            for problem in found.problems:
+                print(f"{victim} {signal.Signals(number).name} seed {seed}: {problem}", flush=True)
+            shutil.rmtree(folder)
+            if (k + 1) % 50 == 0:
+                print(f"{k + 1} runs", file=sys.stderr, flush=True)
+    print(f"{'victim':<14}{'signal':<10}{'runs':>6}{'hit':>6}{'as undisturbed':>16}{'seconds a run':>15}")
+    for (victim, number), runs in counts.items():
+        if runs:
+            same, seconds = sum(not run.problems for run in runs), sum(run.seconds for run in runs) / len(runs)
+            hit = sum(run.was_hit for run in runs)
+            print(f"{victim:<14}{signal.Signals(number).name:<10}{len(runs):>6}{hit:>6}{same:>16}{seconds:>15.1f}")
+    return int(any(run.problems for runs in counts.values() for run in runs))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        sys.exit(main())

@@ -1,0 +1,48 @@
+"""The same recipe and seed in one process, with one worker of Ray's and with two: the same tokens, the same numbers.
+
+A Ray of its own and six short runs: about half a minute.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from burnish.run.metrics import read
+from tests.controller.made import assert_same, made, numbers, samples
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
+
+RUNS = ["ray-one", "ray-two"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory, "ray-equal", ["equal"], deadline_s=200)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_in_float64_tokens_and_losses_are_those_of_one_process_for_ten_steps(folder: Path, name: str) -> None:
+    expected = numbers(folder, "one")
+    assert [row["step"] for row in expected] == list(range(1, 11))
+    assert abs(expected[0]["actor/loss"] - expected[-1]["actor/loss"]) > 1e-3
+    assert len(samples(folder, name)) == 10 * 16
+    assert_same(folder, name, "one", 1e-9)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_in_float32_the_first_step_is_that_of_one_process(folder: Path, name: str) -> None:
+    assert len(numbers(folder, f"{name}-float32")) == 1
+    assert_same(folder, f"{name}-float32", "one-float32", 1e-5)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_the_controller_moves_is_in_the_metrics_of_every_step(folder: Path, name: str) -> None:
+    for row in read(folder / name / "metrics.jsonl"):
+        assert row["controller/messages"] > 0
+        assert 0 < row["controller/sync_bytes"] <= row["controller/store_bytes"]
+        assert 0 < row["time/sync_s"] < row["time/step_s"]
+        assert 0 < row["controller/resident_gib"] < 100
+        # Tokens and masks go out once; the samples of a prompt share it: a mini-batch is named and not sent.
+        assert 0 < row["controller/bytes_out"] < 30_000
