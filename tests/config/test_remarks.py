@@ -24,6 +24,8 @@ def said(*overrides: str) -> list[str]:
         (["algorithm.curriculum={name: prioritised, warmup_steps: 100}"], "warmup_steps=100, but training.steps=100"),
         (["algorithm.kl.reward.coef=0.1"], "pays twice"),
         (["training.mini_batches=1"], "the clip never acts"),
+        (["rollout.source=ahead"], "weights one step old, and algorithm.correction=none does nothing about it"),
+        (["rollout.source={name: async, max_staleness: 3}"], "weights up to 3 steps old"),
         (["algorithm=ppo", "algorithm.clip=ppo", "algorithm.ratio=sequence"], "seq_token keeps it with its token"),
     ],
 )
@@ -35,3 +37,11 @@ def test_it_says_so(overrides: list[str], words: str) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "vapo", "t1", "gspo_token", "pacs"])
 def test_sensible_settings_stay_quiet(name: str) -> None:
     assert said(f"algorithm={name}") == []
+
+
+@pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip", "budget"])
+def test_older_weights_that_are_corrected_for_need_no_word(correction: str) -> None:
+    chosen = "{budget: {ess: 0.5}}" if correction == "budget" else correction
+    assert said("rollout.source=ahead", f"algorithm.correction={chosen}") == []
+    assert said("rollout.source={name: async, max_staleness: 0}") == []
+    assert said("rollout.source=ahead", "algorithm.correction=bypass_ppo_clip", "training.mini_batches=1") == []

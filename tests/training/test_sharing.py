@@ -29,21 +29,8 @@ VOCAB = 17
 
 def decoder(family: str = "qwen2", window: int | None = None) -> Decoder:
     record = FAMILIES[family]
-    arch = Architecture(
-        family,
-        VOCAB,
-        16,
-        2,
-        4,
-        2,
-        8,
-        24,
-        256,
-        qkv_bias=record.qkv_bias,
-        qk_norm=record.qk_norm,
-        window=window,
-        tied=True,
-    )
+    fields = {**record.fixed, **record.invent(2), "window": window, "tied": True}
+    arch = Architecture(family, VOCAB, 16, 2, 4, 2, 8, 24, 256, **fields)
     model = Decoder(arch).double()
     initialise(model, 3, std=0.4)
     return model
@@ -92,7 +79,7 @@ def gradients(model: Decoder | ValueModel, batch: Batch, shares: bool, budget: i
 @pytest.mark.parametrize("budget", [10_000, 40, 1])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_gradient_is_that_of_sequences_computed_alone(family: str, budget: int) -> None:
-    model = decoder(family, window=5 if family == "mistral" else None)
+    model = decoder(family, window=5 if family in ("mistral", "gemma3_text") else None)
     batch = drawn([[3, 9, 1, 6], [2], [12, 4, 4], [5, 5]], prompt=11)
     (expected, logp), (got, logp_shared) = (gradients(model, batch, shares, budget) for shares in (False, True))
     torch.testing.assert_close(logp_shared, logp, atol=1e-12, rtol=0)

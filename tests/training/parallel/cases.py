@@ -19,7 +19,7 @@ from burnish.config.parallel import Parallel
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.activations import set_activations
-from burnish.models.architecture import Architecture
+from burnish.models.architecture import FAMILIES, Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.lora import add_lora
 from burnish.models.value import ValueModel
@@ -74,6 +74,8 @@ class Case:
     """Whether a second batch is imitated in the same update."""
     steps: int = STEPS
     token_budget: int = 48
+    gemma3: bool = False
+    """Layers of two kinds, with norms behind them, instead of the usual ones."""
 
 
 FEW = 2
@@ -104,6 +106,7 @@ TWO: dict[str, Case] = {
     "sequence, lora, recompute": Case("grpo", {"sequence": 2}, lora=2, activations="recompute", steps=FEW),
     "tensor, a critic": Case("value", {"tensor": 2}, steps=FEW),
     "tensor, recompute": Case("grpo", {"tensor": 2}, activations="recompute", steps=FEW),
+    **{f"{kind}, gemma3": Case("grpo", {kind: 2}, gemma3=True, steps=FEW) for kind in ("shard", "sequence", "tensor")},
 }
 FOUR: dict[str, Case] = {
     "fsdp, sft": Case("sft"),
@@ -128,8 +131,11 @@ def parallel_of(case: Case) -> Parallel:
 
 
 def make_model(case: Case) -> nn.Module:
-    arch = Architecture("qwen3", VOCAB, 32, 2, 4, case.kv_heads, 8, 48, 64, qkv_bias=True, qk_norm=True, tied=case.tied)
-    decoder = Decoder(arch)
+    family = "gemma3_text" if case.gemma3 else "qwen3"
+    fields = FAMILIES[family].fixed | (
+        FAMILIES[family].invent(2) | {"window": 3} if case.gemma3 else {"qkv_bias": True}
+    )
+    decoder = Decoder(Architecture(family, VOCAB, 32, 2, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied))
     initialise(decoder.double(), 0, std=0.3)
     if case.lora:
         add_lora(decoder, Lora(rank=case.lora), 0)
