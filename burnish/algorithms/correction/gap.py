@@ -87,6 +87,10 @@ class Gap:
         """The mean over tokens of the square."""
         return values.dot(values) / self.num_tokens if values.shape[0] == self.num_tokens else self.mean(values**2)
 
+    def std(self, values: Tensor) -> Tensor:
+        """The deviation over tokens from their mean; taken around it, so that values that are all equal have none."""
+        return self.mean_square(values - self.mean(values).to(values.dtype)).sqrt()
+
     def rows(self, values: Tensor) -> Tensor:
         """[R] the mean over each row's tokens."""
         return (

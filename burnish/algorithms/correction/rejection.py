@@ -109,7 +109,7 @@ def _option_metrics(gap: Gap, values: Tensor, ends: tuple[float, float]) -> dict
         "mean": gap.mean(values),
         "max": values.max(),
         "min": values.min(),
-        "std": (gap.mean_square(c) - gap.mean(c) ** 2).clamp(min=0).sqrt(),
+        "std": gap.std(c),
         "fraction_high": fraction_high,
         "fraction_low": fraction_low,
         **row_metrics(per_row, centre=0.0),

@@ -103,7 +103,7 @@ def weight_metrics(
         "mean": gap.mean(used),
         "max": largest,
         "min": smallest,
-        "std": (square - mean**2).clamp(min=0).sqrt(),
+        "std": gap.std(c),
         "eff_sample_size": torch.where(square > 0, mean**2 / square, torch.zeros_like(square)).clamp(max=1),
         "ratio_fraction_high": above,
         "ratio_fraction_low": below,
