@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from burnish.algorithms.merging import average
 from burnish.config.errors import UserError, nearest
 from burnish.core.segments import compact_ids, segment_min
 
@@ -27,7 +28,7 @@ def limr_scores(rewards: Tensor) -> Tensor:
     s_i = 1 - sum_k (r_ik - a_k)^2 / sum_k (1 - a_k)^2. An average of 1 throughout has nothing to teach. LIMR
     (2502.11886), which keeps scores of 0.6 and above.
     """
-    filled = _filled_from_next(rewards.double())
+    filled = filled_from_next(rewards.double())
     whole = ~filled.isnan().any(1)
     scores = torch.full((rewards.shape[0],), -torch.inf, dtype=torch.float64, device=rewards.device)
     average = filled[whole].mean(0)
@@ -43,7 +44,7 @@ def limr(rewards: Tensor, threshold: float = 0.6) -> Tensor:
     return limr_scores(rewards) >= threshold
 
 
-def _filled_from_next(values: Tensor) -> Tensor:
+def filled_from_next(values: Tensor) -> Tensor:
     """Each nan of a row replaced by the next value that is none."""
     num = values.shape[1]
     column = torch.arange(num, device=values.device).expand_as(values)
@@ -115,7 +116,7 @@ def merge_weights(long: Mapping[str, Tensor], short: Mapping[str, Tensor], weigh
             raise UserError(
                 f"the models to merge differ in the shape of {name!r}: {tuple(long[name].shape)} and {tuple(short[name].shape)}"
             )
-    return {k: (weight * v.float() + (1 - weight) * short[k].float()).to(v.dtype) for k, v in long.items()}
+    return {k: average([v, short[k]], [weight, 1 - weight]).to(v.dtype) for k, v in long.items()}
 
 
 def resolve_stages(stages: Sequence[tuple[str, str]]) -> list[int | None]:

@@ -1,7 +1,7 @@
 """`burnish <command>`: finds the command's module, and turns errors meant for people into one line and a status.
 
 Each command is a file in this folder with `add_arguments(parser)` and `run(args) -> int`, imported only when it is asked
-for: `burnish --help` loads neither torch nor pydantic.
+for: `burnish --help` loads neither torch nor pydantic. A command that is several has a `COMMANDS` of its own (`burnish data`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from collections.abc import Sequence
 from burnish import __version__
 from burnish.config.errors import UserError, unknown
 
-COMMANDS: dict[str, tuple[str, str]] = {
+Commands = dict[str, tuple[str, str]]
+"""The module of each command, and what it is for."""
+COMMANDS: Commands = {
     "train": ("burnish.cli.train", "train a policy with reinforcement learning"),
     "sft": ("burnish.cli.sft", "train on demonstrations"),
+    "prefer": ("burnish.cli.prefer", "train on preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward-model": ("burnish.cli.reward_model", "train a scorer on pairs of answers"),
     "sample": ("burnish.cli.sample", "stream text from a model"),
     "export": ("burnish.cli.export", "write the model of a run as a plain Hugging Face directory"),
+    "merge": ("burnish.cli.merge", "average the weights of several models"),
     "view": ("burnish.cli.view", "write the report of a run, finished or not"),
-    "data": ("burnish.cli.data", "prepare published data sets as files to train on"),
+    "data": ("burnish.cli.data", "make, clean and select files to train on"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
     "serve": ("burnish.cli.serve", "answer OpenAI's API with a model"),
     "launch": ("burnish.cli.launch", "train on a Ray cluster, once its machines are there"),
@@ -55,21 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
-def dispatch(argv: list[str], is_command: bool = False) -> int:
-    """Split the arguments at the command, and hand the rest to its module."""
+def dispatch(argv: list[str], is_command: bool = False, table: Commands | None = None, program: str = "burnish") -> int:
+    """Split the arguments at the command, and hand the rest to its module; one that has a table itself is split again."""
+    table = COMMANDS if table is None else table
     at = next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
-    top = top_parser()
+    top = top_parser(table, program)
     top.parse_args(argv[:at])  # --help and --version exit here
     if at == len(argv):
         top.print_help(sys.stderr)
         return USAGE_ERROR
     name, rest = argv[at], argv[at + 1 :]
-    if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
-    module_name, summary = COMMANDS[name]
+    if name not in table:
+        raise unknown("command" if table is COMMANDS else f"command of {program}", name, table)
+    module_name, summary = table[name]
     module = importlib.import_module(module_name)
+    if (inner := getattr(module, "COMMANDS", None)) is not None:
+        return dispatch(rest, is_command, inner, f"{program} {name}")
     parser = argparse.ArgumentParser(
-        prog=f"burnish {name}",
+        prog=f"{program} {name}",
         description=summary[0].upper() + summary[1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,15 +88,15 @@ def dispatch(argv: list[str], is_command: bool = False) -> int:
     return status
 
 
-def top_parser() -> argparse.ArgumentParser:
+def top_parser(table: Commands, program: str) -> argparse.ArgumentParser:
     """The parser of what stands before the command."""
-    width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    width = max(map(len, table))
+    listed = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in table.items())
     parser = argparse.ArgumentParser(
-        prog="burnish",
-        usage="burnish [-h] [--version] <command> ...",
+        prog=program,
+        usage=f"{program} [-h] [--version] <command> ...",
         description="Reinforcement-learning post-training for language models.",
-        epilog=f"commands:\n{table}\n\n`burnish <command> --help` tells more about one.",
+        epilog=f"commands:\n{listed}\n\n`{program} <command> --help` tells more about one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"burnish {__version__}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
 from burnish.config.load import Kind, Loaded, dump, load, load_small
+from burnish.config.preference import PreferConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.core.workers import WorkerLost
 from burnish.run.directory import run_name
@@ -173,7 +174,7 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str) -> i
     return 0
 
 
-def print_memory(loaded: Loaded[TrainConfig] | Loaded[SftConfig]) -> None:
+def print_memory(loaded: Loaded[TrainConfig] | Loaded[SftConfig] | Loaded[PreferConfig]) -> None:
     """The memory plan; the error for one that cannot fit the device that is here."""
     from burnish.controller.memory import planned
 

@@ -48,6 +48,9 @@ class Workers(Protocol):
     def ready(self, handles: Sequence[Handle], timeout_s: float) -> list[Handle]:
         """Those that have ended, well or badly; returns as soon as there is one, or when the time is over."""
 
+    def settle(self, handles: Sequence[Handle]) -> None:
+        """Wait until all have ended, well or badly, or one is late: to ask for each result is quick then."""
+
     def result(self, handle: Handle) -> Any:
         """What a call gave; waits for it. Raises `WorkerLost` where there is nobody left to give it."""
 

@@ -8,7 +8,6 @@ reason, and how much of it overlaps a test set.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,11 +17,12 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.benchmarks import look_for
 from burnish.data.files import READERS, Record, find_files, kind_of
+from burnish.data.outputs import read_manifest, write_pair
 from burnish.data.overlap import NGRAM, Match, find_overlap, num_repeated
 from burnish.data.readers import Unusable
 from burnish.data.shapes import Shape, in_split, shape_of, shaped
 from burnish.data.snapshots import WHOLE, choose_split, splits_of
-from burnish.run.files import atomic_write
+from burnish.run.checksums import sha256, sums
 
 FORMAT = 1
 """Counts changes of what is written: a file of another number is prepared again."""
@@ -59,11 +59,6 @@ class Rows:
         return [record["extra_info"]["question"] for record in self.records]
 
 
-def manifest_path(out: Path) -> Path:
-    """Where the manifest of a prepared file lies."""
-    return out.with_name(out.name + ".manifest.json")
-
-
 def prepare(wanted: Wanted, out: Path, force: bool = False) -> tuple[dict[str, Any], bool]:
     """Write the parquet file and its manifest; gives the manifest, and whether anything had to be written."""
     if out.suffix != ".parquet":
@@ -72,7 +67,7 @@ def prepare(wanted: Wanted, out: Path, force: bool = False) -> tuple[dict[str, A
     tests = test_sets(wanted, files)
     asked = _asked(wanted, files, tests)
     old = read_manifest(out)
-    if old is not None and old.get("asked") == asked and out.is_file() and _sha256(out) == old["output"]["sha256"]:
+    if old is not None and old.get("asked") == asked and out.is_file() and sha256(out) == old["output"]["sha256"]:
         return old, False
     if old is None and out.exists() and not force:
         raise UserError(f"{out} exists and was not written by this command; give --force to replace it")
@@ -93,23 +88,8 @@ def prepare(wanted: Wanted, out: Path, force: bool = False) -> tuple[dict[str, A
         "verifier": shape.verifier,
         "recipe": recipe_lines(shape, out.name),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # The manifest goes last: one that is there always speaks of the file beside it, or of none that matches.
-    atomic_write(out, content)
-    atomic_write(manifest_path(out), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    write_pair(out, content, manifest)
     return manifest, True
-
-
-def read_manifest(out: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared file, or None where there is none."""
-    path = manifest_path(out)
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) and "output" in found else None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}; remove it to prepare the file again") from error
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -232,13 +212,6 @@ def _asked(wanted: Wanted, files: Sequence[Path], tests: Sequence[tuple[str, lis
     return {
         "format": FORMAT,
         **options,
-        "source": [{"file": path.name, "sha256": _sha256(path)} for path in files],
-        "against": [
-            {"name": name, "file": path.name, "sha256": _sha256(path)} for name, some in tests for path in some
-        ],
+        "source": sums(files),
+        "against": [{"name": name, "file": path.name, "sha256": sha256(path)} for name, some in tests for path in some],
     }
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

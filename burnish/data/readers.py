@@ -138,10 +138,12 @@ def verl(record: Record) -> Example:
         raise TypeError(f"prompt should be a list of messages, got {type(messages).__name__}")
     said = [{"role": message["role"], "content": message["content"]} for message in messages]
     question = "\n".join(message["content"] for message in said if message["role"] == "user")
-    # What asks for the format is no part of the question: two data sets may ask differently for the same.
-    return Example(
-        re.sub(r"\s*(Let's think|Please reason) step by step[^.]*\\boxed\{\}\.?\s*$", "", question), said, truth
-    )
+    return Example(bare(question), said, truth)
+
+
+def bare(question: str) -> str:
+    """A question without what asks for the format of its answer: two data sets may ask differently for the same."""
+    return re.sub(r"\s*(Let's think|Please reason) step by step[^.]*\\boxed\{\}\.?\s*$", "", question)
 
 
 # --- code ------------------------------------------------------------------------------------------------------------

@@ -113,10 +113,18 @@ def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
         if not isinstance(info, dict):
             raise UserError(f"{where}: extra_info should be an object, got {type(info).__name__}")
         others = {k: v for k, v in rest.items() if k not in ("reward_model", "extra_info")}
-        return Row(identity, _prompt(record["prompt"], "prompt", where), data_source, answer, {**others, **info})
+        return Row(
+            identity, text_or_messages(record["prompt"], "prompt", where), data_source, answer, {**others, **info}
+        )
     if "prompt" in record:
         # The answer's column stays in extra too: a TRL reward function takes its columns by their own names.
-        return Row(identity, _prompt(record["prompt"], "prompt", where), data_source, rest.get(source.answer_key), rest)
+        return Row(
+            identity,
+            text_or_messages(record["prompt"], "prompt", where),
+            data_source,
+            rest.get(source.answer_key),
+            rest,
+        )
     question, answer_key = source.prompt_key, source.answer_key
     for key in (question, answer_key):
         if key not in record:
@@ -124,7 +132,7 @@ def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
     if record[answer_key] is None:
         raise UserError(f"{where}: {answer_key} is null; expected the answer")
     extra = {k: v for k, v in rest.items() if k not in (question, answer_key)}
-    return Row(identity, _prompt(record[question], question, where), data_source, record[answer_key], extra)
+    return Row(identity, text_or_messages(record[question], question, where), data_source, record[answer_key], extra)
 
 
 def supervised_row(record: Record, where: str, source: Source, index: int) -> Row:
@@ -132,7 +140,7 @@ def supervised_row(record: Record, where: str, source: Source, index: int) -> Ro
     name = source_name(source)
     identity = f"{name}/{index}"
     if "messages" in record:
-        messages = _messages(record["messages"], "messages", where)
+        messages = checked_messages(record["messages"], "messages", where)
         if not any(m["role"] == "assistant" for m in messages):
             raise UserError(f"{where}: messages has no assistant turn, so there is nothing to learn from it")
         return Row(identity, [], name, None, {}, messages=messages)
@@ -142,8 +150,8 @@ def supervised_row(record: Record, where: str, source: Source, index: int) -> Ro
                 f"{where}: no column {key!r}; supervised rows need prompt and completion, or messages "
                 f"(has: {', '.join(map(str, record))})"
             )
-    prompt = _prompt(record["prompt"], "prompt", where)
-    return Row(identity, prompt, name, None, {}, completion=_prompt(record["completion"], "completion", where))
+    prompt = text_or_messages(record["prompt"], "prompt", where)
+    return Row(identity, prompt, name, None, {}, completion=text_or_messages(record["completion"], "completion", where))
 
 
 def _ground_truth(record: Record, where: str) -> Any:
@@ -153,17 +161,19 @@ def _ground_truth(record: Record, where: str) -> Any:
     return reward_model["ground_truth"]
 
 
-def _prompt(value: Any, key: str, where: str) -> str | list[Message]:
+def text_or_messages(value: Any, key: str, where: str) -> str | list[Message]:
+    """A column that holds text or messages, as either; anything else is an error that names its place."""
     if isinstance(value, str):
         if not value.strip():
             raise UserError(f"{where}: {key} is empty")
         return value
     if isinstance(value, list):
-        return _messages(value, key, where)
+        return checked_messages(value, key, where)
     raise UserError(f"{where}: {key} should be text or a list of messages, got {_short(value)}")
 
 
-def _messages(value: Any, key: str, where: str) -> list[Message]:
+def checked_messages(value: Any, key: str, where: str) -> list[Message]:
+    """A column that holds messages: role and content each, and something said."""
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {key} should be a list of messages, got {_short(value)}")
     messages = [_message(m, f"{where}: {key}[{i}]") for i, m in enumerate(value)]

@@ -44,7 +44,7 @@ def load_examples(
 ) -> tuple[list[Example], int]:
     """All examples of the sources, in order, and how many were left out as over-long."""
     refuse_weights(sources, "supervised data, which is used whole")
-    _refuse_keys(sources)
+    refuse_keys(sources, "supervised rows, whose columns are prompt and completion, or messages")
     examples: list[Example] = []
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
@@ -68,19 +68,18 @@ def load_examples(
     return examples, num_filtered
 
 
-def _refuse_keys(sources: list[Source]) -> None:
-    """The columns of supervised rows have fixed names; a key that renames them would be ignored, so it is an error."""
+def refuse_keys(sources: list[Source], rows: str) -> None:
+    """The columns of some rows have fixed names; a key that renames them would be ignored, so it is an error."""
     for source in sources:
         if (source.prompt_key, source.answer_key) != ("question", "answer"):
             raise UserError(
-                f"{source_name(source)}: prompt_key and answer_key have no effect on supervised rows, whose columns are "
-                "prompt and completion, or messages; rename the columns of the file"
+                f"{source_name(source)}: prompt_key and answer_key have no effect on {rows}; rename the columns of the file"
             )
 
 
-def example_order(size: int, seed: int, num_draws: int) -> list[int]:
-    """Indices of the examples to train on: seeded epochs, a new order each."""
-    epochs = (permutation(size, seed, "sft", epoch) for epoch in range(-(-num_draws // size)))
+def example_order(size: int, seed: int, num_draws: int, stream: str = "sft") -> list[int]:
+    """Indices of the examples to train on: seeded epochs, a new order each; `stream` is the kind of training."""
+    epochs = (permutation(size, seed, stream, epoch) for epoch in range(-(-num_draws // size)))
     return list(itertools.chain.from_iterable(epochs))[:num_draws]
 
 

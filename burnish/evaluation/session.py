@@ -15,7 +15,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Model, Reward, Rollout
-from burnish.controller.roles import build_engine, paged_engine
+from burnish.controller.roles import build_engine, build_scorers, paged_engine
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompts import Prompt, validation_prompts
 from burnish.evaluation.completions import write_completions
@@ -112,6 +112,7 @@ def run_tests(
         )  # its processes start while the model loads
         policy = load_policy(tests[0].config.model, model, None, tests[0].config.seed)
         ready = [_prepare(test, policy, say) for test in tests]
+        first.hand_in(build_scorers(tests[0].config.reward, policy.tokenizer, tests[0].base))
         first.check(p.row for p in ready[0].prompts)
         engine = _engine(policy, ready, say)
         start_s = seconds_since_start()
@@ -120,6 +121,8 @@ def run_tests(
         for i, (one, journal) in enumerate(zip(ready, journals, strict=True)):
             with ExitStack() as inner:
                 rewards = first if i == 0 else inner.enter_context(Rewards(one.test.config.reward, one.test.base))
+                if i > 0:
+                    rewards.hand_in(build_scorers(one.test.config.reward, policy.tokenizer, one.test.base))
                 rewards.check(p.row for p in one.prompts)
                 num_found = len(journal.rows)
                 work = _measure(one, journal, make_driver(policy, engine, one.test.config.seed), rewards, say, progress)

@@ -8,9 +8,9 @@ it in its memory, and all would wait for its disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,10 +20,11 @@ from burnish.models.weights import blocks, hf_tensors
 from burnish.run.contents import Blob, Content, Part, write_contents
 from burnish.run.parts import part_of
 from burnish.run.staging import HostCopy, Stage, leave
-from burnish.run.tensor_file import TensorFile
+from burnish.run.tensor_file import TensorBytes, TensorFile
 
 FILE_BYTES = 4 << 30
 METADATA = {"format": "pt"}
+T = TypeVar("T")
 
 
 def save_decoder(
@@ -65,7 +66,7 @@ def decoder_contents(
 
 
 def weight_contents(
-    tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[tuple[str, int]], stage: Stage, part: Part
+    tensors: Iterable[tuple[str, T]], sizes: Sequence[tuple[str, int]], stage: Callable[[T], TensorBytes], part: Part
 ) -> Iterator[Content]:
     """The files of named tensors that are this process's, each as soon as its last tensor is there.
 

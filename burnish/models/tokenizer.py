@@ -143,6 +143,10 @@ class Tokenizer:
         """Whether a token is markup (end of turn, padding) rather than text."""
         return token in self._special_ids
 
+    def means_the_same_as(self, other: Tokenizer) -> bool:
+        """Whether every token id stands for the same text in both, so that ids of one can be given to the other's model."""
+        return bool(self._inner.get_vocab() == other._inner.get_vocab()) and self._special_ids == other._special_ids
+
     def chat_template_mentions(self, variable: str) -> bool:
         """Whether the chat template knows a variable; one it does not know would be ignored without a word."""
         return re.search(rf"\b{re.escape(variable)}\b", str(self._inner.chat_template or "")) is not None

@@ -231,6 +231,11 @@ def _script(character: str) -> str:
     return {"IDEOGRAPHIC": "CJK", "MATHEMATICAL": ""}.get(script, script)
 
 
+def prose(text: str) -> str:
+    """A text without LaTeX, code and tags, which are in no language."""
+    return _NOT_PROSE.sub(" ", text)
+
+
 def count_words(text: str) -> Counter[str]:
     """Words by script: a CJK character is one, and so is a run of letters of any other script.
 
@@ -238,7 +243,7 @@ def count_words(text: str) -> Counter[str]:
     """
     words: Counter[str] = Counter()
     # A vowel sign is no letter, but it does not end the word it stands in.
-    letters = (c for c in _NOT_PROSE.sub(" ", text) if unicodedata.category(c)[0] != "M")
+    letters = (c for c in prose(text) if unicodedata.category(c)[0] != "M")
     for script, run in itertools.groupby(letters, _script):
         words[script] += sum(1 for _ in run) if script in _ONE_A_WORD else 1
     del words[""]

@@ -36,7 +36,7 @@ def summarise(values: dict[str, Any]) -> dict[str, float]:
     names = {
         "reward": ("reward/mean",),
         "accuracy": tuple(accuracies),
-        "loss": ("sft/loss", "loss"),
+        "loss": ("sft/loss", "reward_model/loss", "preference/loss", "loss"),
         "length": ("rollout/length_mean",),
         "entropy": ("actor/entropy",),
         "kl": ("actor/kl_ref", "actor/kl_reward"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from burnish.run.directory import RunDirectory
 from burnish.run.display import Display
 from burnish.run.run import Run
 from burnish.run.saving import Saving, Take
+from burnish.run.visits import Visit
 
 
 class Follower(Run):
@@ -28,7 +30,7 @@ class Follower(Run):
         """The owner knows from where."""
         return None
 
-    def commit(self, step: int, values: dict[str, Any], used: list[str]) -> None:
+    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[Visit] = ()) -> None:
         """A checkpoint that could not be written since the last step is an error here."""
         self.saving.collect(wait=False)
 

@@ -9,6 +9,7 @@ it when it is there.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
 from burnish.run.saving import Saving, Take
 from burnish.run.trackers import make_trackers
+from burnish.run.visits import FIELD, Visit
 from burnish.run.worst_tokens import WorstTokens
 
 
@@ -52,15 +54,16 @@ class Run:
         self.journal.rewind(step)
         return latest
 
-    def commit(self, step: int, values: dict[str, Any], used: list[str]) -> None:
-        """One step is done: its metrics, and which trajectories its loss used.
+    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[Visit] = ()) -> None:
+        """One step is done: its metrics, which trajectories its loss used, and how the prompts it drew were answered.
 
         A checkpoint that could not be written since the last step is an error here.
         """
         self._record(wait=False)
         values, self._cost = values | self._cost | {"time/elapsed_s": process_seconds()}, {}
         self.metrics.append(step, values)
-        self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step})])
+        prompts = {FIELD: [visit.values() for visit in visits]} if visits else {}
+        self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step, **prompts})])
         for tracker in self.trackers:
             tracker.log(step, values)
         self.display.step(step, values)

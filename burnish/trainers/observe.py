@@ -14,8 +14,10 @@ from torch import Tensor
 
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
+from burnish.core.trajectory import Trajectory
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
+from burnish.run.visits import Visit
 from burnish.trainers.correct import WorstToken
 from burnish.trainers.job import Learned
 from burnish.trainers.token_values import token_values
@@ -117,6 +119,19 @@ def used_ids(rollouts: Scored, batch: Batch | None) -> list[str]:
         return []
     usable = rollouts.usable
     return [usable[i].id for i in batch.sequence["trajectory_ids"].unique().tolist()]
+
+
+def visits(rollouts: Scored) -> list[Visit]:
+    """How each prompt of the step was answered, with those that a filter dropped; one nobody could score has no scores."""
+    groups: dict[tuple[str, int], list[Trajectory]] = {}
+    for t in rollouts.trajectories:
+        groups.setdefault((t.prompt_id, t.visit), []).append(t)
+    found = []
+    for (prompt_id, visit), samples in groups.items():
+        rewards = [t.reward for t in samples if t.reward is not None]
+        judged = [t.accuracy for t in samples if t.reward is not None and t.accuracy is not None]
+        found.append(Visit(prompt_id, visit, len(rewards), sum(rewards), len(judged), sum(judged)))
+    return found
 
 
 def sample_rows(

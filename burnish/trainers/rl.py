@@ -191,7 +191,7 @@ def finish_step(
     run.worst_tokens.append(step, observe.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
     for failed in rollouts.failed[:1]:
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
-    run.commit(step, values, observe.used_ids(rollouts, learned.batch))
+    run.commit(step, values, observe.used_ids(rollouts, learned.batch), observe.visits(rollouts))
     stopping = stop.requested
     measured_best = config.run.keep_best and score is not None
     if stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0:

@@ -105,3 +105,13 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 141
+
+
+def test_a_command_of_several_has_a_table_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data"]) == 2
+    assert "decontaminate" in capsys.readouterr().err
+    assert cli.main(["data", "filtre"]) == 2
+    assert "unknown command of burnish data 'filtre'; did you mean 'filter'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["data", "filter", "--help"])
+    assert capsys.readouterr().out.startswith("usage: burnish data filter")

@@ -14,8 +14,9 @@ import pytest
 from burnish.cli import main as cli
 from burnish.config.errors import UserError
 from burnish.config.schema import Source
+from burnish.data.outputs import manifest_path
 from burnish.data.overlap import find_overlap
-from burnish.data.prepare import Wanted, manifest_path, prepare
+from burnish.data.prepare import Wanted, prepare
 from burnish.data.readers import BOXED
 from burnish.data.rows import read_rows
 

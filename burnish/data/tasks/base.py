@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Task(Protocol):
     """Endless problems of one kind, with their checker.
 
-    A task may also have `demonstrations(num, seed, ...)`, which gives rows of prompt and completion to imitate.
+    A task may also have `demonstrations(num, seed, ...)`, which gives rows of prompt and completion to imitate, and
+    `preferences(num, seed, split, ...)`, which gives rows of prompt, chosen and rejected.
     """
 
     @property

@@ -38,16 +38,27 @@ def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
 
 def make_demonstrations(name: str, options: dict[str, Any], seed: int) -> list[dict[str, str]]:
     """Prompt and completion rows of a task that has them; options are those of the task and of its demonstrations."""
-    function = getattr(TASKS.get(name), "demonstrations", None)
+    return _made(name, "demonstrations", "prompt and completion rows", options, seed)
+
+
+def make_preferences(name: str, options: dict[str, Any], seed: int, split: str) -> list[dict[str, str]]:
+    """Prompt, chosen and rejected rows of one side of a task that has them, judged by its checker."""
+    return _made(name, "preferences", "prompt, chosen and rejected rows", options, seed, split=split)
+
+
+def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any) -> list[dict[str, str]]:
+    """The rows that a task's method `what` makes; options are those of the task and of the method."""
+    function = getattr(TASKS.get(name), what, None)
     if function is None:
-        raise UserError(f"task {name!r} has no demonstrations; give a file of prompt and completion rows instead")
-    own = set(inspect.signature(function).parameters) - {"self", "seed"}
+        raise UserError(f"task {name!r} has no {what}; give a file of {instead} instead")
+    own = set(inspect.signature(function).parameters) - {"self", "seed", *given}
     known = own | set(inspect.signature(TASKS[name]).parameters) - {"seed"}
     for key in options:
         if key not in known:
-            raise unknown(f"option of the demonstrations of {name!r}:", key, known)
+            raise unknown(f"option of the {what} of {name!r}:", key, known)
     task: Any = make_task(name, {k: v for k, v in options.items() if k not in own}, seed)
-    rows: list[dict[str, str]] = task.demonstrations(seed=seed, **{k: v for k, v in options.items() if k in own})
+    mine = {k: v for k, v in options.items() if k in own}
+    rows: list[dict[str, str]] = getattr(task, what)(seed=seed, **given, **mine)
     return rows
 
 

@@ -66,6 +66,28 @@ class SortDigits:
             index += 1
         return rows
 
+    def preferences(self, num: int = 2000, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
+        """Pairs from one side: the right answer, and one the checker refuses.
+
+        Half of those copy their input, as flawed demonstrations do; the others are sorted but for two neighbours. Digits
+        that are all alike, or in order already, have no such answer and are passed over.
+        """
+        rows: list[dict[str, str]] = []
+        index = 0
+        while len(rows) < num:
+            digits = self._digits(split, seed, NAME, "preferences", split, index)
+            answer = "".join(sorted(digits))
+            dice = Dice(seed, NAME, "rejected", split, index)
+            index += 1
+            steps = [i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]]
+            if not steps or digits == answer:
+                continue
+            i = steps[dice.between(0, len(steps) - 1)]
+            swapped = answer[:i] + answer[i + 1] + answer[i] + answer[i + 2 :]
+            rejected = digits if dice.unit() < 0.5 else swapped
+            rows.append({"prompt": digits + ">", "chosen": answer, "rejected": rejected})
+        return rows
+
     def _digits(self, split: str, *key: int | str) -> str:
         # The length is drawn before the side is looked at, so that lengths are as frequent on one side as on the other.
         length = Dice(*key).between(self.min_digits, self.max_digits)

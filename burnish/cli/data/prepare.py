@@ -10,13 +10,10 @@ from burnish.data.overlap import NGRAM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `prepare`, the one thing there is to do with data so far."""
+    """The options."""
     from burnish.data.shapes import SHAPES
 
     add = parser.add_argument
-    add(
-        "action", choices=("prepare",), help="prepare: write a published data set as parquet, with prompts and verifier"
-    )
     add("name", metavar="NAME", help="the data set whose shape the rows have (below)")
     add(
         "source",

@@ -1,0 +1,40 @@
+"""`burnish data bucket SRC OUT --scores RUN|COMPLETIONS`: rows with a column that says how hard they are."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SRC", help="rows to train on: jsonl, json, csv, parquet or arrow")
+    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
+    add(
+        "--scores",
+        type=Path,
+        required=True,
+        metavar="RUN|COMPLETIONS",
+        help="how often rows are answered right: a run that trained on SRC, or completions of `burnish eval DIR SRC --n K`",
+    )
+    add("--buckets", type=int, default=4, metavar="N", help="how many, equally large (default 4)")
+    add("--column", default="difficulty", help="the column of 1 - pass rate (default difficulty)")
+    add("--force", action="store_true", help="replace a file that this command did not write")
+
+
+def run(args: argparse.Namespace) -> int:
+    from burnish.cli.data import say
+    from burnish.data.bucketing import bucket_rows
+    from burnish.data.outputs import summary, table
+
+    manifest, is_new = bucket_rows(args.source, args.out, args.scores, args.buckets, args.column, args.force, say)
+    print("\n".join(summary(manifest, args.out, is_new)))
+    rows = [
+        [b["bucket"], b["rows"], f"{b['highest_pass_rate']:.3f}", f"{b['lowest_pass_rate']:.3f}"]
+        for b in manifest["buckets"]
+    ]
+    print("\n".join(table(["bucket", "rows", "pass rate from", "down to"], rows)))
+    print(
+        f"  recipe       algorithm: {{curriculum: {{name: easy_to_hard, column: {args.column}, buckets: {args.buckets}}}}}"
+    )
+    return 0

@@ -1,0 +1,48 @@
+"""`burnish data decontaminate SRC OUT --against BENCHMARK_OR_FILE`: the rows that no test set has."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from burnish.data.overlap import NGRAM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from burnish.data.benchmarks import BENCHMARKS
+
+    add = parser.add_argument
+    add(
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="rows of any kind (to answer, imitate or prefer): jsonl, json, csv, parquet or arrow",
+    )
+    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
+    add(
+        "--against",
+        action="append",
+        default=[],
+        metavar="BENCHMARK|[SHAPE:]FILE",
+        help=f"a test set: {', '.join(BENCHMARKS)}, or a file; may be repeated",
+    )
+    add("--ngram", type=int, default=NGRAM, metavar="N", help=f"words in a row that count as overlap (default {NGRAM})")
+    add("--data-dir", type=Path, metavar="FOLDER", help="where the benchmarks' files are (default: BURNISH_DATA)")
+    add("--force", action="store_true", help="replace a file that this command did not write")
+
+
+def run(args: argparse.Namespace) -> int:
+    from burnish.cli.data import say
+    from burnish.data.decontamination import decontaminate
+    from burnish.data.outputs import summary, table
+
+    manifest, is_new = decontaminate(
+        args.source, args.out, tuple(args.against), args.ngram, args.data_dir, args.force, say
+    )
+    print("\n".join(summary(manifest, args.out, is_new)))
+    rows = [[o["with"], o["test_rows"], o["exact"], o["words"]] for o in manifest["overlap"]]
+    print("\n".join(table(["test set", "its rows", "same question", f"{args.ngram} words"], rows)))
+    for overlap in manifest["overlap"]:
+        for example in overlap["first"][:3]:
+            print(f"  {example['row']} ~ {example['test_row']}: {example['shared']}")
+    return 0

@@ -1,0 +1,34 @@
+"""`burnish data impact RUN OUT`: the rows of a run's training data that taught it something (LIMR)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run of two epochs or more over its training data")
+    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
+    add("--threshold", type=float, default=0.6, help="lowest learning impact to keep (default 0.6, as in the paper)")
+    add("--by", choices=("accuracy", "reward"), help="what the curves are of (default: accuracy where all is judged)")
+    add("--epochs", type=int, metavar="K", help="use the first K epochs (default: all that were finished)")
+    add("--data", type=Path, metavar="FILE", help="where the run's file lies now, if not where its config says")
+    add("--force", action="store_true", help="replace a file that this command did not write")
+
+
+def run(args: argparse.Namespace) -> int:
+    from burnish.cli.data import say
+    from burnish.data.impact import Impact, select_by_impact
+    from burnish.data.outputs import summary, table
+
+    options = Impact(args.threshold, args.by, args.epochs)
+    manifest, is_new = select_by_impact(args.run, args.out, options, args.data, args.force, say)
+    print("\n".join(summary(manifest, args.out, is_new)))
+    curve = " ".join(f"{value:.3f}" for value in manifest["average_curve"])
+    print(f"  curve        mean {manifest['measured_by']} of {manifest['prompts_scored']:,} prompts by epoch: {curve}")
+    bins = manifest["histogram"]
+    starts = [low for low, _ in bins]
+    names = ["below 0", *(f"{a:g} to {b:g}" for a, b in zip(starts[1:], [*starts[2:], 1], strict=True))]
+    print("\n".join(table(["impact", "rows"], [[name, f"{n:,}"] for name, (_, n) in zip(names, bins, strict=True)])))
+    return 0
