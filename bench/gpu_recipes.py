@@ -23,6 +23,8 @@ from burnish.run.metrics import read
 from burnish.trainers.session import checked_run, execute
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+OTHERS = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward_model")
+"""Recipes of other commands than `burnish train`."""
 MORE = {
     "grpo+stale+seq_is_rs": ("grpo", ["rollout.mismatch={name: stale, steps: 1}", "algorithm.correction=decoupled_seq_is_rs"]),
     "grpo+bypass": ("grpo", ["algorithm.correction=bypass_ppo_clip_k3_rs"]),
@@ -34,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     args = parser.parse_args()
-    jobs = {p.stem: (p.stem, list[str]()) for p in sorted(RECIPES.glob("*.yaml")) if p.stem != "sft"} | MORE
+    jobs = {p.stem: (p.stem, list[str]()) for p in sorted(RECIPES.glob("*.yaml")) if p.stem not in OTHERS} | MORE
     rows = [run(name, *job, dtype) for dtype in args.dtypes for name, job in jobs.items()]
     print(
         table([row for row in rows if row["error"]] or rows[:5], ["work", "dtype", "wall_s", "mismatch_max", "error"])

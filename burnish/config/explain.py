@@ -12,6 +12,8 @@ from typing import Any
 
 from burnish.config.algorithm import Algorithm
 from burnish.config.placement import RayPlacement, processes
+from burnish.config.preference import PreferConfig
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import SftConfig, Source, TrainConfig, Validation
 from burnish.config.shape import REQUIRED, Key, Shape, label, walk
 from burnish.config.slots import Record, Slot
@@ -89,13 +91,21 @@ def count_keys(kind: type[Record]) -> int:
 
 def page() -> str:
     """docs/config.md."""
-    return f"{INTRO}\n## burnish train\n\n{markdown(TrainConfig)}\n## burnish sft\n\n{markdown(SftConfig)}"
+    commands: dict[str, type[Record]] = {
+        "train": TrainConfig,
+        "sft": SftConfig,
+        "prefer": PreferConfig,
+        "reward-model": RewardModelConfig,
+    }
+    return INTRO + "".join(f"\n## burnish {name}\n\n{markdown(kind)}" for name, kind in commands.items())
 
 
-def plan_text(config: TrainConfig | SftConfig) -> str:
+def plan_text(config: TrainConfig | SftConfig | PreferConfig) -> str:
     """What a run will do, from the configuration alone; token counts are upper bounds, reached by the longest sequences."""
     if isinstance(config, SftConfig):
         rows = _sft_plan(config.sft.updates, config.sft.batch_size, config.sft.max_tokens, "training")
+    elif isinstance(config, PreferConfig):
+        rows = _preference_plan(config)
     else:
         rows = _train_plan(config)
     width = max(len(name) for name, _ in rows)
@@ -132,6 +142,22 @@ def _sft_plan(updates: int, batch_size: int, max_tokens: int, name: str) -> list
     return [
         (name, f"{updates:,} updates of {batch_size:,} sequences ({tokens}), {updates * batch_size:,} sequences in all")
     ]
+
+
+def _preference_plan(config: PreferConfig) -> list[tuple[str, str]]:
+    stage = config.preference
+    what = "labelled answers" if stage.loss.name == "kto" else "pairs"
+    tokens = f"at most {2 * stage.batch_size * stage.max_tokens:,} tokens"
+    rows = stage.updates * stage.batch_size
+    rows_of_plan = [
+        ("training", f"{stage.updates:,} updates of {stage.batch_size:,} {what} ({tokens}), {rows:,} {what} in all")
+    ]
+    if "reference" in stage.loss.needs:
+        once = "computed once before training, kept in the run directory"
+        rows_of_plan.append(("reference", once if stage.reference == "cached" else "asked in every update"))
+    measured = f"every {stage.held_out_every:,} updates, before" if stage.held_out_every else "before"
+    held_out = f"{measured} and after" if stage.held_out else "none (preference.held_out is empty)"
+    return [*rows_of_plan, ("held out", held_out)]
 
 
 def _validation_plan(validation: Validation, sources: list[Source], steps: int) -> str:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 TEXT_ONLY = ("format", "think_format", "language")
 """Rewards that look at how an answer is written: they say nothing about right or wrong."""
+NO_VERDICT = (*TEXT_ONLY, "model")
+"""All rewards that say nothing about right or wrong: the score of a model has no zero."""
 
 
 def check_algorithm_fits(config: TrainConfig) -> None:
@@ -16,6 +18,11 @@ def check_algorithm_fits(config: TrainConfig) -> None:
     algorithm, late = config.algorithm, [stage.start for stage in config.rollout.stages]
     if algorithm.waits:
         raise ValueError(f"algorithm {algorithm.preset} cannot run yet; it waits for {'; '.join(algorithm.waits)}")
+    if getattr(algorithm.loss, "command", "train") == "prefer":
+        raise ValueError(
+            f"loss {algorithm.loss.name} learns from preferences, not from rollouts: use `burnish prefer` with "
+            f"preference.loss={algorithm.loss.name} (recipes/{algorithm.loss.name}.yaml)"
+        )
     if algorithm.loss.name == "nll" and all(f.name != "positives_only" for f in algorithm.filters):
         raise ValueError(
             "loss nll imitates every sample, right or wrong: add positives_only to algorithm.filters, or use `burnish sft` on data"
@@ -35,7 +42,7 @@ def check_algorithm_fits(config: TrainConfig) -> None:
         *algorithm.needs("accuracy"),
         *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
     ]
-    if judged and all(part.name in TEXT_ONLY for part in config.reward.parts):
+    if judged and all(part.name in NO_VERDICT for part in config.reward.parts):
         raise ValueError(
             f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in config.reward.parts)} says neither: "
             "add a reward part that judges the answer"

@@ -74,6 +74,12 @@ def check_placement_fits(config: TrainConfig) -> None:
         raise ValueError(f"rollout.engine={config.rollout.engine} needs placement=local: it has processes of its own")
     if config.rollout.mismatch is not None:
         raise ValueError("rollout.mismatch needs placement=local: its faults are made of the learner's own tensors")
+    for part in config.reward.parts:
+        if part.name == "model" and part.options.get("device") != "cpu":
+            raise ValueError(
+                "reward part model computes in the driver's process, and placement=ray gives the GPUs to the workers: set its "
+                "options.device to cpu, or placement=local"
+            )
     if config.rollout.exact:
         raise ValueError("rollout.exact needs placement=local: engine and learner must compute in one process")
     if config.model.device.startswith("cuda:"):

@@ -90,7 +90,7 @@ class Model(Record):
         return self
 
 
-def _check_trainable(model: Model) -> None:
+def check_trainable(model: Model) -> None:
     if model.path is None and model.new is None and model.adapter is None:
         raise ValueError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
     if model.dtype == "float16":
@@ -193,7 +193,7 @@ class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, ifeval, code, row, or `path/to/file.py:function`."""
+    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, ifeval, code, row, model, judge, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Its weight in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -484,7 +484,7 @@ class TrainConfig(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainConfig:
-        _check_trainable(self.model)
+        check_trainable(self.model)
         check_placement_fits(self)
         check_source_fits(self)
         for where, section in (
@@ -539,7 +539,7 @@ class SftConfig(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> SftConfig:
-        _check_trainable(self.model)
+        check_trainable(self.model)
         check_parallel_fits(self.parallel, self.model, self.sft.optimizer, self.sft.activations)
         check_optimizer_fits(self.sft.optimizer, "sft.optimizer", self.model.dtype, self.model.device)
         if not self.run.keep_best:

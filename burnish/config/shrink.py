@@ -27,6 +27,7 @@ DIGITS = {"min_digits": 2, "max_digits": 3}
 TRAIN = {"task": "sort_digits", "options": DIGITS, "limit": 32}
 HELD_OUT = {"task": "sort_digits", "options": DIGITS, "limit": 8}
 DEMONSTRATIONS = {"task": "sort_digits", "options": {**DIGITS, "num": 96, "clean": True}}
+PREFERENCES = {"task": "sort_digits", "options": {**DIGITS, "num": 24}}
 WARM_START = {
     "data": DEMONSTRATIONS,
     "updates": 20,
@@ -65,6 +66,16 @@ AT_MOST = {
     "sft.batch_size": 4,
     "sft.max_tokens": 32,
     "sft.optimizer.warmup": 1,
+    "reward_model.updates": STEPS,
+    "reward_model.batch_size": 4,
+    "reward_model.max_tokens": 32,
+    "reward_model.held_out_every": 1,
+    "reward_model.optimizer.warmup": 1,
+    "preference.updates": STEPS,
+    "preference.batch_size": 4,
+    "preference.max_tokens": 32,
+    "preference.held_out_every": STEPS,
+    "preference.optimizer.warmup": 1,
 }
 SHAPER_AT_MOST = {"max_tokens": TOKENS, "cache": 4, "margin": 2, "ngram": 2, "warmup_steps": 1}
 
@@ -84,14 +95,14 @@ def _edits(tree: Tree) -> Iterator[Edit]:
     yield "model", MODEL
     yield from _optimizers(tree)
     yield from _run(tree)
-    yield from _sft(tree) if "sft" in tree else _rl(tree)
+    yield from next((make(tree) for name, make in STAGES.items() if name in tree), _rl(tree))
     for key, most in AT_MOST.items():
         yield from _at_most(tree, key, most)
 
 
 def _optimizers(tree: Tree) -> Iterator[Edit]:
     """A small float32 model on a CPU has nothing to round or to move, and not the layers a group may name."""
-    for section in ("training", "algorithm.critic", "sft"):
+    for section in ("training", "algorithm.critic", "sft", "preference", "reward_model"):
         if _get(tree, [*section.split("."), "optimizer"]) is not None:
             yield f"{section}.optimizer.precision", "master"
             yield f"{section}.optimizer.offload", False
@@ -108,6 +119,24 @@ def _run(tree: Tree) -> Iterator[Edit]:
 def _sft(tree: Tree) -> Iterator[Edit]:
     yield "sft.data", [DEMONSTRATIONS]
     yield "template", TEMPLATE
+
+
+def _preference(tree: Tree) -> Iterator[Edit]:
+    yield "preference.data", [PREFERENCES]
+    if tree["preference"]["held_out"]:
+        yield "preference.held_out", [PREFERENCES]
+    yield "template", TEMPLATE
+
+
+def _reward_model(tree: Tree) -> Iterator[Edit]:
+    yield "reward_model.data", [PREFERENCES]
+    if tree["reward_model"]["held_out"]:
+        yield "reward_model.held_out", [PREFERENCES]
+    yield "template", TEMPLATE
+
+
+STAGES = {"sft": _sft, "preference": _preference, "reward_model": _reward_model}
+"""What is trained where it is not RL, by its section."""
 
 
 def _rl(tree: Tree) -> Iterator[Edit]:

@@ -283,6 +283,15 @@ class WorkerGroup:
             call.has_ended = True
         return found
 
+    def settle(self, handles: Sequence[Any]) -> None:
+        """Wait until all have ended, well or badly, or one is late; `result` says so then."""
+        left = [call for call in handles if not call.has_ended]
+        while left and time.monotonic() - min(call.started for call in left) <= self.deadline_s:
+            ended = {id(token) for token in self.backend.wait([call.token for call in left], LOOK_EVERY_S)}
+            for call in left:
+                call.has_ended = id(call.token) in ended
+            left = [call for call in left if not call.has_ended]
+
     def result(self, handle: Any) -> Any:
         """What a call gave; waits for it."""
         return self.gather([handle])[0]

@@ -14,6 +14,7 @@ import torch
 from burnish.config.errors import UserError
 from burnish.config.lora import Lora
 from burnish.config.parallel import Parallel
+from burnish.config.preference import PreferConfig
 from burnish.config.schema import Model, Sft, SftConfig, Source, TrainConfig
 from burnish.controller.roles import alphabet_of, find_directory
 from burnish.models.adapters import base_of, read_lora
@@ -64,12 +65,11 @@ class Planned:
         return "\n".join(f"{name}: {text}" for name, text in zip(self.stages, texts, strict=True))
 
 
-def planned(config: TrainConfig | SftConfig, base: Path | None) -> Planned:
+def planned(config: TrainConfig | SftConfig | PreferConfig, base: Path | None) -> Planned:
     """The plan of a run."""
     is_gpu = config.model.device.startswith("cuda") or (config.model.device == "auto" and torch.cuda.is_available())
     room, host_room = _room(config.model.device, is_gpu), _host_memory()
-    sources = config.sft.data if isinstance(config, SftConfig) else [*config.data.train, *config.data.validation]
-    found = _architecture(config.model, sources, config.seed, base)
+    found = _architecture(config.model, _sources(config), config.seed, base)
     if isinstance(found, str):
         return Planned({}, room, host_room, is_gpu, found)
     arch, lora = found
@@ -80,11 +80,22 @@ def planned(config: TrainConfig | SftConfig, base: Path | None) -> Planned:
     if isinstance(config, SftConfig):
         setup = _supervised(config.model, config.sft, arch, lora, is_gpu, "sft")
         return Planned({"sft": plan(_divided(setup, config.parallel))}, room, host_room, is_gpu)
+    if isinstance(config, PreferConfig):
+        setup = _preferred(config, arch, lora, is_gpu)
+        return Planned({"preference": plan(_divided(setup, config.parallel))}, room, host_room, is_gpu)
     stages = {}
     if config.warm_start is not None:
         stages["warm start"] = plan(_supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start"))
     stages["training"] = plan(_reinforced(config, arch, lora, is_gpu, room))
     return Planned(stages, room, host_room, is_gpu)
+
+
+def _sources(config: TrainConfig | SftConfig | PreferConfig) -> list[Source]:
+    if isinstance(config, SftConfig):
+        return config.sft.data
+    if isinstance(config, PreferConfig):
+        return config.preference.data
+    return [*config.data.train, *config.data.validation]
 
 
 def _architecture(
@@ -129,6 +140,26 @@ def _supervised(model: Model, stage: Sft, arch: Architecture, lora: Lora | None,
         activations=stage.activations,
         lora=lora,
         section=section,
+    )
+
+
+def _preferred(config: PreferConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
+    """Two sequences of each pair, which begin alike; a reference that is cached is nothing by the time of the first update."""
+    stage, longest = config.preference, min(config.preference.max_tokens, arch.max_positions)
+    alone = "off" if lora is not None and config.model.adapter is None else "copy"
+    return Setup(
+        arch,
+        config.model.dtype,
+        is_gpu,
+        stage.optimizer,
+        stage.token_budget,
+        longest,
+        2 * stage.batch_size * longest,
+        activations=stage.activations,
+        lora=lora,
+        spread=2.0,
+        reference=alone if stage.reference == "live" else "none",
+        section="preference",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -40,26 +41,27 @@ class Ledger:
 
     groups: list[WorkerGroup]
     counts: dict[str, float] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     def count(self, name: str, amount: float) -> None:
-        """Add to a metric of the step."""
-        self.counts[name] = self.counts.get(name, 0.0) + amount
+        """Add to a metric of the step; from any thread, since engines are also read while the learner works."""
+        with self._lock:
+            self.counts[name] = self.counts.get(name, 0.0) + amount
 
     def take(self) -> dict[str, float]:
         """The metrics since the last time, and how much memory this process holds."""
         taken = [group.backend.traffic.take() for group in self.groups]
+        with self._lock:
+            counts, self.counts = self.counts, {}
         values = {
             "controller/messages": float(sum(t.messages for t in taken)),
             "controller/bytes_out": float(sum(t.bytes_out for t in taken)),
             "controller/bytes_in": float(sum(t.bytes_in for t in taken)),
-            "controller/store_bytes": sum(t.bytes_stored for t in taken)
-            + self.counts.get("controller/sync_bytes", 0.0),
+            "controller/store_bytes": sum(t.bytes_stored for t in taken) + counts.get("controller/sync_bytes", 0.0),
         }
         if "memory/current_gib" in (own := memory_values(torch.device("cpu"))):
             values["controller/resident_gib"] = own["memory/current_gib"]
-        values |= self.counts
-        self.counts = {}
-        return values
+        return values | counts
 
 
 @dataclass(frozen=True)

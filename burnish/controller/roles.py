@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Model, Rollout, Source, TrainConfig
+from burnish.config.schema import Model, Reward, Rollout, Source, TrainConfig
 from burnish.config.source import gpu_refusal
 from burnish.config.vllm import Vllm
 from burnish.core.engine import Engine
@@ -26,7 +26,9 @@ from burnish.models.decoder import Decoder
 from burnish.models.exact import exact_logprobs
 from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import PolicyModel, load_policy, whole_tensors
+from burnish.models.tokenizer import Tokenizer
 from burnish.models.value import ValueModel
+from burnish.rewards.rewards import MODEL
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import sampling_options
 from burnish.rollout.mismatch import MismatchEngine
@@ -43,6 +45,17 @@ from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.reference import Reference, make_reference
+from burnish.training.scorer import ModelScorer, ScorerOptions
+
+
+def build_scorers(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
+    """The models that are parts of a reward, by the index of their part; `tokenizer` is the policy's."""
+    made = {}
+    for index, part in enumerate(reward.parts):
+        if part.name == MODEL:
+            options = ScorerOptions.of(part.options, f"reward.parts[{index}] (model)")
+            made[index] = ModelScorer(find_directory(options.path, base), options, tokenizer)
+    return made
 
 
 def find_directory(path: str, base: Path | None) -> Path:

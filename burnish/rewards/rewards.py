@@ -3,8 +3,9 @@
     with Rewards(config.reward) as rewards:
         scores = rewards.score(requests)        # or submit(...) as completions finish, and poll(...)
 
-Built-in verifiers run in workers without network; a user's functions run in workers of their own that keep it, since a
-judge needs it. Values depend on the requests alone, never on the number of workers or on what else is being scored.
+Built-in verifiers run in workers without network; a user's functions run in workers of their own that keep it. A judge
+asks its endpoint from threads of this process. A model is a callable handed in, which scores all that is waiting when
+somebody polls. Values depend on the requests alone, never on the number of workers or on what else is being scored.
 """
 
 from __future__ import annotations
@@ -13,28 +14,32 @@ import logging
 import pickle
 import queue
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from burnish.config.errors import UserError, unknown
-from burnish.config.fits import TEXT_ONLY
+from burnish.config.fits import NO_VERDICT
 from burnish.config.plugins import is_plugin
 from burnish.config.schema import Reward, RewardPart
 from burnish.data.rows import Row
 from burnish.rewards.code import check_sandbox
+from burnish.rewards.judge.judge import Judge
+from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
 from burnish.rewards.pool import Outcome, Outcomes, Pool
 from burnish.rewards.process import Call
 from burnish.rewards.programs import read_tests
-from burnish.rewards.types import PartSpec, Result, Score, ScoreRequest
+from burnish.rewards.types import Failure, HandedIn, PartSpec, Result, Score, ScoreRequest
 from burnish.rewards.verifiers import VERIFIERS, check_verifier
 from burnish.rewards.wire import Setup
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 64  # requests in one call of a batch function
+MODEL, JUDGE = "model", "judge"
 SHOWN_CHARS = 400
 NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
 """Columns of a row that a built-in verifier cannot do without."""
@@ -50,8 +55,11 @@ class _Part:
     required: tuple[str, ...]  # columns of a row it cannot do without
 
     @property
-    def is_users(self) -> bool:
-        return is_plugin(self.config.name)
+    def place(self) -> str:
+        """Where it is computed: in the workers of verifiers or of a user's functions, by a judge's threads, by a model."""
+        if self.config.name in (MODEL, JUDGE):
+            return self.label
+        return "users" if is_plugin(self.config.name) else "verifiers"
 
 
 @dataclass
@@ -69,7 +77,7 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[_Part]:
     """Everything that can be wrong with the parts before a run starts, found now."""
     if not parts:
         raise UserError(
-            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)} or path/to/file.py:function"
+            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE} or path/to/file.py:function"
         )
     checked: list[_Part] = []
     for index, part in enumerate(parts):
@@ -83,8 +91,10 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[_Part]:
             required = required_columns(user.function, part.options) if is_batch else []
         elif part.name in VERIFIERS:
             check_verifier(part.name, part.options, where)
-        else:
-            raise unknown("reward", part.name, [*VERIFIERS, "path/to/file.py:function"])
+        elif part.name == JUDGE:
+            JudgeOptions.of(part.options, where)
+        elif part.name != MODEL:  # whose options are checked by whoever makes it
+            raise unknown("reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function"])
         name = part.name.rpartition(":")[2]
         same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
         checked.append(_Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required)))
@@ -104,7 +114,7 @@ def combine(parts: Sequence[_Part], done: _Open) -> Score:
         details |= {part.label: result.details} if result.details else {}
         values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
         reward += part.config.weight * result.value
-        if accuracy is None and part.config.name not in TEXT_ONLY:
+        if accuracy is None and part.config.name not in NO_VERDICT:
             accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
     errors = done.errors
     if not values and not errors:
@@ -131,14 +141,20 @@ class Rewards:
         self._broken: BaseException | None = None
         self._is_closed = False
         self._counters = {"answer_timeout": 0, "scorer_failed": 0}
-        self._pools: dict[bool, Pool] = {}  # by whether they run a user's functions
-        for users in sorted({part.is_users for part in self._parts}):
-            specs = {
-                i: PartSpec(p.config.name, p.config.options) for i, p in enumerate(self._parts) if p.is_users is users
-            }
+        self._handed_in: dict[int, HandedIn] = {}  # by the index of their part
+        self._waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}  # for those, by part: tickets and requests
+        self._pools: dict[str, Pool | Judge] = {}  # by place
+        for place in sorted({part.place for part in self._parts if part.config.name != MODEL}):
+            parts = {i: p.config for i, p in enumerate(self._parts) if p.place == place}
+            if place not in ("verifiers", "users"):
+                options = JudgeOptions.of(next(iter(parts.values())).options, place)
+                self._pools[place] = Judge(options, self._outcomes, base)
+                continue
+            specs = {i: PartSpec(part.name, part.options) for i, part in parts.items()}
             folder = None if base is None else str(Path(base).resolve())
-            setup = Setup(specs, folder, config.timeout_s, not users, config.memory_gib, config.sandbox)
-            self._pools[users] = Pool(setup, config.workers, self._outcomes)
+            isolated = place == "verifiers"
+            setup = Setup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox)
+            self._pools[place] = Pool(setup, config.workers, self._outcomes)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -158,6 +174,10 @@ class Rewards:
             for name, count in pool.counters.items():
                 total[name] = total.get(name, 0) + count
         return total
+
+    def hand_in(self, scorers: Mapping[int, HandedIn]) -> None:
+        """Take the models that compute the parts of these indexes; before anything is submitted."""
+        self._handed_in |= scorers
 
     def submit(self, requests: Sequence[ScoreRequest]) -> None:
         """Start scoring; `poll` returns the scores as they are done."""
@@ -185,6 +205,7 @@ class Rewards:
         for pool in self._pools.values() if not self._is_closed else ():
             pool.close()
         self._is_closed = True
+        self._waiting.clear()
         self._open.clear()
         self._done.clear()
 
@@ -199,23 +220,50 @@ class Rewards:
     def _submit(self, requests: Sequence[ScoreRequest]) -> list[int]:
         if self._is_closed:
             raise RuntimeError("submit after close")
-        limit = self._config.max_answer_chars
-        requests = [r if len(r.completion) <= limit else replace(r, completion=r.completion[-limit:]) for r in requests]
+        limit, whole = self._config.max_answer_chars, requests
+        requests = [replace(r, completion=r.completion[-limit:], tokens=None) for r in requests]
         applying = [self._applying(request) for request in requests]
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
-        calls: dict[bool, list[Call]] = {users: [] for users in self._pools}
+        calls: dict[str, list[Call]] = {place: [] for place in self._pools}
+        waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}
         for index, part in enumerate(self._parts):
+            if part.config.name == MODEL:
+                self._model(index)
+                waiting[index] = [(t, r) for t, r, some in zip(tickets, whole, applying, strict=True) if index in some]
+                continue
             rows = [(t, r) for t, r, indexes in zip(tickets, requests, applying, strict=True) if index in indexes]
             size = CHUNK if part.is_batch else 1
             for at in range(0, len(rows), size):
                 some_tickets, some_requests = zip(*rows[at : at + size], strict=True)
-                calls[part.is_users].append(Call(index, some_tickets, _pickled(some_requests)))
+                calls[part.place].append(Call(index, some_tickets, _pickled(some_requests)))
         # Nothing is queued before every row has passed its checks, so an error leaves nothing half submitted.
         self._next_ticket += len(requests)
         self._open |= {t: _Open(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)}
-        for users, some in calls.items():
-            self._pools[users].submit(some)
+        for place, some_calls in calls.items():
+            self._pools[place].submit(some_calls)
+        for index, some in waiting.items():
+            self._waiting.setdefault(index, []).extend(some)
         return tickets
+
+    def _model(self, index: int) -> HandedIn:
+        if index not in self._handed_in:
+            raise RuntimeError(f"reward part {self._parts[index].label!r} is a model, and nobody handed one in")
+        return self._handed_in[index]
+
+    def _ask_models(self) -> None:
+        """Score what waits for the models that were handed in, all of it at once."""
+        for index in [index for index, rows in self._waiting.items() if rows]:
+            rows = self._waiting.pop(index)
+            try:
+                results = self._model(index)([request for _, request in rows])
+            except Exception:  # noqa: BLE001 - as of a scoring process: told with each sample, and counted
+                results = [Failure(traceback.format_exc())] * len(rows)
+            for (ticket, _), result in zip(rows, results, strict=True):
+                call = Call(index, (ticket,), b"")
+                if isinstance(result, Failure):
+                    self._record(Outcome(call, error=result.error))
+                else:
+                    self._record(Outcome(call, [result]))
 
     def check(self, rows: Iterable[Row]) -> None:
         """Whether each row has a part that applies to it and what that needs, before anything is sampled."""
@@ -267,6 +315,9 @@ class Rewards:
         """Take the outcomes that are there, waiting for the first one."""
         if self._broken is not None:
             raise self._broken
+        if any(self._waiting.values()):
+            self._ask_models()
+            timeout_s = 0
         try:
             outcome = self._outcomes.get(timeout=timeout_s) if timeout_s != 0 else self._outcomes.get_nowait()
             while True:
@@ -297,11 +348,16 @@ class Rewards:
                 self._counters["scorer_failed"] += 1
                 shown = item.request.completion[-SHOWN_CHARS:]
                 item.errors.append(
-                    f"reward part {label!r} failed twice on row {item.request.id!r} of {item.request.data_source!r}\n"
+                    f"reward part {label!r} failed{_twice(self._parts[index])} on row {item.request.id!r} of {item.request.data_source!r}\n"
                     f"{outcome.error}\nthe completion (its last {SHOWN_CHARS} characters): {shown!r}"
                 )
             if not item.missing:
                 self._done[ticket] = combine(self._parts, self._open.pop(ticket))
+
+
+def _twice(part: _Part) -> str:
+    """Workers are tried again; a judge and a model have their own ways, and say what they did."""
+    return "" if part.config.name in (MODEL, JUDGE) else " twice"
 
 
 def _pickled(requests: Sequence[ScoreRequest]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ class ScoreRequest:
     answer: Any  # the expected answer; a task or a plug-in may need none
     extra: dict[str, Any]  # the row's other columns
     truncated: bool = False  # the completion stopped at its length limit; plug-ins see it
+    tokens: Iterable[int] | None = field(default=None, compare=False)
+    """What the policy read and wrote, for a model with the same tokenizer; processes that verify text are not sent them."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,16 @@ class Result(NamedTuple):
     parts: Mapping[str, float] = MappingProxyType({})  # further numbers to log
     details: str = ""  # why, for whoever looks at the sample
     timed_out: bool = False  # a program of the answer did not come to an end
+
+
+class Failure(NamedTuple):
+    """That a part could not score a request: it is left without a reward, and counted."""
+
+    error: str
+
+
+HandedIn = Callable[[Sequence[ScoreRequest]], Sequence[Result | Failure]]
+"""A scorer made elsewhere (a model, which needs a device) that scores many requests at once, in the caller's process."""
 
 
 class PartSpec(NamedTuple):

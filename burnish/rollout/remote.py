@@ -257,6 +257,7 @@ class RemoteEngine:
             publication = self.trainer.publish(self.version, complete)
             self.count("controller/sync_bytes", publication.num_bytes)
             sent = self.workers.send_same(waiting, "take", publication)
+            self.workers.settle(sent)
             reports: dict[int, Report] = {}
             lost = []
             for handle in sent:

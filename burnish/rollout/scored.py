@@ -150,6 +150,7 @@ def score_request(trajectory: Trajectory, draw: Draw) -> ScoreRequest:
         answer=row.answer,
         extra=row.extra,
         truncated=trajectory.truncated,
+        tokens=trajectory.sequences[-1].tokens,
     )
 
 

@@ -62,6 +62,7 @@ def run_controls(
     with Rewards(config.reward, base) as rewards:
         for number, (title, rows) in enumerate(control_data(source, config.seed).items(), 1):
             policy = roles.build_policy(config.model, config.data.train, config.seed, base)
+            rewards.hand_in(roles.build_scorers(config.reward, policy.tokenizer, base))
             path = run.directory.path / f"control-{number}.jsonl"
             atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
             data = [Source(path=str(path.resolve()))]

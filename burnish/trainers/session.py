@@ -13,7 +13,7 @@ from burnish.config.load import dump
 from burnish.config.schema import TrainConfig
 from burnish.controller.memory import planned
 from burnish.controller.placement import check_placement
-from burnish.controller.roles import build_policy
+from burnish.controller.roles import build_policy, build_scorers
 from burnish.controller.start import open_cluster
 from burnish.rewards.rewards import Rewards
 from burnish.run.directory import RunDirectory, run_name
@@ -44,6 +44,7 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         # Where others train, this process holds weights for a warm start only, and then no more.
         model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})
         policy = build_policy(model, sources, config.seed, base)
+        rewards.hand_in(build_scorers(config.reward, policy.tokenizer, base))
         parts = check_parts(config, base, policy, rewards)
         parts.notes = [*notes, *parts.notes]
         parts.memory = MemoryWatch(memory, "training") if memory is not None else None

@@ -6,8 +6,8 @@ Used by `burnish sft` (`sft_session.py`) and as the warm start of `burnish train
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -18,12 +18,9 @@ from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.supervised import Example, example_order
 from burnish.trainers.performance import learner_values
+from burnish.trainers.updates import Around, OnUpdate
 from burnish.training.learner import Learner
 from burnish.training.memory_use import restart_peak
-
-OnUpdate = Callable[[int, dict[str, float]], bool | None]
-"""Called after every update with its number and metrics; True ends the training there."""
-Around = Callable[[int], AbstractContextManager[None]]
 
 
 def pack_examples(examples: Sequence[Example]) -> Batch:

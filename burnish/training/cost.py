@@ -10,6 +10,7 @@ from burnish.config.lora import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.flops import Counts, backward, forward, recomputed
+from burnish.models.score import ScoreModel
 from burnish.models.value import ValueModel
 from burnish.training.parallel.ranks import SOLO, Ranks
 
@@ -38,8 +39,8 @@ class Cost:
 
 
 def cost_of(model: nn.Module, ranks: Ranks = SOLO) -> Cost | None:
-    """Of our decoder as a policy or below a critic, on one of several ranks; None where transformers does the forward."""
-    decoder = model.backbone if isinstance(model, ValueModel) else model
+    """Of our decoder as a policy or below a scalar head, on one of several ranks; None where transformers does the forward."""
+    decoder = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
     if not isinstance(decoder, Decoder):
         return None
     return Cost(

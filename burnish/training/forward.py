@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.batch import Batch
+from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
 from burnish.models.ops.kl import Distribution
 from burnish.models.ops.trunks import Trunks
-from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_batches, single_units
+from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_batches, single_units, whole_units
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharing import pays, shared_prefixes
 
@@ -101,12 +102,13 @@ def element_positions(batch: Batch, part: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum()), device=shift.device) + shift
 
 
-def pieces(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -> list[Piece]:
+def pieces(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO, whole_groups: bool = False) -> list[Piece]:
     """The micro-batches of the sequences that have a token of the mask column, with those tokens as the wanted ones.
 
-    All ranks get the same number, by fillers: they gather the parameters of a layer together, whoever has work for it.
+    All ranks get the same number, by fillers: they gather the parameters of a layer together, whoever has work for it. With
+    `whole_groups` no group is divided (`groups_fit` says whether they can be).
     """
-    found = _pieces(batch, packing, mask)
+    found = _pieces(batch, packing, mask, whole_groups)
     return found + [filler(batch.tokens.device)] * (ranks.most(len(found)) - len(found))
 
 
@@ -121,14 +123,24 @@ def no_loss(outputs: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([(output * output.new_zeros(0)).sum() for output in outputs.values()]).sum()
 
 
-def _pieces(batch: Batch, packing: Packing, mask: str) -> list[Piece]:
+def groups_fit(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -> bool:
+    """Whether every group of a batch is within the token budget, on all ranks, and all its sequences are computed at all."""
+    fit = True
+    if batch.num_sequences:
+        wanted = contiguous_count(batch.token[mask], batch.offsets)
+        largest = max(unit.num_tokens for unit in _whole_units(batch, packing)[0])
+        fit = largest <= packing.token_budget and bool((wanted > 0).all())
+    return ranks.most(int(not fit)) == 0
+
+
+def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> list[Piece]:
     has_one = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
     has_one[batch.sequence_ids[batch.token[mask]]] = True
     chosen = has_one.nonzero().squeeze(1)
     if not chosen.numel():
         return []
     whole = chosen.numel() == batch.num_sequences
-    units, shared = _units(batch if whole else batch.select(chosen), packing)
+    units, shared = (_whole_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
     return [_piece(batch, chosen, part, shared, mask) for part in micro_batches(units, packing.token_budget)]
 
 
@@ -142,6 +154,15 @@ def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None
     return single_units(lengths, packing.attention_cost), None
 
 
+def _whole_units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
+    """Every group as one unit, and the tokens each sequence shares with its group, where that pays."""
+    lengths, groups = batch.lengths.tolist(), batch.sequence["group_ids"].tolist()
+    shared = shared_prefixes(batch).tolist() if packing.shares else [0] * len(lengths)
+    if pays(lengths, groups, shared):
+        return whole_units(lengths, groups, shared, packing.attention_cost), shared
+    return whole_units(lengths, groups, [0] * len(lengths), packing.attention_cost), None
+
+
 def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> Piece:
     members = [i for unit in part for i in unit.members]
     index = chosen[torch.tensor(members, device=chosen.device)]
@@ -150,7 +171,8 @@ def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | N
     if shared is not None:
         owner: list[int] = []
         for unit in part:
-            owner += [len(owner)] * len(unit.members)
+            first = len(owner)  # one that shares nothing stands by itself
+            owner += [first if shared[i] else first + k for k, i in enumerate(unit.members)]
         trunks = Trunks(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
     wanted = micro.token[mask].nonzero().squeeze(1)
     return Piece(micro, wanted, element_positions(batch, index)[wanted], trunks)

@@ -2,9 +2,10 @@
 
 It knows nothing of algorithms: a loss record says what it needs and sums over tokens with weights that were fixed on
 the whole mini-batch, so gradients add up to the same for every token budget. A loss that looks at one sequence at a
-time is differentiated micro-batch by micro-batch. One that must see a group or the batch at once is differentiated in
-two passes: the outputs of all tokens without gradient, the loss on them as leaves, then every micro-batch again with
-the derivatives found. Memory is that of one micro-batch either way.
+time is differentiated micro-batch by micro-batch; so is one that adds up over groups, while each fits into a micro-batch.
+One that must see a group or the batch at once is differentiated in two passes: the outputs of all tokens without
+gradient, the loss on them as leaves, then every micro-batch again with the derivatives found. Memory is that of one
+micro-batch either way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from burnish.run.contents import Blob, Content
 from burnish.run.parts import part_of
 from burnish.run.staging import Stage
 from burnish.training.cost import cost_of
-from burnish.training.forward import AskReference, Needs, Packing, Piece, batch_outputs, forward, no_loss, pieces
+from burnish.training.forward import (
+    AskReference,
+    Needs,
+    Packing,
+    Piece,
+    batch_outputs,
+    forward,
+    groups_fit,
+    no_loss,
+    pieces,
+)
 from burnish.training.grad_norms import block_norms
 from burnish.training.memory_use import memory_values
 from burnish.training.meter import Meter, metered
@@ -148,8 +159,9 @@ class Learner:
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """Gradients of a whole mini-batch; its loss and metric sums, and the outputs seen on this rank's tokens, [N] each."""
         needs = loss.needs & OF_A_LOSS
-        if loss.scope in ("token", "sequence"):
-            total, sums, outputs = self._one_pass(batch, loss, needs)
+        whole_groups = loss.scope == "groups" and groups_fit(batch, self.packing, "loss_mask", self.ranks)
+        if loss.scope in ("token", "sequence") or whole_groups:
+            total, sums, outputs = self._one_pass(batch, loss, needs, whole_groups)
             with self.meter("communication"):
                 sums = self.ranks.total(sums | {"": total})
             return sums.pop(""), sums, outputs
@@ -160,11 +172,13 @@ class Learner:
         self.backward(batch, {name: slope[whole.mine] for name, slope in slopes.items()})
         return total, sums, outputs
 
-    def _one_pass(self, batch: Batch, loss: Loss, needs: Needs) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    def _one_pass(
+        self, batch: Batch, loss: Loss, needs: Needs, whole_groups: bool = False
+    ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
-        for piece in pieces(batch, self.packing, "loss_mask", self.ranks):
+        for piece in pieces(batch, self.packing, "loss_mask", self.ranks, whole_groups):
             with self.meter("forward"):
                 outputs = forward(self.model, piece, needs, self.temperature, self.reference)
                 value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))

@@ -65,6 +65,22 @@ def group_units(
     return units
 
 
+def whole_units(
+    lengths: Sequence[int], groups: Sequence[int], shared: Sequence[int], attention_cost: float = ATTENTION_COST
+) -> list[Unit]:
+    """The sequences of every group together, whatever the budget, their first `shared` tokens counted once."""
+    by_group: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        by_group.setdefault(group, []).append(i)
+    units = []
+    for members in by_group.values():
+        trunk = shared[members[0]]
+        tokens = trunk + sum(lengths[i] - trunk for i in members)
+        squares = trunk**2 + sum(lengths[i] ** 2 - trunk**2 for i in members)
+        units.append(Unit(members, tokens, tokens + attention_cost * squares))
+    return units
+
+
 def micro_batches(units: Sequence[Unit], budget: int, at_least: int = 0) -> list[list[Unit]]:
     """The units of each micro-batch: few micro-batches, none above the budget, of about the same cost.
 

@@ -349,6 +349,7 @@ MOVES: dict[str, list[Move]] = {
     "MixedLoss.teacher": [({**BARE, "loss": "mixed_offpolicy"}, "loss.teacher", [True])],
     "DpoLoss.beta": [({**PAIRS, **FROZEN, "loss": "dpo"}, "loss.beta", [0.5])],
     "DpoLoss.smoothing": [({**PAIRS, **FROZEN, "loss": "dpo"}, "loss.smoothing", [0.1])],
+    "DpoLoss.average": [({**PAIRS, **FROZEN, "loss": "dpo"}, "loss.average", [True])],
     "IpoLoss.beta": [({**PAIRS, **FROZEN, "loss": "ipo"}, "loss.beta", [0.5])],
     "IpoLoss.average": [({**PAIRS, **FROZEN, "loss": "ipo"}, "loss.average", [False])],
     "SimpoLoss.beta": [({**PAIRS, "loss": "simpo"}, "loss.beta", [1.0])],

@@ -4,6 +4,7 @@ import pytest
 
 from burnish.config.explain import PAGE, count_keys, help_text, page, plan_text
 from burnish.config.load import load
+from burnish.config.preference import PreferConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.config.shape import label, walk
 from burnish.config.slots import TABLE, Slot
@@ -17,7 +18,7 @@ def test_there_are_fewer_than_150_keys_outside_the_slots() -> None:
     assert 40 < count_keys(SftConfig) < count_keys(TrainConfig) < 150
 
 
-@pytest.mark.parametrize("kind", [TrainConfig, SftConfig])
+@pytest.mark.parametrize("kind", [TrainConfig, SftConfig, PreferConfig])
 def test_every_key_is_documented_and_in_the_help(kind: type) -> None:
     text = help_text(kind)
     for key in walk(kind):

@@ -11,10 +11,13 @@ from burnish.cli.main import main
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
 from burnish.config.load import load, load_small
+from burnish.config.preference import PreferConfig
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.config.shrink import shrink
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+PREFERENCES = ("dpo", "ipo", "kto", "simpo", "orpo")
 FULL = """
 run: {name: big, trackers: [wandb]}
 model: {path: models/big, dtype: bfloat16, device: 'cuda:1', backend: transformers}
@@ -163,6 +166,19 @@ def test_nothing_of_a_recipe_s_algorithm_is_dropped(path: Path) -> None:
     if path.stem == "sft":
         config = load_small(SftConfig, path)[0].config
         assert (config.sft.updates, config.model.path) == (2, None)
+        return
+    if path.stem == "reward_model":
+        whole_scorer, small_scorer = load(RewardModelConfig, path).config, load_small(RewardModelConfig, path)[0].config
+        assert small_scorer.reward_model.updates == 2
+        assert small_scorer.reward_model.centre == whole_scorer.reward_model.centre > 0
+        return
+    if path.stem in PREFERENCES:
+        whole, small_one = (
+            load(PreferConfig, path).config.preference,
+            load_small(PreferConfig, path)[0].config.preference,
+        )
+        assert small_one.loss == whole.loss
+        assert (small_one.updates, small_one.data[0].task) == (2, "sort_digits")
         return
     full, shrunk = load(TrainConfig, path).config, load_small(TrainConfig, path)[0].config
     assert choices(shrunk.algorithm) == choices(full.algorithm)

@@ -9,16 +9,18 @@ import pytest
 
 from burnish.config.explain import plan_text
 from burnish.config.load import from_preset, load, load_small
+from burnish.config.preference import PreferConfig
 from burnish.config.presets import PRESETS
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers import sft_session
+from burnish.trainers import preference_session, sft_session
 from burnish.trainers.session import checked_run, execute
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k"}
+EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k", "reward_model"}
 """Recipes of a task rather than of a published method."""
-RL = [path for path in RECIPES if path.stem != "sft"]
+PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]
+RL = [path for path in RECIPES if path.stem not in ("sft", "reward_model") and path not in PREFERENCES]
 
 
 def name(path: Path) -> str:
@@ -70,3 +72,20 @@ def test_the_supervised_recipe_loads_and_trains(tmp_path: Path) -> None:
     assert outcome.is_complete
     assert outcome.loss is not None
     assert math.isfinite(outcome.loss)
+
+
+@pytest.mark.parametrize("path", PREFERENCES, ids=name)
+def test_a_recipe_of_preferences_is_of_its_preset_and_trains_shrunk(path: Path, tmp_path: Path) -> None:
+    config = load(PreferConfig, path).config
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.startswith("# ") for line in lines[:4]] == [True, True, True, False]
+    assert config.preference.loss.name == path.stem
+    assert f"updates of {config.preference.batch_size} " in plan_text(config)
+    loaded, _ = load_small(PreferConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
+    outcome = preference_session.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
+    assert outcome is not None
+    assert outcome.is_complete
+    rows = read(outcome.directory / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["preference/grad_norm"] > 1e-3 for row in rows[1:])
+    assert all(math.isfinite(value) for row in rows for value in row.values())

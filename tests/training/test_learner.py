@@ -443,3 +443,10 @@ def test_missing_or_damaged_optimizer_state_is_named(tmp_path: Path, contents: b
         (tmp_path / "optimizer.safetensors").write_bytes(contents)
     with pytest.raises(UserError, match=r"optimizer\.safetensors"):
         learner().load(tmp_path)
+
+
+def test_without_columns_an_update_tells_the_same_numbers_alone() -> None:
+    whole, numbers = (learner().update(BATCH, LOSSES["everything"], columns=columns) for columns in (True, False))
+    assert whole.logp is not None
+    assert (numbers.logp, numbers.entropy, numbers.skipped) == (None, None, None)
+    assert numbers.stats == whole.stats

@@ -34,7 +34,8 @@ class Loss(Protocol):
 
     @property
     def scope(self) -> str:
-        """What one view must hold: `token` or `sequence` (any whole sequences), `group`, `batch` (the mini-batch)."""
+        """What one view must hold: `token` or `sequence` (any whole sequences), `groups` (any whole groups of sequences, over
+        which loss and metrics add up), `group`, `batch` (the mini-batch)."""
 
     def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss, and sums of per-token metrics to be divided by the number of tokens in the loss."""

@@ -22,13 +22,22 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: float | Tensor = 0.0
     return -logsigmoid(chosen - rejected - margin)
 
 
-def dpo(view: View, anchor: Tensor, advantages: Tensor, beta: float = 0.1, smoothing: float = 0.0) -> Result:
+def dpo(
+    view: View,
+    anchor: Tensor,
+    advantages: Tensor,
+    beta: float = 0.1,
+    smoothing: float = 0.0,
+    average: bool = False,
+) -> Result:
     """[M] -(1-e) log sigmoid(beta h) - e log sigmoid(-beta h), h = (logp_c - ref_c) - (logp_r - ref_r) over whole answers.
 
-    e is the share of preferences taken to be the wrong way round. DPO (2305.18290).
+    e is the share of preferences taken to be the wrong way round. With `average` the log-ratios are means over each answer's
+    tokens, so that length does not decide (as in Tulu 3, 2411.15124). DPO (2305.18290).
     """
     pairs, num = pairs_of(view)
-    h = chosen_minus_rejected(view, view.sum(_drift(view)), pairs, num)
+    drift = _drift(view)
+    h = chosen_minus_rejected(view, view.mean(drift) if average else view.sum(drift), pairs, num)
     loss = -(1 - smoothing) * logsigmoid(beta * h) - smoothing * logsigmoid(-beta * h)
     return _on_both(view, pairs, loss, beta * h)
 
@@ -57,10 +66,14 @@ def orpo(view: View, anchor: Tensor, advantages: Tensor, coef: float = 0.1) -> R
     mean = view.mean(logp_of(view))
     chosen = torch.where(view.sequence["chosen"], mean, torch.zeros_like(mean))
     likelihood = segment_sum(chosen, pairs, num)
-    # An answer of probability 1 has infinite odds; short of that by one rounding they are large but finite.
-    certain = mean.clamp(max=-torch.finfo(mean.dtype).eps)
-    h = chosen_minus_rejected(view, certain - torch.log(-torch.expm1(certain)), pairs, num)
+    h = chosen_minus_rejected(view, log_odds(mean), pairs, num)
     return _on_both(view, pairs, -likelihood - coef * logsigmoid(h), h)
+
+
+def log_odds(logp: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p. A probability of 1 has infinite odds; short of that by one rounding they are finite."""
+    certain = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    return certain - torch.log(-torch.expm1(certain))
 
 
 def kto(

@@ -84,6 +84,6 @@ WITH_CRITIC: dict[str, Preset] = {
         "LIMR, Li et al. 2025 (2502.11886)",
         "prompts that teach nothing: keep those whose rewards follow the average learning curve",
         {"advantage": "gae", "clip": PPO, "aggregation": TOKEN_MEAN, "critic": CRITIC},
-        note="its scores come from a finished run (burnish.algorithms.selection.limr)",
+        note="`burnish data impact` makes its file: the rows a finished run has learnt from",
     ),
 }

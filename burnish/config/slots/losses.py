@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from burnish.config.slots.base import Slot
+from burnish.config.slots.base import Slot, choice
 
 
 class LossRecord(Slot):
@@ -18,6 +18,8 @@ class LossRecord(Slot):
     """Whether its log-ratio is to the reference where there is one (the iteration's start), else to the old policy."""
     level: ClassVar[Literal["token", "sequence"]] = "token"
     """`sequence`: one number a sequence, whose plain mean is taken (aggregation seq-mean-token-mean)."""
+    command: ClassVar[str] = "train"
+    """Which command of burnish runs it."""
 
 
 class OmdLoss(LossRecord):
@@ -114,7 +116,7 @@ class PairLoss(LossRecord):
     """A choice of loss on a chosen and a rejected answer to each prompt."""
 
     needs: ClassVar[tuple[str, ...]] = ("groups",)
-    waits: ClassVar[str] = "preference pairs"
+    command: ClassVar[str] = "prefer"
     scope: ClassVar[Literal["group"]] = "group"
     advantages: ClassVar[tuple[str, ...]] = ("none",)
     level: ClassVar[Literal["sequence"]] = "sequence"
@@ -131,6 +133,8 @@ class DpoLoss(PairLoss):
     """Scale of the implicit reward beta (logp - ref)."""
     smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of preferences taken to be the wrong way round."""
+    average: bool = False
+    """Average each answer's log-ratio over its tokens, so that length does not decide (Tulu 3); beta is then 5 or so."""
 
 
 class IpoLoss(PairLoss):
@@ -179,7 +183,7 @@ class KtoLoss(LossRecord):
     )
     paper: ClassVar[str] = "KTO (2402.01306)"
     needs: ClassVar[tuple[str, ...]] = ("reference",)
-    waits: ClassVar[str] = "answers labelled good or bad, and mismatched ones"
+    command: ClassVar[str] = "prefer"
     scope: ClassVar[Literal["batch"]] = "batch"
     advantages: ClassVar[tuple[str, ...]] = ("none",)
     level: ClassVar[Literal["sequence"]] = "sequence"
@@ -192,6 +196,10 @@ class KtoLoss(LossRecord):
     """Weight of bad answers."""
 
 
+PREFERENCE_LOSSES: tuple[type[Slot], ...] = (DpoLoss, IpoLoss, SimpoLoss, OrpoLoss, KtoLoss)
+"""What `burnish prefer` minimises."""
+PreferenceSlot = choice(*PREFERENCE_LOSSES, plugin=False)
+
 OTHER_LOSSES: tuple[type[Slot], ...] = (
     OmdLoss,
     SppoLoss,
@@ -199,9 +207,5 @@ OTHER_LOSSES: tuple[type[Slot], ...] = (
     BceLoss,
     MixedLoss,
     NllLoss,
-    DpoLoss,
-    IpoLoss,
-    SimpoLoss,
-    OrpoLoss,
-    KtoLoss,
+    *PREFERENCE_LOSSES,
 )

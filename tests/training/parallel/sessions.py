@@ -1,4 +1,4 @@
-"""`burnish sft` on two ranks: whole runs, and runs that are stopped and go on, in other hands too."""
+"""`burnish sft` and `burnish prefer` on two ranks: whole runs, and runs that are stopped and go on, in other hands too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from burnish.config.load import load
+from burnish.config.preference import PreferConfig
 from burnish.config.schema import SftConfig
 from burnish.controller.roles import build_policy
+from burnish.trainers import preference_session
 from burnish.trainers.sft_session import execute
 from burnish.training.learner import Learner
 
@@ -28,6 +30,15 @@ sft:
   optimizer: {lr: 1.0e-2, warmup: 2, schedule: linear}
 run: {save_every: 2}
 """
+PREFERENCE = """
+preference:
+  data: {task: sort_digits, options: {num: 20}}
+  held_out: {task: sort_digits, options: {num: 5}}
+  updates: 3
+  batch_size: 5
+  token_budget: 64
+  optimizer: {lr: 1.0e-2}
+"""
 RUNS: dict[str, list[str]] = {
     "plain": [],
     "tensor": ["parallel.tensor=2"],
@@ -35,6 +46,13 @@ RUNS: dict[str, list[str]] = {
     "adapters": ["model.new=null", "model.path=base", "model.lora.rank=2"],
 }
 """Overrides by name; `tensor` is stopped once and goes on with the same processes."""
+PREFERENCES: dict[str, list[str]] = {
+    "pairs": ["preference.loss=dpo"],
+    "pairs in two passes": ["preference.loss={name: dpo, average: true}", "preference.token_budget=12"],
+    "asked": ["preference.loss=ipo", "preference.reference=live"],
+    "labels": ["preference.loss=kto", "preference.batch_size=3"],
+}
+"""Runs of `burnish prefer`; the tokens of a pair are more than 12."""
 HANDED_OVER = "handed-over"
 """Begun by two ranks, ended by one process alone."""
 STOPS_AFTER = 3
@@ -43,6 +61,7 @@ STOPS_AFTER = 3
 def prepare(folder: Path) -> None:
     """The recipe, and a model for adapters to adapt."""
     (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "preference.yaml").write_text(RECIPE.split("sft:")[0] + PREFERENCE)
     (folder / "base").mkdir()
     loaded = load(SftConfig, folder / "recipe.yaml", [])
     build_policy(loaded.config.model, loaded.config.sft.data, 0, folder).save(folder / "base")
@@ -54,6 +73,13 @@ def run(folder: Path, name: str, overrides: list[str]) -> None:
     recipe = folder / "recipe.yaml"
     loaded = load(SftConfig, recipe, [f"run.directory={folder}", f"run.name={name}", *overrides])
     execute(loaded.config, loaded.resolved, loaded.base, name)
+
+
+def prefer(folder: Path, name: str, overrides: list[str]) -> None:
+    recipe = folder / "preference.yaml"
+    folder_of_run = [f"run.directory={folder}", f"run.name={name.replace(' ', '_')}"]
+    loaded = load(PreferConfig, recipe, [*folder_of_run, *overrides])
+    preference_session.execute(loaded.config, loaded.resolved, loaded.base, name)
 
 
 def run_until_told_to_stop(folder: Path, name: str, overrides: list[str], is_told: bool) -> None:
@@ -80,9 +106,13 @@ def all_of(folder: Path, rank: int) -> None:
     for name, overrides in (("tensor", RUNS["tensor"]), (HANDED_OVER, [])):
         run_until_told_to_stop(folder, name, overrides, is_told=rank == 1)
     run(folder, "tensor", RUNS["tensor"])
+    for name, overrides in PREFERENCES.items():
+        prefer(folder, name, overrides)
 
 
 def alone(folder: Path) -> None:
     """The same runs in one process, under names of their own."""
     for name, overrides in RUNS.items():
         run(folder, f"{name}-alone", [o for o in overrides if not o.startswith("parallel")])
+    for name, overrides in PREFERENCES.items():
+        prefer(folder, f"{name}-alone", overrides)

@@ -154,6 +154,18 @@ def test_a_supervised_run_of_two_processes_is_that_of_one(name: str, folders: di
         torch.testing.assert_close(tensor, other[key], atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("name", sessions.PREFERENCES)
+def test_a_run_on_preferences_of_two_processes_is_that_of_one(name: str, folders: dict[int, Path]) -> None:
+    runs = [folders[2] / run.replace(" ", "_") for run in (name, f"{name}-alone")]
+    got, expected = (without_times(run / "metrics.jsonl") for run in runs)
+    assert [row["step"] for row in expected] == [0, 1, 2, 3]
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    one, other = (weights(run / "checkpoints/step-000003") for run in runs)
+    for key, tensor in one.items():
+        torch.testing.assert_close(tensor, other[key], atol=1e-9, rtol=0)
+
+
 def weights(path: Path) -> dict[str, Tensor]:
     """By Hugging Face's or PEFT's names."""
     stored = file_tensors(path / WEIGHTS) if (path / WEIGHTS).exists() else stored_tensors(path)

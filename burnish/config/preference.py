@@ -1,0 +1,85 @@
+"""The keys of `burnish prefer`: data, loss and optimisation on preferences."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from burnish.config.optimizer import Optimizer, check_optimizer_fits
+from burnish.config.parallel import Parallel, check_parallel_fits
+from burnish.config.schema import Activations, Model, Run, Sources, Template, check_trainable
+from burnish.config.slots import Record
+from burnish.config.slots.losses import DpoLoss, PreferenceSlot
+
+
+class Preference(Record):
+    """Training on answers of which one is preferred, or that are labelled good or bad."""
+
+    loss: PreferenceSlot = DpoLoss()
+    """What is minimised: dpo, ipo, simpo, orpo on pairs, kto on labelled answers."""
+    data: Sources = Field(default_factory=list)
+    """Rows with `prompt`, `chosen` and `rejected` (text or messages), or whole conversations without a prompt; for kto also `prompt`,
+    `completion` and `label`. A task gives pairs that its checker judged."""
+    held_out: Sources = Field(default_factory=list)
+    """Rows of the same kind to measure on, never trained on."""
+    held_out_every: int = Field(0, ge=0)
+    """Updates between measurements on `held_out`; 0 means only before the first update and at the end."""
+    reference: Literal["cached", "live"] = "cached"
+    """cached: its log-probs are computed once before training and kept in the run directory, and no second model is held. live: it is
+    asked in every update, a copy of the model (with adapters: the model without them)."""
+    updates: int = Field(250, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(64, ge=1)
+    """Pairs, or labelled answers, an update."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest sequence, prompt and answer together."""
+    overlong: Literal["filter", "error"] = "filter"
+    """What to do with rows that have a longer one: leave them out (counted) or stop. They are never cut in silence."""
+    token_budget: int = Field(8192, ge=1)
+    """Most tokens of one micro-batch; changes memory and speed, never the gradient."""
+    activations: Activations = "keep"
+    """What waits for the backward pass: keep, selective, recompute or offload, as in training.activations."""
+    optimizer: Optimizer = Optimizer(lr=1e-6)
+    """The optimizer and its schedule."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Preference:
+        if self.reference == "live" and "reference" not in self.loss.needs:
+            raise ValueError(f"reference=live has no effect: loss {self.loss.name} compares with no reference")
+        if self.loss.name == "kto" and self.batch_size < 2:
+            raise ValueError("loss kto compares with the other answers of a batch: set batch_size to 2 or more")
+        if self.held_out_every and not self.held_out:
+            raise ValueError("held_out_every has no effect without preference.held_out")
+        return self
+
+
+class PreferConfig(Record):
+    """`burnish prefer`."""
+
+    seed: int = Field(0, ge=0)
+    """All randomness follows from it."""
+    run: Run = Run()
+    """Where a run lives and what it keeps."""
+    model: Model = Model()
+    """The model to train; as it is at the start it is also the reference."""
+    template: Template = Template()
+    """How messages become text."""
+    preference: Preference = Preference()
+    """Data, loss and optimisation."""
+    parallel: Parallel = Parallel()
+    """How the processes that torchrun starts divide the work."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> PreferConfig:
+        stage = self.preference
+        check_trainable(self.model)
+        check_parallel_fits(self.parallel, self.model, stage.optimizer, stage.activations)
+        check_optimizer_fits(stage.optimizer, "preference.optimizer", self.model.dtype, self.model.device)
+        if not self.run.keep_best and not stage.held_out_every:
+            raise ValueError(
+                "run.keep_best=false has no effect without preference.held_out_every: no model but the last is measured"
+            )
+        if not stage.data:
+            raise ValueError("no data: give preference.data (a file, a task or a plug-in)")
+        return self

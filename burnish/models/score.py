@@ -1,0 +1,155 @@
+"""A scorer: the layers of a decoder under a head that gives one number a sequence, read at its last token.
+
+On disk it is what transformers calls a model for sequence classification with one label, so that
+`AutoModelForSequenceClassification` gives the same scores. That class reads the score at the last token that is not
+padding; so does this one (`score_positions`), which matters where a tokenizer pads with its end token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.models.architecture import Architecture, from_hf, read_config, to_hf, why_not_native
+from burnish.models.decoder import Decoder
+from burnish.models.families import FAMILIES
+from burnish.models.meta import without_memory
+from burnish.models.ops.trunks import Trunks
+from burnish.models.row_order import order_of
+from burnish.models.saving import weight_contents
+from burnish.models.tokenizer import Tokenizer
+from burnish.models.value import backbone_of
+from burnish.models.weights import Block, block_tensors, blocks, fill_blocks, stored_tensors
+from burnish.run.contents import Blob, Content
+from burnish.run.parts import part_of
+from burnish.run.staging import HostCopy, Stage
+
+HEAD = "score.weight"
+
+
+class ScoreModel(nn.Module):
+    """A backbone and a scalar head without bias."""
+
+    def __init__(self, backbone: Decoder, head: Tensor) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Parameter(head)
+
+    @property
+    def arch(self) -> Architecture:
+        return self.backbone.arch
+
+    @property
+    def attention_cost(self) -> float | None:
+        """The backbone's; None where it does not say."""
+        return getattr(self.backbone, "attention_cost", None)
+
+    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
+        """[M] the score of the text up to each `wanted` token, that token included."""
+        hidden, cut = self.backbone.states(tokens, offsets, wanted, trunks)
+        # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
+        return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
+
+    def contents(self, stage: Stage, source: Path | None, tokenizer: Tokenizer) -> list[Content]:
+        """A Hugging Face directory for sequence classification, where the layers came from `source`; of a model that is spread
+        over processes, this one's files.
+        """
+        part = part_of(self.parameters())
+        if part.count > 1 and not isinstance(stage, HostCopy):
+            stage = HostCopy()  # what is gathered is gone when the next parameter is
+        parameters, table = dict(self.named_parameters()), _table(self.arch)
+        sizes = [(b.theirs, b.shard(parameters).numel * parameters[b.ours].element_size()) for b in table]
+        files: list[Content] = []
+        if part.index == 0:
+            files += [Blob("config.json", json.dumps(self._config(source, tokenizer), indent=1)), *tokenizer.contents()]
+        tensors = block_tensors(parameters, table, partial(order_of, self.backbone))
+        return [*files, *weight_contents(tensors, sizes, stage, part)]
+
+    def load_weights(self, directory: Path) -> None:
+        """Copy the weights of a saved directory in place; tensors keep their addresses."""
+        tensors = ((n, t) for n, t in stored_tensors(directory) if not n.endswith("rotary_emb.inv_freq"))
+        with torch.no_grad():
+            fill_blocks(
+                dict(self.named_parameters()),
+                _table(self.arch),
+                tensors,
+                str(directory),
+                "config.json implies",
+                partial(order_of, self.backbone),
+            )
+
+    def _config(self, source: Path | None, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The config.json of the model it was made of, for another class of transformers."""
+        dtype = str(self.backbone.embedding.weight.dtype).removeprefix("torch.")
+        config = to_hf(self.arch, dtype, tokenizer.eos_ids, tokenizer.pad_id) if source is None else read_config(source)
+        config.pop("torch_dtype", None)
+        name = FAMILIES[self.arch.family].hf_class.replace("ForCausalLM", "ForSequenceClassification")
+        labels = {"num_labels": 1, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "problem_type": "regression"}
+        return {**config, "architectures": [name], "dtype": dtype, "pad_token_id": tokenizer.pad_id, **labels}
+
+
+def score_positions(tokens: Tensor, offsets: Tensor, pad_id: int) -> Tensor:
+    """[S] where each packed sequence is scored: at its last token that is not `pad_id`; at its first if all are."""
+    places = torch.arange(tokens.numel(), device=tokens.device)
+    candidates = torch.where(tokens == pad_id, torch.zeros_like(places), places)
+    ids = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device=tokens.device), offsets.diff())
+    last = offsets[:-1].clone()
+    return last.scatter_reduce_(0, ids, candidates, "amax")
+
+
+def new_scorer(policy: nn.Module, seed: int) -> ScoreModel:
+    """A scorer that starts from a policy's layers: its scores begin near 0, and differ."""
+    if not isinstance(policy, Decoder):
+        raise UserError("a reward model needs the native decoder, and this model runs through transformers")
+    backbone = backbone_of(policy)
+    assert isinstance(backbone, Decoder)
+    weight = backbone.embedding.weight
+    # In a half type scores near 1 would be 2^-8 apart, which is more than many pairs differ by.
+    wide, width = torch.promote_types(weight.dtype, torch.float32), policy.arch.hidden_size
+    noise = torch.randn(1, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ScoreModel(backbone, (noise / math.sqrt(width + 1)).to(weight.device, wide))
+
+
+def load_scorer(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+    """A scorer from a Hugging Face directory for sequence classification with one label."""
+    config = read_config(directory)
+    names = config.get("architectures") or ["?"]
+    if not str(names[0]).endswith("ForSequenceClassification"):
+        raise UserError(
+            f"{directory} is a {names[0]}, not a reward model: a reward model is a ...ForSequenceClassification with one "
+            "label, such as a checkpoint of `burnish reward-model`"
+        )
+    labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2
+    if labels != 1:
+        raise UserError(
+            f"{directory} gives {labels} numbers a text, and a reward is one: its config needs num_labels 1"
+        )
+    reason = why_not_native(config)
+    if reason is not None:
+        raise UserError(f"{directory} cannot run on the native decoder, which scores: {reason}")
+    arch = replace(from_hf(config, str(directory / "config.json")), tied=True)  # there is no output head
+    with without_memory():
+        backbone = Decoder(arch)
+    backbone.to(dtype).to_empty(device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    model = ScoreModel(backbone, torch.zeros(1, arch.hidden_size, dtype=wide, device=device))
+    model.load_weights(directory)
+    return model
+
+
+def _table(arch: Architecture) -> list[Block]:
+    """Our parameters under transformers' names: those of the layers, and the head."""
+    return [*_backbone(arch), Block(HEAD, "head")]
+
+
+def _backbone(arch: Architecture) -> Iterator[Block]:
+    for block in blocks(replace(arch, tied=True)):
+        yield replace(block, ours=f"backbone.{block.ours}")

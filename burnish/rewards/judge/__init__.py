@@ -1,0 +1,1 @@
+"""A language model that reads an answer and gives a verdict: a generative reward model behind an OpenAI-compatible endpoint."""

@@ -1,0 +1,157 @@
+"""One run that trains a reward model, from start to end or from where it was: updates, measurements, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.config.reward_model import RewardModelConfig
+from burnish.config.schema import Source
+from burnish.controller.roles import build_policy
+from burnish.data.pairs import LeftOut, Pair, Reading, load_pairs
+from burnish.models.activations import set_activations
+from burnish.models.policy import PolicyModel
+from burnish.models.score import ScoreModel, new_scorer
+from burnish.models.tokenizer import Tokenizer
+from burnish.run.contents import Blob, Content, Part
+from burnish.run.parts import part_of
+from burnish.run.staging import Stage
+from burnish.run.trackers import check_trackers
+from burnish.trainers import reward_model, updates
+from burnish.trainers.reward_model import Measured
+from burnish.trainers.updates import Outcome, UpdateJob
+from burnish.training.learner import Learner
+from burnish.training.parallel.ranks import SOLO
+from burnish.training.profile import step_to_profile
+from burnish.training.scorer import STATISTICS
+
+
+@dataclass
+class SavedScorer:
+    """A scorer with its tokenizer and what was measured of it: what a checkpoint holds."""
+
+    module: ScoreModel
+    tokenizer: Tokenizer
+    source: Path | None
+    """The directory its layers came from."""
+    note: str
+    measured: Measured | None = None
+
+    @property
+    def part(self) -> Part:
+        return part_of(self.module.parameters())
+
+    def contents(self, stage: Stage) -> list[Content]:
+        """A Hugging Face directory for sequence classification, with where its scores lie."""
+        files = self.module.contents(stage, self.source, self.tokenizer)
+        if self.measured is not None:
+            files.append(Blob(STATISTICS, json.dumps(asdict(self.measured), indent=1)))
+        return files
+
+    def load_weights(self, directory: Path) -> None:
+        """Weights in place, and what was measured of them."""
+        self.module.load_weights(directory)
+        statistics = directory / STATISTICS
+        self.measured = Measured(**json.loads(statistics.read_text())) if statistics.is_file() else None
+
+
+@dataclass
+class ScorerJob(UpdateJob):
+    """A run that trains a scorer; what of it is measured, and when."""
+
+    config: RewardModelConfig = field(kw_only=True)
+    scorer: SavedScorer = field(kw_only=True)
+    pairs: list[Pair] = field(kw_only=True)
+    held_out: list[Pair] = field(kw_only=True)
+    order: list[int] = field(kw_only=True)
+    """The numbers of the pairs of all updates."""
+
+    def used(self, update: int) -> Sequence[str]:
+        """The pairs of an update."""
+        size = self.config.reward_model.batch_size
+        return [self.pairs[i].id for i in self.order[(update - 1) * size : update * size]]
+
+    def measure(self, update: int) -> dict[str, float]:
+        """On the held-out pairs: before the first update, every so many, with every checkpoint, and after the last."""
+        every, save_every = self.config.reward_model.held_out_every, self.settings.save_every
+        due = update in (0, self.total) or update % save_every == 0 or (every and update % every == 0)
+        if not self.held_out or not due:
+            return {}
+        self.run.display.phase("measuring on held-out pairs")
+        self.scorer.measured = reward_model.measure(
+            self.learner, self.held_out, self.scorer.tokenizer.pad_id, self.config.reward_model
+        )
+        return self.scorer.measured.values
+
+    def score(self, values: dict[str, float]) -> float | None:
+        """Held-out accuracy."""
+        return values.get("validation/pairs/accuracy")
+
+
+def execute(
+    config: RewardModelConfig, resolved: dict[str, Any], base: Path, name: str, profile: int | None = None
+) -> tuple[Outcome, Measured | None]:
+    """Train as far as it is not done; how far it came, and how it does on the held-out pairs.
+
+    What can be wrong with model and data is found before the run directory is made. `profile` is the update to record
+    with a profiler, or `NEXT`.
+    """
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    check_trackers(config.run.trackers)
+    stage = config.reward_model
+    # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its pairs.
+    plain = [source.model_copy(update={"options": {}}) for source in stage.data]
+    policy = build_policy(config.model, plain, config.seed, base)
+    pairs, left_out = load(config, policy, base, stage.data, "train")
+    held_out, _ = load(config, policy, base, stage.held_out, "test")
+    scorer = SavedScorer(new_scorer(policy.module, config.seed), policy.tokenizer, policy.source, policy.note)
+    set_activations(scorer.module, stage.activations)
+    learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
+    with updates.open_run(config, config.run, resolved, name, config.seed, SOLO) as run:
+        order = reward_model.pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
+        job = ScorerJob(
+            config.run, run, scorer, learner, stage.updates, "reward_model",
+            config=config, scorer=scorer, pairs=pairs, held_out=held_out, order=order,
+        )  # fmt: skip
+        for text in left_out.notes:
+            run.display.note(text)
+        updates.resume(job)
+        train(job, profile)
+        return updates.outcome(job), scorer.measured
+
+
+def load(
+    config: RewardModelConfig, policy: PolicyModel, base: Path, sources: list[Source], split: str
+) -> tuple[list[Pair], LeftOut]:
+    """The pairs that fit `max_tokens` and the model's positions, and what was left out."""
+    stage = config.reward_model
+    if not sources:
+        return [], LeftOut()
+    longest = min(stage.max_tokens, policy.max_positions or stage.max_tokens)
+    reading = Reading(policy.tokenizer, config.template, longest, stage.overlong, base, config.seed)
+    return load_pairs(sources, reading, split)
+
+
+def train(job: ScorerJob, profile: int | None) -> None:
+    """What is left of the updates, with a measurement before the first one."""
+    display, stage = job.run.display, job.config.reward_model
+    if job.updates >= job.total:
+        display.note(f"{job.run.directory.path} is complete: all {job.total} updates are done")
+        return
+    display.start(f"reward model on {len(job.pairs):,} pairs: {job.scorer.note}", job.total, job.updates)
+    job.profile = step_to_profile(profile, job.updates, job.total)
+    if job.updates == 0 and (before := job.measure(0)):
+        job.run.commit(0, before, [])
+    pad_id = job.scorer.tokenizer.pad_id
+    updates.train(
+        job,
+        lambda after, around: reward_model.train(
+            job.learner, job.pairs, pad_id, stage, job.order, after, job.updates, around
+        ),
+    )

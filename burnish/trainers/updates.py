@@ -1,0 +1,156 @@
+"""What every run on data that is all there has in common: run directory, updates in order, checkpoints, going on.
+
+`burnish sft` and `burnish prefer` hand in a loop that makes updates and calls back after each; this module commits
+them, saves some, and stops when the user asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from burnish.config.load import dump
+from burnish.config.schema import Run as RunConfig
+from burnish.config.slots import Record
+from burnish.run.contents import Blob, Content, Part, Snapshot
+from burnish.run.directory import RunDirectory, run_name
+from burnish.run.follower import Follower
+from burnish.run.interrupt import StopOnInterrupt
+from burnish.run.metrics import read
+from burnish.run.run import Run
+from burnish.run.staging import Stage
+from burnish.trainers.memory import MemoryWatch
+from burnish.training.learner import Learner
+from burnish.training.parallel.ranks import Ranks
+from burnish.training.profile import profiled
+
+OnUpdate = Callable[[int, dict[str, float]], bool | None]
+"""Called after every update with its number and metrics; True ends the training there."""
+Around = Callable[[int], AbstractContextManager[None]]
+"""The context an update is made in, by its number."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a run has come and what it left."""
+
+    directory: Path
+    is_complete: bool
+    loss: float | None
+    """Of the last update; None where that one had no token to learn from."""
+    model: Path
+
+
+class Savable(Protocol):
+    """A model with its tokenizer, as checkpoints see it: a `PolicyModel`, or a scorer."""
+
+    note: str
+    """What it is, for people."""
+
+    @property
+    def part(self) -> Part:
+        """Which of the processes that hold the model this is."""
+
+    def contents(self, stage: Stage) -> list[Content]:
+        """The files of a Hugging Face directory that this process writes."""
+
+    def load_weights(self, directory: Path) -> None:
+        """Copy the weights of a saved directory in place."""
+
+
+@dataclass
+class UpdateJob:
+    """The parts of a run; `updates` counts those made, also by the run's earlier lives."""
+
+    settings: RunConfig
+    run: Run
+    policy: Savable
+    learner: Learner
+    total: int
+    """Updates of the whole run."""
+    prefix: str
+    """What the names of its metrics begin with."""
+    updates: int = 0
+    profile: int | None = None
+    """The update to record with a profiler."""
+    memory: MemoryWatch | None = None
+    """The memory plan, to be compared with what an update held."""
+
+    def used(self, update: int) -> Sequence[str]:
+        """The ids of the rows an update was made on, for the journal."""
+        return ()
+
+    def measure(self, update: int) -> dict[str, float]:
+        """Metrics on held-out data, where they are due after this update."""
+        return {}
+
+    def score(self, values: dict[str, float]) -> float | None:
+        """By which the best checkpoint is chosen, where an update was measured."""
+        return None
+
+
+def open_run(config: Record, settings: RunConfig, resolved: dict[str, Any], name: str, seed: int, ranks: Ranks) -> Run:
+    """The run directory, new or with its past, in the hands of the first process; the others follow when it is there."""
+    if not ranks.is_first:
+        return Follower(Path(ranks.from_first("")), settings)
+    folder = RunDirectory.create(Path(settings.directory), run_name(settings.name, name, seed), dump(config))
+    ranks.from_first(str(folder.path))
+    return Run(folder, settings, resolved)
+
+
+def train(job: UpdateJob, loop: Callable[[OnUpdate, Around], None]) -> None:
+    """Updates to the end, or until the user asks to stop; each is committed, some are saved, the last one always."""
+    with StopOnInterrupt(job.run.display.note) as stop:
+
+        def after(update: int, values: dict[str, float]) -> bool:
+            job.updates = update
+            if job.memory is not None:
+                values |= job.memory.after(job.learner.updates, values, job.run.display.note)
+            if f"{job.prefix}/skipped" in values:
+                job.run.display.note(f"update {update} was skipped: no finite gradient, or no token to learn from")
+            measured = job.measure(update)
+            job.run.commit(update, values | measured, list(job.used(update)))
+            stopping = job.learner.ranks.anyone(stop.requested)  # asked once, so that a run that stops has saved
+            due = update % job.settings.save_every == 0 or (bool(measured) and job.settings.keep_best)
+            if stopping or update == job.total or due:
+                job.run.checkpoint(update, lambda stage: snapshot(job, stage), job.score(measured))
+            if stopping or update == job.total:
+                job.run.wait()
+            return stopping
+
+        def around(update: int) -> AbstractContextManager[None]:
+            if update != job.profile:
+                return nullcontext()
+            return profiled(job.run.directory.path, f"update {update}", job.run.display.note)
+
+        loop(after, around)
+
+
+def resume(job: UpdateJob) -> None:
+    """Take everything back to the newest checkpoint, if there is one."""
+    checkpoint = job.learner.ranks.from_first(job.run.resume())
+    if checkpoint is None:
+        return
+    job.policy.load_weights(checkpoint.path)
+    job.learner.load(checkpoint.path)
+    job.updates = int(json.loads((checkpoint.path / "trainer.json").read_text())["updates"])
+
+
+def snapshot(job: UpdateJob, stage: Stage) -> Snapshot:
+    """A checkpoint to be: a Hugging Face directory, plus optimizer and trainer state."""
+    state = job.learner.contents(stage)
+    if job.policy.part.index == 0:
+        state.append(Blob("trainer.json", json.dumps({"updates": job.updates})))
+    return Snapshot(job.policy.contents(stage), state, job.policy.part)
+
+
+def outcome(job: UpdateJob) -> Outcome:
+    """What there is to say at the end, from what is on disk."""
+    latest = job.run.checkpoints.latest()
+    assert latest is not None  # training ends with a checkpoint, and a complete run has one
+    last = read(job.run.directory.metrics)[-1]
+    return Outcome(job.run.directory.path, job.updates >= job.total, last.get(f"{job.prefix}/loss"), latest.path)
