@@ -187,3 +187,22 @@ def test_merging_batches_with_different_columns_names_the_column(kind: str) -> N
     other = Batch(torch.arange(1), torch.tensor([0, 1]), **{kind: {"extra": column}})
     with pytest.raises(ValueError, match=rf"differ in {kind} columns: \['extra'\]"):
         Batch.merge([plain, other])
+
+
+def test_neighbours_are_not_copied_and_a_selection_knows_where_it_is_from() -> None:
+    lengths = torch.tensor([2, 3, 1, 4])
+    mask = torch.arange(10) % 2 == 0
+    batch = Batch(torch.arange(10), offsets_from_lengths(lengths), {"mask": mask}, {"number": torch.arange(4)})
+    assert batch.select(torch.arange(4)) is batch
+    for index, shared in ((torch.tensor([1, 2]), True), (torch.tensor([2, 1]), False), (torch.tensor([1, 1]), False)):
+        part = batch.select(index)
+        assert (part.token["mask"].untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()) is shared
+        assert part.sequence["number"].tolist() == index.tolist()
+        assert part.offsets.tolist() == [0, *torch.cumsum(lengths[index], 0).tolist()]
+        assert part.origin is not None
+        assert part.origin.batch is batch
+        assert part.origin.index.tolist() == index.tolist()
+        changed = part.with_token(mask=~part.token["mask"])
+        assert changed.origin is part.origin
+        assert changed.token["mask"] is not part.origin.token["mask"]
+    assert batch.select(torch.arange(0)).num_sequences == 0

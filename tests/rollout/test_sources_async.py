@@ -18,7 +18,6 @@ from burnish.config.errors import UserError
 from burnish.config.schema import Data, Environment, Source
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.keys import fold, sample_key
-from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import PromptStream
 from burnish.environments.base import environment_factory
 from burnish.models.tokenizer import Tokenizer
@@ -193,20 +192,35 @@ def test_nothing_is_lost_used_twice_or_too_old_whoever_is_slow(
 
 
 def test_a_sample_goes_on_under_new_weights_with_a_version_for_each_token(tmp_path: Path, close: list[Life]) -> None:
-    engine = SlowEngine(0.002)
-    life = Life(tmp_path, engine, max_staleness=3)
+    first = tuple(f"/train/{k}#" for k in range(PLAN.prompts))
+
+    def waits(request: Request) -> bool:
+        """With the first weights, samples of the second step's groups get two tokens."""
+        others = engine.version == 0 and not any(name in request.id for name in first)
+        return others and len(engine.rows[request.id][1]) >= 2
+
+    engine = SlowEngine(stuck=waits)
+    life = Life(tmp_path, engine, max_staleness=1)
     close.append(life)
-    mixed: list[Trajectory] = []
-    for step in range(1, STEPS + 1):
-        scored = life.step(step, lambda: time.sleep(0.008))
-        check_whole(scored, step, 3)
-        mixed += [t for t in scored.trajectories if len(set(t.sequences[0].version[t.sequences[0].action_mask])) > 1]
-        found = life.source.values(scored, step - 1)
-        assert found["staleness/max"] <= 3
-        shares = [value for name, value in found.items() if name.startswith("staleness/share/")]
-        assert sum(shares) == pytest.approx(1)
-    assert mixed
-    assert "rollouts" in engine.users
+
+    def learning() -> None:
+        while not all(waits(request) for request, *_ in list(engine.rows.values())):
+            time.sleep(0.001)
+
+    check_whole(life.step(1, learning), 1, 1)
+    scored = life.step(2)
+    check_whole(scored, 2, 1)
+    for t in scored.trajectories:
+        versions = t.sequences[0].version[t.sequences[0].action_mask].tolist()
+        assert versions == [0, 0] + [1] * (len(versions) - 2)
+    mixed = sum(t.num_actions > 2 for t in scored.trajectories)
+    tokens = scored.num_tokens
+    found = life.source.values(scored, 1)
+    assert found["staleness/max"] == 1
+    assert found["staleness/mixed"] == mixed / len(scored.trajectories) > 0
+    assert found["staleness/share/1"] == found["staleness/mean"] == 2 * len(scored.trajectories) / tokens
+    assert found["staleness/share/0"] == pytest.approx(1 - found["staleness/mean"])
+    assert engine.users == {"rollouts"}
 
 
 def test_with_no_staleness_it_gives_what_the_synchronous_source_gives(tmp_path: Path, close: list[Life]) -> None:
