@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -371,8 +372,8 @@ def ray_costs(messages: int = 3000) -> dict[str, float]:
     from burnish.config.placement import RayPlacement
     from burnish.controller.ray_group import Cluster, RayBackend
 
-    with Cluster(RayPlacement(engines=2), on_gpu=False) as cluster:
-        backend = RayBackend(cluster, "rollout", Idle, (), Path("/tmp/controller_sim"), 60)
+    with TemporaryDirectory() as folder, Cluster(RayPlacement(engines=2), on_gpu=False) as cluster:
+        backend = RayBackend(cluster, "rollout", Idle, (), Path(folder), 60)
         backend.start()
         group = WorkerGroup("rollout", Idle, backend, 60)
         group.nothing(0)

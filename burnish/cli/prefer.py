@@ -5,24 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from burnish.cli.train import add_profile, load_recipe, print_memory
+from burnish.cli.stage import add_stage_arguments, has_ended, print_loss
+from burnish.cli.train import load_recipe, print_memory
 from burnish.config.load import dump
 from burnish.config.preference import PreferConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; the keys of the config are explained by --help, from the schema."""
-    from burnish.config.explain import help_text
-
-    parser.add_argument("recipe", type=Path, help="a YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted overrides, such as preference.loss=ipo"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
-    parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
-    add_profile(parser, "update")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = help_text(PreferConfig)
+    add_stage_arguments(parser, PreferConfig, "preference.loss=ipo")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,13 +30,10 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
     leave()
-    if outcome is None:  # another process speaks for all
-        return 0
-    if not outcome.is_complete:
-        print(f"stopped; the same command goes on from here: {outcome.directory}")
+    if outcome is None or not has_ended(outcome):  # None: another process speaks for all
         return 0
     print_accuracy(outcome.directory)
-    print(f"final loss: {'none (the last update was skipped)' if outcome.loss is None else f'{outcome.loss:.4f}'}")
+    print_loss(outcome)
     print(f"model: {outcome.model}")
     return 0
 

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from burnish.cli.train import add_profile, load_recipe, print_memory
+from burnish.cli.stage import add_stage_arguments, has_ended, print_loss
+from burnish.cli.train import load_recipe, print_memory
 from burnish.config.load import dump
 from burnish.config.schema import SftConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; the keys of the config are explained by --help, from the schema."""
-    from burnish.config.explain import help_text
-
-    parser.add_argument("recipe", type=Path, help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as sft.updates=500")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
-    parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
-    add_profile(parser, "update")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = help_text(SftConfig)
+    add_stage_arguments(parser, SftConfig, "sft.updates=500")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,11 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
     leave()
-    if outcome is None:  # another process speaks for all
+    if outcome is None or not has_ended(outcome):  # None: another process speaks for all
         return 0
-    if not outcome.is_complete:
-        print(f"stopped; the same command goes on from here: {outcome.directory}")
-        return 0
-    print(f"final loss: {'none (the last update was skipped)' if outcome.loss is None else f'{outcome.loss:.4f}'}")
+    print_loss(outcome)
     print(f"model: {outcome.model}")
     return 0

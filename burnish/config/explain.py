@@ -100,12 +100,15 @@ def page() -> str:
     return INTRO + "".join(f"\n## burnish {name}\n\n{markdown(kind)}" for name, kind in commands.items())
 
 
-def plan_text(config: TrainConfig | SftConfig | PreferConfig) -> str:
+def plan_text(config: TrainConfig | SftConfig | PreferConfig | RewardModelConfig) -> str:
     """What a run will do, from the configuration alone; token counts are upper bounds, reached by the longest sequences."""
     if isinstance(config, SftConfig):
         rows = _sft_plan(config.sft.updates, config.sft.batch_size, config.sft.max_tokens, "training")
     elif isinstance(config, PreferConfig):
         rows = _preference_plan(config)
+    elif isinstance(config, RewardModelConfig):
+        stage = config.reward_model
+        rows = [_pairs_plan(stage.updates, stage.batch_size, stage.max_tokens, "pairs")]
     else:
         rows = _train_plan(config)
     width = max(len(name) for name, _ in rows)
@@ -147,17 +150,21 @@ def _sft_plan(updates: int, batch_size: int, max_tokens: int, name: str) -> list
 def _preference_plan(config: PreferConfig) -> list[tuple[str, str]]:
     stage = config.preference
     what = "labelled answers" if stage.loss.name == "kto" else "pairs"
-    tokens = f"at most {2 * stage.batch_size * stage.max_tokens:,} tokens"
-    rows = stage.updates * stage.batch_size
-    rows_of_plan = [
-        ("training", f"{stage.updates:,} updates of {stage.batch_size:,} {what} ({tokens}), {rows:,} {what} in all")
-    ]
+    rows = [_pairs_plan(stage.updates, stage.batch_size, stage.max_tokens, what)]
     if "reference" in stage.loss.needs:
         once = "computed once before training, kept in the run directory"
-        rows_of_plan.append(("reference", once if stage.reference == "cached" else "asked in every update"))
+        rows.append(("reference", once if stage.reference == "cached" else "asked in every update"))
     measured = f"every {stage.held_out_every:,} updates, before" if stage.held_out_every else "before"
     held_out = f"{measured} and after" if stage.held_out else "none (preference.held_out is empty)"
-    return [*rows_of_plan, ("held out", held_out)]
+    return [*rows, ("held out", held_out)]
+
+
+def _pairs_plan(updates: int, batch_size: int, max_tokens: int, what: str) -> tuple[str, str]:
+    tokens = f"at most {2 * batch_size * max_tokens:,} tokens"
+    return (
+        "training",
+        f"{updates:,} updates of {batch_size:,} {what} ({tokens}), {updates * batch_size:,} {what} in all",
+    )
 
 
 def _validation_plan(validation: Validation, sources: list[Source], steps: int) -> str:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from burnish.cli.data.options import add_output, add_rows, add_scores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="rows to train on: jsonl, json, csv, parquet or arrow")
-    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
-    add(
-        "--scores",
-        type=Path,
-        required=True,
-        metavar="RUN|COMPLETIONS",
-        help="how often rows are answered right: a run that trained on SRC, or completions of `burnish eval DIR SRC --n K`",
-    )
+    add_rows(parser)
+    add_output(parser)
+    add_scores(parser, required=True)
     add("--buckets", type=int, default=4, metavar="N", help="how many, equally large (default 4)")
     add("--column", default="difficulty", help="the column of 1 - pass rate (default difficulty)")
-    add("--force", action="store_true", help="replace a file that this command did not write")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from burnish.cli.data.options import add_output
 from burnish.data.overlap import NGRAM
 
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SRC",
         help="rows of any kind (to answer, imitate or prefer): jsonl, json, csv, parquet or arrow",
     )
-    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
+    add_output(parser)
     add(
         "--against",
         action="append",
@@ -28,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ngram", type=int, default=NGRAM, metavar="N", help=f"words in a row that count as overlap (default {NGRAM})")
     add("--data-dir", type=Path, metavar="FOLDER", help="where the benchmarks' files are (default: BURNISH_DATA)")
-    add("--force", action="store_true", help="replace a file that this command did not write")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,17 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from burnish.cli.data.options import add_output, add_rows, add_scores
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="rows to train on: jsonl, json, csv, parquet or arrow")
-    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
-    add(
-        "--scores",
-        type=Path,
-        metavar="RUN|COMPLETIONS",
-        help="how often rows are answered right: a run that trained on SRC, or completions of `burnish eval DIR SRC --n K`",
-    )
+    add_rows(parser)
+    add_output(parser)
+    add_scores(parser, required=False)
     add(
         "--pass-rate",
         type=float,
@@ -36,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--words", type=int, nargs=2, metavar=("MIN", "MAX"), help="keep questions of so many words")
     add("--answer-chars", type=int, metavar="MAX", help="keep answers of at most so many characters")
     add("--keep-unseen", action="store_true", help="keep rows that were never sampled")
-    add("--force", action="store_true", help="replace a file that this command did not write")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from burnish.cli.data.options import add_output
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run of two epochs or more over its training data")
-    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
+    add_output(parser)
     add("--threshold", type=float, default=0.6, help="lowest learning impact to keep (default 0.6, as in the paper)")
     add("--by", choices=("accuracy", "reward"), help="what the curves are of (default: accuracy where all is judged)")
     add("--epochs", type=int, metavar="K", help="use the first K epochs (default: all that were finished)")
     add("--data", type=Path, metavar="FILE", help="where the run's file lies now, if not where its config says")
-    add("--force", action="store_true", help="replace a file that this command did not write")
 
 
 def run(args: argparse.Namespace) -> int:

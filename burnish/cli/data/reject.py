@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from burnish.cli.data.options import add_output, add_samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from burnish.rewards.tongues import SCRIPTS
 
     add = parser.add_argument
-    add("source", type=Path, metavar="COMPLETIONS|RUN", help="completions of `burnish eval DIR DATA --n K`, or a run")
-    add("out", type=Path, metavar="OUT", help="the .jsonl or .parquet file to write; OUT.manifest.json goes beside it")
-    add(
-        "--prompts",
-        type=Path,
-        metavar="DATA",
-        help="the file that was answered (of a run: if it is not where its config says); without it the prompts of "
-        "completions are taken as text, which fits a plain template only",
-    )
+    add_samples(parser)
+    add_output(parser)
     add("--most", type=int, default=1, metavar="M", help="completions of one prompt at most (default 1)")
     add(
         "--pick",
@@ -38,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-paragraph", type=int, metavar="WORDS", help="longest paragraph")
     add("--no-code", action="store_true", help="drop completions with blocks of code")
-    add("--force", action="store_true", help="replace a file that this command did not write")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ def _module(name: str) -> types.ModuleType:
 def _end(code: int) -> NoReturn:
     """End as Python ends: threads waited for, exit functions called, output flushed; but without tearing down the interpreter."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; there is no public name for it
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.__stdout__, sys.stderr):
             if stream is not None and not stream.closed:

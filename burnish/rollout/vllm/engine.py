@@ -242,7 +242,9 @@ class VllmEngine:
                 for output in self.llm.step():
                     logp += logprobs(output.outputs[0])
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            raise UserError(f"vLLM {self.library.version} cannot run this model: {error}") from error
+            raise UserError(
+                f"vLLM {self.library.version} cannot run this model: {error}; try rollout.engine=native, or another version of vLLM"
+            ) from error
         check_probe(logp, f"vLLM {self.library.version}")
 
 
