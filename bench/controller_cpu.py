@@ -22,7 +22,7 @@ from common import save, table
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 from burnish.controller import roles
-from burnish.controller.ray_group import Cluster
+from burnish.controller.ray_cluster import Cluster
 from burnish.controller.start import start_roles
 from burnish.core.engine import Engine, Request, SamplingOptions
 from burnish.rollout.remote import RemoteEngine

@@ -370,7 +370,8 @@ def ray_costs(messages: int = 3000) -> dict[str, float]:
     import ray
 
     from burnish.config.placement import RayPlacement
-    from burnish.controller.ray_group import Cluster, RayBackend
+    from burnish.controller.ray_cluster import Cluster
+    from burnish.controller.ray_group import RayBackend
 
     with TemporaryDirectory() as folder, Cluster(RayPlacement(engines=2), on_gpu=False) as cluster:
         backend = RayBackend(cluster, "rollout", Idle, (), Path(folder), 60)

@@ -8,26 +8,21 @@ calls are given it. Groups of more than `RELAYS_FROM` ranks are spoken to throug
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from burnish.config.errors import UserError
-from burnish.config.placement import RayPlacement
 from burnish.controller.group import Gone, Order, Traffic
-from burnish.controller.placement import Layout, Seat, check, check_placement, lay_out, own_cores
+from burnish.controller.placement import Seat
+from burnish.controller.ray_cluster import Cluster
 from burnish.controller.ray_host import (
-    LANES,
-    Host,
     Message,
     Outcome,
     Relay,
@@ -44,94 +39,11 @@ from burnish.core.workers import WorkerFailed, WorkerLost
 
 STORED = 1 << 16
 """Bytes from which arguments go through the object store."""
-PLACED_S = 60.0
-"""How long a cluster may take to give room that it has."""
 TAIL = 12
 """Lines of a worker's output in a message about its end."""
 STACKS_S = 3.0
 RELAYS_FROM, FAN_OUT = 64, 64
 """A group of more ranks than this is spoken to through relays, each of so many ranks."""
-
-
-class Cluster:
-    """Ray as the run found or started it, with room for a layout; use it in a `with` block."""
-
-    def __init__(self, placement: RayPlacement, on_gpu: bool | None = None) -> None:
-        self.placement = placement
-        joined = ray.is_initialized() or "RAY_ADDRESS" in os.environ
-        check_placement(placement)
-        self.is_own = _connect()
-        self._group: PlacementGroup | None = None
-        try:
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            self.on_gpu = any(node.get("GPU", 0) for node in nodes) if on_gpu is None else on_gpu
-            self.layout = lay_out(placement, self.on_gpu)
-            check(placement, self.layout, nodes, "the cluster" if joined else "this machine")
-            self._group = self._reserve(self.layout)
-        except BaseException:
-            self.close()
-            raise
-
-    def _reserve(self, layout: Layout) -> PlacementGroup:
-        group = placement_group([layout.bundle] * layout.num_bundles, strategy="PACK")
-        if not group.wait(PLACED_S):
-            free = ray.available_resources()
-            remove_placement_group(group)
-            names = " and ".join(f"{layout.total(what):g} {what}s" for what in layout.bundle)
-            there = " and ".join(f"{free.get(what, 0):g}" for what in layout.bundle)
-            raise UserError(
-                f"placement needs {names}, which the cluster has, but {there} are free after {PLACED_S:g} s: another run holds "
-                "the rest; wait for it, or lower placement.workers, engines or cpus"
-            )
-        return group
-
-    def host(self, seat: Seat) -> Any:
-        """A new actor in its place."""
-        assert self._group is not None
-        remote: Any = ray.remote  # its types do not know of lanes
-        actor = remote(concurrency_groups=LANES)(Host)
-        return actor.options(
-            num_cpus=seat.resources["CPU"],
-            num_gpus=seat.resources.get("GPU", 0),
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
-        ).remote()
-
-    def close(self) -> None:
-        """Give the room back; Ray ends if it was started for this run."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
-        if self.is_own:
-            ray.shutdown()
-            self.is_own = False
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _connect() -> bool:
-    """Whether Ray was started here: not where the program or RAY_ADDRESS has named one."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if "RAY_ADDRESS" in os.environ:
-        try:
-            ray.init(**quiet)
-        except ConnectionError as error:
-            raise UserError(
-                f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}; is it running, and if it checks tokens, "
-                "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
-            ) from error
-    else:
-        ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
-    return True
 
 
 class RayBackend:

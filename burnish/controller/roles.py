@@ -28,7 +28,7 @@ from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import PolicyModel, load_policy, whole_tensors
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.value import ValueModel
-from burnish.rewards.rewards import MODEL
+from burnish.rewards.parts import MODEL
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import sampling_options
 from burnish.rollout.mismatch import MismatchEngine

@@ -27,7 +27,7 @@ from burnish.rollout.sync.verify import probe
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
 
 if TYPE_CHECKING:
-    from burnish.controller.ray_group import Cluster
+    from burnish.controller.ray_cluster import Cluster
 
 
 OBJECTS = 50_000
@@ -52,7 +52,7 @@ def open_cluster(config: TrainConfig) -> Iterator[Cluster | None]:
         yield None
         return
     try:
-        from burnish.controller.ray_group import Cluster
+        from burnish.controller.ray_cluster import Cluster
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -29,7 +29,8 @@ from burnish.evaluation.subject import fit_max_tokens, stored_dtype
 from burnish.evaluation.table import as_json
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, load_policy, pick_device
-from burnish.rewards.rewards import Rewards, check_parts
+from burnish.rewards.parts import check_parts
+from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import sampling_options
 from burnish.rollout.native.plan import GIB, token_bytes

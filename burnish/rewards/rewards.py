@@ -16,112 +16,28 @@ import queue
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from burnish.config.errors import UserError, unknown
-from burnish.config.fits import NO_VERDICT
-from burnish.config.plugins import is_plugin
-from burnish.config.schema import Reward, RewardPart
+from burnish.config.errors import UserError
+from burnish.config.schema import Reward
 from burnish.data.rows import Row
 from burnish.rewards.code import check_sandbox
 from burnish.rewards.judge.judge import Judge
 from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.plugin import ROW_COLUMNS, load_scorer, required_columns
+from burnish.rewards.parts import JUDGE, MODEL, Open, Part, check_parts, combine
+from burnish.rewards.plugin import ROW_COLUMNS
 from burnish.rewards.pool import Outcome, Outcomes, Pool
 from burnish.rewards.process import Call
 from burnish.rewards.programs import read_tests
 from burnish.rewards.types import Failure, HandedIn, PartSpec, Result, Score, ScoreRequest
-from burnish.rewards.verifiers import VERIFIERS, check_verifier
 from burnish.rewards.wire import Setup
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 64  # requests in one call of a batch function
-MODEL, JUDGE = "model", "judge"
 SHOWN_CHARS = 400
-NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
-"""Columns of a row that a built-in verifier cannot do without."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A checked part of the sum."""
-
-    label: str  # its name in `Score.parts`
-    config: RewardPart
-    is_batch: bool  # a user's function that takes many samples a call
-    required: tuple[str, ...]  # columns of a row it cannot do without
-
-    @property
-    def place(self) -> str:
-        """Where it is computed: in the workers of verifiers or of a user's functions, by a judge's threads, by a model."""
-        if self.config.name in (MODEL, JUDGE):
-            return self.label
-        return "users" if is_plugin(self.config.name) else "verifiers"
-
-
-@dataclass
-class _Open:
-    """A request some of whose parts are still being scored."""
-
-    request: ScoreRequest
-    missing: set[int]
-    results: dict[int, Result] = field(default_factory=dict)
-    timed_out: bool = False
-    errors: list[str] = field(default_factory=list)
-
-
-def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[_Part]:
-    """Everything that can be wrong with the parts before a run starts, found now."""
-    if not parts:
-        raise UserError(
-            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE} or path/to/file.py:function"
-        )
-    checked: list[_Part] = []
-    for index, part in enumerate(parts):
-        where = f"reward.parts[{index}] ({part.name})"
-        if part.sources is not None and not part.sources:
-            raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
-        is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
-        if is_plugin(part.name):
-            user = load_scorer(part.name, base, part.options, where)
-            is_batch = user.is_batch
-            required = required_columns(user.function, part.options) if is_batch else []
-        elif part.name in VERIFIERS:
-            check_verifier(part.name, part.options, where)
-        elif part.name == JUDGE:
-            JudgeOptions.of(part.options, where)
-        elif part.name != MODEL:  # whose options are checked by whoever makes it
-            raise unknown("reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function"])
-        name = part.name.rpartition(":")[2]
-        same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
-        checked.append(_Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required)))
-    return checked
-
-
-def combine(parts: Sequence[_Part], done: _Open) -> Score:
-    """The score of a request all of whose parts have an outcome; sums in the order of the config."""
-    values: dict[str, float] = {}
-    details: dict[str, str] = {}
-    reward, accuracy = 0.0, None
-    for index, part in enumerate(parts):
-        result = done.results.get(index)
-        if result is None or result.value is None:
-            continue
-        values[part.label] = result.value
-        details |= {part.label: result.details} if result.details else {}
-        values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
-        reward += part.config.weight * result.value
-        if accuracy is None and part.config.name not in NO_VERDICT:
-            accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
-    errors = done.errors
-    if not values and not errors:
-        errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
-    if errors:
-        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details)
-    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details)
 
 
 class Rewards:
@@ -135,7 +51,7 @@ class Rewards:
             self._check_sandbox()
         self._by_source: dict[str, list[int]] = {}
         self._outcomes: Outcomes = queue.SimpleQueue()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Open] = {}
         self._done: dict[int, Score] = {}
         self._next_ticket = 0
         self._broken: BaseException | None = None
@@ -238,7 +154,7 @@ class Rewards:
                 calls[part.place].append(Call(index, some_tickets, _pickled(some_requests)))
         # Nothing is queued before every row has passed its checks, so an error leaves nothing half submitted.
         self._next_ticket += len(requests)
-        self._open |= {t: _Open(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)}
+        self._open |= {t: Open(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)}
         for place, some_calls in calls.items():
             self._pools[place].submit(some_calls)
         for index, some in waiting.items():
@@ -355,7 +271,7 @@ class Rewards:
                 self._done[ticket] = combine(self._parts, self._open.pop(ticket))
 
 
-def _twice(part: _Part) -> str:
+def _twice(part: Part) -> str:
     """Workers are tried again; a judge and a model have their own ways, and say what they did."""
     return "" if part.config.name in (MODEL, JUDGE) else " twice"
 

@@ -43,7 +43,7 @@ from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
 
 if TYPE_CHECKING:
-    from burnish.controller.ray_group import Cluster
+    from burnish.controller.ray_cluster import Cluster
 
 TRUNCATED = (
     "rollout.top_p or rollout.top_k is on: samples come from a truncated distribution that the learner does not "

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from burnish.controller.placement import Seat
-from burnish.controller.ray_group import Cluster
+from burnish.controller.ray_cluster import Cluster
 from burnish.controller.ray_host import LANES, Host
 
 

@@ -22,7 +22,7 @@ import torch
 from burnish.config.errors import UserError
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
-from burnish.controller import ray_group
+from burnish.controller import ray_cluster, ray_group
 from burnish.controller.group import WorkerGroup
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
@@ -42,7 +42,7 @@ MIXED = [
 ]
 """A critic, a reference that follows the policy, and one that is asked during the update."""
 Facts = dict[str, Any]
-fresh = ray_group.Cluster
+fresh = ray_cluster.Cluster
 
 
 def run(folder: Path, name: str, *overrides: str) -> None:
@@ -84,11 +84,11 @@ def numbers(folder: Path, facts: Facts) -> None:
 
 def own_processes(folder: Path, facts: Facts) -> None:
     """Processes that nobody warmed up: what a user gets."""
-    ray_group.Cluster = fresh
+    ray_cluster.Cluster = fresh
     try:
         run(folder, "fresh", *placed(1, 1))
     finally:
-        ray_group.Cluster = PooledCluster
+        ray_cluster.Cluster = PooledCluster
 
 
 def killed_engine(folder: Path, facts: Facts) -> None:
@@ -253,7 +253,7 @@ def main(folder: Path, names: list[str]) -> int:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="error")
     PooledCluster.pool = Pool(3 if set(names) <= {"equal", "long"} else 4)
-    ray_group.Cluster = PooledCluster
+    ray_cluster.Cluster = PooledCluster
     facts: Facts = {"times": {}}
     for scenario in [one for one in SCENARIOS if one.__name__ in names]:
         started = time.monotonic()

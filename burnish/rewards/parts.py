@@ -1,0 +1,99 @@
+"""The parts of a reward: checked before a run starts, and put together once each has an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from burnish.config.errors import UserError, unknown
+from burnish.config.fits import NO_VERDICT
+from burnish.config.plugins import is_plugin
+from burnish.config.schema import RewardPart
+from burnish.rewards.judge.options import JudgeOptions
+from burnish.rewards.plugin import load_scorer, required_columns
+from burnish.rewards.types import Result, Score, ScoreRequest
+from burnish.rewards.verifiers import VERIFIERS, check_verifier
+
+MODEL, JUDGE = "model", "judge"
+NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
+"""Columns of a row that a built-in verifier cannot do without."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checked part of the sum."""
+
+    label: str  # its name in `Score.parts`
+    config: RewardPart
+    is_batch: bool  # a user's function that takes many samples a call
+    required: tuple[str, ...]  # columns of a row it cannot do without
+
+    @property
+    def place(self) -> str:
+        """Where it is computed: in the workers of verifiers or of a user's functions, by a judge's threads, by a model."""
+        if self.config.name in (MODEL, JUDGE):
+            return self.label
+        return "users" if is_plugin(self.config.name) else "verifiers"
+
+
+@dataclass
+class Open:
+    """A request some of whose parts are still being scored."""
+
+    request: ScoreRequest
+    missing: set[int]
+    results: dict[int, Result] = field(default_factory=dict)
+    timed_out: bool = False
+    errors: list[str] = field(default_factory=list)
+
+
+def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
+    """Everything that can be wrong with the parts before a run starts, found now."""
+    if not parts:
+        raise UserError(
+            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE} or path/to/file.py:function"
+        )
+    checked: list[Part] = []
+    for index, part in enumerate(parts):
+        where = f"reward.parts[{index}] ({part.name})"
+        if part.sources is not None and not part.sources:
+            raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
+        is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
+        if is_plugin(part.name):
+            user = load_scorer(part.name, base, part.options, where)
+            is_batch = user.is_batch
+            required = required_columns(user.function, part.options) if is_batch else []
+        elif part.name in VERIFIERS:
+            check_verifier(part.name, part.options, where)
+        elif part.name == JUDGE:
+            JudgeOptions.of(part.options, where)
+        elif part.name != MODEL:  # whose options are checked by whoever makes it
+            raise unknown("reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function"])
+        name = part.name.rpartition(":")[2]
+        same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
+        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required)))
+    return checked
+
+
+def combine(parts: Sequence[Part], done: Open) -> Score:
+    """The score of a request all of whose parts have an outcome; sums in the order of the config."""
+    values: dict[str, float] = {}
+    details: dict[str, str] = {}
+    reward, accuracy = 0.0, None
+    for index, part in enumerate(parts):
+        result = done.results.get(index)
+        if result is None or result.value is None:
+            continue
+        values[part.label] = result.value
+        details |= {part.label: result.details} if result.details else {}
+        values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
+        reward += part.config.weight * result.value
+        if accuracy is None and part.config.name not in NO_VERDICT:
+            accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
+    errors = done.errors
+    if not values and not errors:
+        errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
+    if errors:
+        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details)
+    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details)
