@@ -18,9 +18,13 @@ from burnish.trainers.session import checked_run, execute
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k", "reward_model"}
+EXAMPLES |= {"math", "mbpp", *(f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo"))}
+EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy"}
 """Recipes of a task rather than of a published method."""
 PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]
-RL = [path for path in RECIPES if path.stem not in ("sft", "reward_model") and path not in PREFERENCES]
+STAGES = [path for path in RECIPES if "\nstages:\n" in path.read_text(encoding="utf-8")]
+"""Recipes of several commands in a row, which `test_stages.py` takes through all of theirs."""
+RL = [path for path in RECIPES if path.stem not in ("sft", "reward_model") and path not in [*PREFERENCES, *STAGES]]
 
 
 def name(path: Path) -> str:
@@ -57,7 +61,8 @@ def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> N
     assert max(row.get("actor/grad_norm", 0.0) for row in steps) > 1e-3  # something was learnt from
     assert all(math.isfinite(value) for row in steps for key, value in row.items() if key != "step")
     assert all(row["reward/failed"] == 0 for row in steps)
-    assert 0 < sum(row["reward/part/task"] for row in steps) < len(steps)  # some right, some wrong
+    part = "task" if loaded.config.environment.name == "single_turn" else "environment"
+    assert 0 < sum(row[f"reward/part/{part}"] for row in steps) < len(steps)  # some right, some wrong
     assert all(("critic/loss" in row) == (algorithm.critic is not None) for row in steps)
     assert all(("actor/kl_ref" in row) == (algorithm.kl.loss.coef > 0) for row in steps if "actor/loss" in row)
     assert all(("actor/kl_reward" in row) == (algorithm.kl.reward.coef > 0) for row in steps)
