@@ -1,11 +1,11 @@
 """What the controller itself costs with hundreds of workers: driver time, messages and bytes of one RL step.
 
-    python bench/controller_sim.py [--workers 1000] [--samples 65536] [--tokens 128] [--steps 3] [--no-ray] [--profile]
+    python bench/controller_sim.py [--workers 1000] [--samples 65536] [--tokens 128] [--steps 9] [--no-ray] [--profile]
 
 Half of the workers train, half sample. All code of the driver is the product's: the group, the split and the join, the engine
 that deals requests and gathers completions, the proxies, the mini-batches, the verification of new weights. The workers are not
 there: a call is answered at the moment it would be, on a clock that is set forward and never waited for, with results of the
-right shape. Processor time is counted, of the median of some steps after one that warms up. What Ray's own part of a message and
+right shape. Processor time is counted, of the median and the quickest of some steps after one that warms up. What Ray's own part of a message and
 of a stored byte costs the driver is measured here, with real actors, and added; `--no-ray` takes the last measured costs instead.
 
 Not in it: what the trainer itself does in the driver between calls (running environments, packing, rewards, advantages,
@@ -24,10 +24,12 @@ import pickle
 import pstats
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,25 +38,30 @@ from common import RESULTS, save, table
 
 from burnish.algorithms.losses import PolicyLoss
 from burnish.config.algorithm import Algorithm
-from burnish.controller.group import Order, Traffic, WorkerGroup
+from burnish.config.pools import ACTOR
+from burnish.controller.backend import Order, Traffic
+from burnish.controller.group import WorkerGroup
 from burnish.controller.proxies import Ledger, RemoteLearner, RemoteReference, Slimmer
+from burnish.controller.rollout_worker import RolloutWorker
 from burnish.controller.start import keep_what_is_there
-from burnish.controller.workers import ACTOR, RolloutWorker, TrainingWorker
+from burnish.controller.workers import TrainingWorker
 from burnish.core.batch import Batch
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.segments import offsets_from_lengths
 from burnish.core.spread import spread
-from burnish.core.wire import decode, encode, num_bytes
+from burnish.core.wire import encode, num_bytes
 from burnish.rollout.messages import Completions, Requests
-from burnish.rollout.remote import RemoteEngine, Trainer
+from burnish.rollout.native.shared import check_requests
+from burnish.rollout.remote import RemoteEngine
 from burnish.rollout.sync.buckets import Bucket, Entry, Publication, digest
 from burnish.rollout.sync.verify import Report, probe
+from burnish.rollout.weights import Trainer
 from burnish.trainers.minibatches import mini_batches
 from burnish.training.learner import Update
 from burnish.training.meter import Reading
 
 RELAYS_FROM, FAN_OUT = 64, 64
-"""As in `controller/ray_group.py`, which cannot be imported without Ray."""
+"""As in `controller/ray_processes.py`, which cannot be imported without Ray."""
 PROMPT, N, VOCAB, TENSORS, UPDATES = 128, 16, 32000, 339, 4
 """Tokens of a prompt, samples of it, tokens there are, tensors of a 7B model, mini-batches of a step."""
 
@@ -70,11 +77,12 @@ class Clock:
 
 
 class Reply:
-    """What a relay, or a worker alone, answers: pickled as Ray does it, with arrays beside, and read once."""
+    """What a relay, or a worker alone, answers: pickled as Ray does it, with arrays beside that may not be written to, and read once."""
 
     def __init__(self, values: list[Any]) -> None:
-        self.buffers: list[pickle.PickleBuffer] = []
-        self.content = pickle.dumps(values, protocol=5, buffer_callback=self.buffers.append)
+        self.buffers: list[memoryview] = []
+        keep: Callable[[pickle.PickleBuffer], None] = lambda one: self.buffers.append(one.raw().toreadonly())  # noqa: E731
+        self.content = pickle.dumps(values, protocol=5, buffer_callback=keep)
         self.values: list[Any] | None = None
 
     def value(self, index: int) -> Any:
@@ -164,7 +172,7 @@ class SimBackend:
     def value(self, token: Sent) -> Any:
         value = token.reply.value(token.index)
         self.traffic.bytes_in += num_bytes(value)
-        return decode(value)
+        return value
 
     def describe(self, rank: int) -> str:
         return ""
@@ -186,7 +194,7 @@ class Engines:
     clock: Clock
     seconds: float
     tokens: int
-    waiting: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
+    waiting: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     digest: int = 0
     """Of the weights that are published."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -194,9 +202,10 @@ class Engines:
     def __call__(self, rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
         if method == "submit":
             requests: Requests = args[0]
-            ends = self.clock.now + self.rng.random(len(requests.ids)) * self.seconds
+            count = len(requests.keys)
+            ends = self.clock.now + self.rng.random(count) * self.seconds
             queue = self.waiting.setdefault(rank, [])
-            queue += zip(ends.tolist(), requests.ids, strict=True)
+            queue += zip(ends.tolist(), range(requests.first, requests.first + count), strict=True)
             heapq.heapify(queue)
             return 0.0, None
         if method == "collect":
@@ -206,24 +215,21 @@ class Engines:
         return 1.0, Report(publication.version, self.digest, (1, 2, 3, 4), np.zeros(4, dtype=np.float32))
 
     def _collect(self, rank: int, at_least: int, wait_s: float) -> tuple[float, Completions]:
-        queue, found = self.waiting[rank], list[str]()
+        queue, found = self.waiting[rank], list[int]()
         until = self.clock.now + wait_s
         moment = self.clock.now
         while queue and len(found) < at_least and queue[0][0] <= until:
-            moment, id = heapq.heappop(queue)
-            found.append(id)
+            moment, number = heapq.heappop(queue)
+            found.append(number)
         late = max(0.0, (moment if len(found) >= at_least else until) - self.clock.now)
         lengths = self.rng.integers(self.tokens // 4, self.tokens * 7 // 4 + 1, len(found))
         total, count = int(lengths.sum()), len(found)
         return late, Completions(
-            found,
-            np.zeros(total, dtype=np.int32),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            np.zeros(total, dtype=np.float32),
+            np.array([found, lengths.tolist(), [1] * count, [0] * count], dtype=np.int64).reshape(4, -1),
             ["stop"] * count,
-            np.ones(count, dtype=np.int64),
-            np.empty(0, dtype=np.float32),
-            np.zeros(count, dtype=bool),
+            np.zeros(total, dtype=np.int32),
+            np.zeros(total, dtype=np.float32),
+            None,
         )
 
 
@@ -243,22 +249,21 @@ def trainers(rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]
 
 
 def batch_of(samples: int, tokens: int) -> Batch:
-    """A batch as `core.trajectory.pack` makes it, its groups one after the other."""
-    rng = torch.Generator().manual_seed(0)
-    lengths = PROMPT + torch.randint(tokens // 4, tokens * 7 // 4 + 1, (samples,), generator=rng)
-    offsets = offsets_from_lengths(lengths)
+    """A batch as `core.trajectory.pack` makes it, of numpy's memory, its groups one after the other."""
+    rng = np.random.default_rng(0)
+    lengths = PROMPT + rng.integers(tokens // 4, tokens * 7 // 4 + 1, samples)
+    offsets = offsets_from_lengths(torch.from_numpy(lengths))
     n = int(offsets[-1])
-    starts = torch.repeat_interleave(offsets[:-1], lengths)
-    mask = torch.arange(n) - starts >= PROMPT
+    mask = torch.from_numpy(np.arange(n) - np.repeat(offsets[:-1].numpy(), lengths) >= PROMPT)
     numbers = {name: torch.zeros(samples, dtype=torch.float64) for name in ("reward", "accuracy", "part/task")}
     return Batch(
-        torch.ones(n, dtype=torch.long),
+        torch.from_numpy(np.ones(n, dtype=np.int64)),
         offsets,
         {
             "action_mask": mask,
             "loss_mask": mask.clone(),
-            "behaviour_logp": torch.zeros(n),
-            "version": torch.zeros(n, dtype=torch.int32),
+            "behaviour_logp": torch.from_numpy(np.zeros(n, dtype=np.float32)),
+            "version": torch.from_numpy(np.zeros(n, dtype=np.int32)),
         },
         {
             "group_ids": torch.arange(samples) // N,
@@ -276,6 +281,8 @@ class Row:
 
     part: str
     python_s: float
+    least_s: float
+    """In the quickest of the steps: what else the machine does only adds."""
     messages: int
     mb_out: float
     mb_in: float
@@ -294,10 +301,15 @@ class Simulation:
         actor = WorkerGroup(ACTOR, TrainingWorker, self.backends[0], 1e9, mini_batches=UPDATES)
         rollout = WorkerGroup("rollout", RolloutWorker, self.backends[1], 1e9)
         ledger, slim = Ledger([actor, rollout]), Slimmer()
-        trainer = Trainer(actor.publish, actor.score, "bfloat16")
-        self.engine = RemoteEngine(
-            rollout, trainer, probe(VOCAB, None), 1e9, lambda requests: None, ledger.count, print
-        )
+        trainer = Trainer(actor.publish, actor.score.later, "bfloat16")
+        model: Any = SimpleNamespace(
+            arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1 << 15)
+        )  # what is asked of it
+
+        def check(requests: Sequence[Request]) -> None:
+            check_requests(requests, frozenset(), model, None)
+
+        self.engine = RemoteEngine(rollout, trainer, probe(VOCAB, None), 1e9, check, ledger.count, print)
         self.learner = RemoteLearner(actor, ACTOR, ledger, torch.bfloat16, slim, lambda: None)
         self.reference = RemoteReference(actor, "frozen", {"restarts": False, "is_policy": False}, slim, lambda: None)
         self.engine.load(0, ())
@@ -308,7 +320,7 @@ class Simulation:
         self.version += 1
         options = SamplingOptions(max_tokens=2 * self.tokens)
         requests = [
-            Request(f"{k}#{self.version}.{s}/0", (*prompt,), options, key=k * N + s)
+            Request(f"{k}#{self.version}.{s}/0", prompt, options, key=k * N + s)
             for k in range(self.samples // N)
             for prompt in [tuple(range(k, k + PROMPT))]
             for s in range(N)
@@ -324,7 +336,7 @@ class Simulation:
             seconds = time.process_time() - started - sum(backend.aside_s for backend in self.backends)
             taken = [backend.traffic.take() for backend in self.backends]
             stored, back = (sum(b.stored for b in self.backends), sum(t.bytes_in for t in taken))
-            rows.append(Row(part, seconds, sum(t.messages for t in taken), stored / 1e6, back / 1e6, stored))
+            rows.append(Row(part, seconds, seconds, sum(t.messages for t in taken), stored / 1e6, back / 1e6, stored))
             return found
 
         def updates() -> None:
@@ -332,7 +344,7 @@ class Simulation:
                 learner.update(mini, PolicyLoss(), columns=k == 0)
 
         measured("requests out", lambda: engine.submit(requests))
-        measured("completions in", lambda: sum(1 for _ in engine.stream()))
+        measured("completions in", lambda: deque(engine.stream(), maxlen=0))
         old = measured("old log-probs", lambda: learner.logprobs(batch))
         batch = batch.with_token(
             old_logp=old, ref_logp=measured("reference log-probs", lambda: self.reference.logprobs(batch))
@@ -340,7 +352,7 @@ class Simulation:
         batch = batch.with_sequence(advantages=torch.zeros(self.samples, dtype=torch.float64))
         minis = list(mini_batches(batch, Algorithm(), UPDATES, 1, self.tokens))
         measured(f"{UPDATES} updates", updates)
-        measured("weights to engines", lambda: engine.load(self.version, ()))
+        measured("weights to engines", lambda: (engine.load(self.version, ()), engine.confirm()))
         measured("meters, release", lambda: (learner.release(), learner.meter.read(), learner.usage()))
         return rows
 
@@ -351,8 +363,15 @@ def simulate(workers: int, samples: int, tokens: int, step_s: float, steps: int 
     keep_what_is_there()
     simulation.step()
     found = [simulation.step() for _ in range(steps)]
-    seconds = [statistics.median(row.python_s for row in same) for same in zip(*found, strict=True)]
-    return [replace(row, python_s=median) for row, median in zip(found[0], seconds, strict=True)]
+    parts = zip(*found, strict=True)
+    return [
+        replace(
+            same[0],
+            python_s=statistics.median(row.python_s for row in same),
+            least_s=min(row.python_s for row in same),
+        )
+        for same in parts
+    ]
 
 
 def show_profile(workers: int, samples: int, tokens: int, step_s: float) -> None:
@@ -384,12 +403,15 @@ def ray_costs(messages: int = 3000) -> dict[str, float]:
         message_s = (time.process_time() - started) / messages
         data = {"x": np.zeros(1 << 23, dtype=np.uint8)}  # the parts of a relay's ranks
         costs = []
-        for _ in range(6):  # a step's objects take the place of those of the step before
+        for _ in range(
+            16
+        ):  # a step's objects take the place of those of steps before, in memory that was touched by then
             started = time.process_time()
             held = [ray.put(data) for _ in range(10)]
             costs.append((time.process_time() - started) / (len(held) << 23))
             del held
-        put_s = statistics.median(costs[1:])
+            time.sleep(0.2)  # the store frees them meanwhile
+        put_s = statistics.median(costs[8:])
     return {"message_us": 1e6 * message_s, "stored_gb_per_s": 1e-9 / put_s}
 
 
@@ -408,7 +430,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=65536)
     parser.add_argument("--tokens", type=int, default=128, help="mean length of a completion")
     parser.add_argument("--step-s", type=float, default=30.0)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -429,18 +451,26 @@ def main() -> None:
                 "MB out": round(row.mb_out, 1),
                 "MB in": round(row.mb_in, 1),
                 "python s": round(row.python_s, 3),
+                "least s": round(row.least_s, 3),
                 "ray s": round(ray_s, 3),
             }
         )
     total = sum(one["python s"] + one["ray s"] for one in shown)
+    least = sum(one["least s"] + one["ray s"] for one in shown)
     print(table(shown, list(shown[0])))
     print(
-        f"driver: {total:.2f} s a step, {total / args.step_s:.1%} of {args.step_s:g} s; a message costs Ray {costs['message_us']:.0f} us "
+        f"driver: {total:.2f} s a step, {total / args.step_s:.1%} of {args.step_s:g} s ({least / args.step_s:.1%} of the quickest parts); a message costs Ray {costs['message_us']:.0f} us "
         f"there and back, a stored GB {1 / costs['stored_gb_per_s']:.2f} s"
     )
     asked = {name: getattr(args, name) for name in ("workers", "samples", "tokens", "step_s")}
     whole = {name: costs[name] for name in ("message_us", "stored_gb_per_s")}
-    save("controller_sim", [*shown, {**asked, **whole, "driver_s": total, "share": total / args.step_s}])
+    save(
+        "controller_sim",
+        [
+            *shown,
+            {**asked, **whole, "driver_s": total, "share": total / args.step_s, "least_share": least / args.step_s},
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from burnish.run.metrics import read
 from burnish.trainers.session import checked_run, execute
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-OTHERS = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward_model")
+OTHERS = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward_model", "r1", "r1_toy", "long2short", "long2short_toy")
 """Recipes of other commands than `burnish train`."""
 MORE = {
     "grpo+stale+seq_is_rs": ("grpo", ["rollout.mismatch={name: stale, steps: 1}", "algorithm.correction=decoupled_seq_is_rs"]),

@@ -1,11 +1,12 @@
 """The learner on two CPU cores: one process of two threads, and two ranks of one thread each.
 
-python bench/learner_cpu.py [--steps 1] [--repeats 3] [--tokens 32768]
+python bench/learner_cpu.py [--steps 1] [--repeats 1] [--tokens 32768] [--limit 240]
 
 A Qwen2-shaped decoder of 25 M parameters (hidden 512, 6 layers, 8/4 heads of 64, mlp 1536, vocabulary 12,288, tied), float32,
 all weights trained; a step is one update on 32 k packed tokens of ragged samples, log-probs, entropies and AdamW included. The
-ranks talk through gloo and hold half of every parameter each (FSDP2). The two take turns, so that a noisy neighbour hurts
-both; medians are compared.
+ranks talk through gloo and hold half of every parameter each (FSDP2). An update is some 5.5 TFLOP, 20 s on two quiet cores: a
+minute for one of each system, start included. With more repeats the two take turns, so that a noisy neighbour hurts both, and
+medians are compared. A run that takes longer than `--limit` seconds is ended.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def work(steps: int, tokens: int) -> dict[str, Any]:
     return found | {"executed_tflop": reading.executed / steps / 1e12}
 
 
-def launched(num_ranks: int, threads: int, steps: int, tokens: int) -> list[dict[str, Any]]:
-    """What every process of a system reports."""
+def launched(num_ranks: int, threads: int, steps: int, tokens: int, limit: float) -> list[dict[str, Any]]:
+    """What every process of a system reports; a rank that fails, or all of them being slow, ends the others too."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -79,10 +80,22 @@ def launched(num_ranks: int, threads: int, steps: int, tokens: int) -> list[dict
         )
         for rank in range(num_ranks)
     ]
+    deadline = time.monotonic() + limit
+    while any(process.poll() is None for process in started):
+        failed = any(process.poll() for process in started)
+        if failed or time.monotonic() > deadline:
+            for process in started:
+                process.kill()
+            sys.exit(f"{num_ranks} ranks {'failed' if failed else f'did not end within {limit:g} s'}")
+        time.sleep(0.2)
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         sys.exit(f"{num_ranks} ranks failed")
-    return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    found = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    print(
+        f"{num_ranks} ranks of {threads} threads: {', '.join(f'{s:.1f} s' for s in found[0]['update_s'])}", flush=True
+    )
+    return found
 
 
 def row_of(system: str, runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -101,8 +114,9 @@ def row_of(system: str, runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--limit", type=float, default=240, help="seconds a run may take")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -110,8 +124,8 @@ def main() -> None:
         return
     one, two = [], []
     for _ in range(args.repeats):
-        one.append(launched(1, 2, args.steps, args.tokens))
-        two.append(launched(2, 1, args.steps, args.tokens))
+        one.append(launched(1, 2, args.steps, args.tokens, args.limit))
+        two.append(launched(2, 1, args.steps, args.tokens, args.limit))
     rows = [row_of("burnish, one process of two threads", one), row_of("burnish, two ranks of one thread", two)]
     rows[1]["share_of_one_process"] = rows[1]["update_s"] / rows[0]["update_s"]
     columns = ["system", "update_s", "tokens_per_s", "gflops_per_s", "forward_s", "backward_s", "optimizer_s"]

@@ -34,13 +34,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(algorithms: Sequence[Algorithm]) -> str:
-    """One algorithm a row with what it changes in GRPO; a star marks those that cannot run yet."""
+    """One algorithm a row with what it changes in GRPO."""
     width = max(len(a.preset) for a in algorithms) + 3
     lines = [f"{'':<{width}}changes in {BASE}"]
     for a in algorithms:
-        name = f"{a.preset}{'*' if a.waits else ''}"
-        lines += _hanging(f"{name:<{width}}{from_base(a) or OFF}", width)
-    lines += ["", "* cannot run yet: `burnish algorithms NAME` says what it waits for, and prints the whole of any row"]
+        lines += _hanging(f"{a.preset:<{width}}{from_base(a) or OFF}", width)
+    lines += ["", "`burnish algorithms NAME` prints the whole of any row"]
     return "\n".join(lines)
 
 
@@ -56,7 +55,7 @@ def describe(algorithm: Algorithm) -> str:
     """An algorithm in full: what it is for, every slot with its formula and paper, then the YAML that spells it out."""
     preset = PRESETS[algorithm.preset]
     lines = [f"{algorithm.preset}: {published(preset)}"]
-    for head, text in (("answers", preset.solves), ("note", preset.note), ("waits for", "; ".join(algorithm.waits))):
+    for head, text in (("answers", preset.solves), ("note", preset.note)):
         lines += _hanging(f"{head}: {text}", 4) if text else []
     off = [slot for slot in SLOTS if brief(getattr(algorithm, slot)) == OFF]
     lines.append("")

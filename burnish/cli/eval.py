@@ -211,7 +211,9 @@ def of_run(data: list[str]) -> str:
     from burnish.data.benchmarks import BENCHMARKS
 
     return (
-        "" if all(one in BENCHMARKS for one in data) else ", and of reward, seed and max_tokens where no benchmark does"
+        ""
+        if all(one in BENCHMARKS for one in data)
+        else ", and of reward, environment, seed and max_tokens where no benchmark does"
     )
 
 

@@ -22,6 +22,7 @@ COMMANDS: Commands = {
     "sft": ("burnish.cli.sft", "train on demonstrations"),
     "prefer": ("burnish.cli.prefer", "train on preferences: DPO, IPO, KTO, SimPO, ORPO"),
     "reward-model": ("burnish.cli.reward_model", "train a scorer on pairs of answers"),
+    "stages": ("burnish.cli.stages", "run several of these commands in a row, each from what the last one made"),
     "sample": ("burnish.cli.sample", "stream text from a model"),
     "export": ("burnish.cli.export", "write the model of a run as a plain Hugging Face directory"),
     "merge": ("burnish.cli.merge", "average the weights of several models"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     subject = find_subject(args.model)
     if subject.note is not None:
         say(subject.note)
+    environment = subject.config.get("environment", {}).get("name", SINGLE_TURN)
+    if environment != SINGLE_TURN:
+        say(
+            f"the run was trained in environment {environment}, which is not asked here: this is its first answer alone (`burnish eval` plays on)"
+        )
     from burnish.models.policy import load_policy
 
     policy = load_policy(Model(dtype=args.dtype, device=args.device), subject.path, None, args.seed)

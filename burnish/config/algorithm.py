@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field, model_validator
 
 from burnish.config.critic import Critic
-from burnish.config.presets import PRESETS
+from burnish.config.process import ProcessModel
 from burnish.config.slots import (
     AdvantageSlot,
     Aggregation,
@@ -31,7 +31,9 @@ from burnish.config.slots.advantages import ADVANTAGES, AdvantageRecord, GrpoAdv
 from burnish.config.slots.correction import BypassCorrection, NoCorrection
 from burnish.config.slots.curriculum import NoCurriculum
 from burnish.config.slots.filters import FILTERS
+from burnish.config.slots.losses import PREFERENCE_LOSSES, PairLoss
 from burnish.config.slots.policy import PpoClip, SurrogateLoss, TokenRatio, mismatch
+from burnish.config.slots.replay import Replay
 from burnish.config.slots.terms import IterateReference
 
 
@@ -60,6 +62,8 @@ class Algorithm(Record):
     """Group and sample filters, in order."""
     refill: Refill = Refill()
     """Generating again where group filters left too few groups (dynamic sampling)."""
+    replay: Replay | None = None
+    """Learning from groups of earlier steps again; null learns from each once."""
     shaping: list[ShaperSlot] = Field(default_factory=list)
     """What is done to rewards before anything looks at them, in order."""
     curriculum: CurriculumSlot = NoCurriculum()
@@ -68,6 +72,8 @@ class Algorithm(Record):
     """What is done about the gap between the policy that samples and the one that is trained; metrics alone by default."""
     critic: Critic | None = None
     """A learned value of every token; gae needs one, nothing else uses it."""
+    process: ProcessModel | None = None
+    """An implicit process reward model, trained online; prime_rloo needs one, nothing else uses it."""
 
     def choices(self) -> Iterator[tuple[str, Slot]]:
         """Every slot record with the slot it fills."""
@@ -83,15 +89,9 @@ class Algorithm(Record):
         idle = None if self.correction.acts else self.correction
         return [c.name for _, c in self.choices() if what in c.needs and c is not idle]
 
-    @property
-    def waits(self) -> list[str]:
-        """What this version does not have yet and this algorithm cannot run without."""
-        own = PRESETS[self.preset].waits if self.preset in PRESETS else ""
-        return [text for text in (*(c.waits for _, c in self.choices()), own) if text]
-
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
-        for check in (_policy, _reference, _critic, _aggregation, _filters, _shaping, _correction):
+        for check in (_policy, _reference, _critic, _process, _aggregation, _filters, _shaping, _correction, _replay):
             check(self)
         return self
 
@@ -104,6 +104,7 @@ def _policy(a: Algorithm) -> None:
         raise ValueError(
             f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
         )
+    _branching(a)
     if isinstance(a.loss, Plugin):
         return
     accepted = a.loss.advantages
@@ -115,6 +116,29 @@ def _policy(a: Algorithm) -> None:
         raise ValueError(f"loss {a.loss.name} multiplies the advantage, and advantage none is 0 everywhere")
     if a.kl.reward.coef > 0 and a.advantage.name == "reinforce" and a.advantage.gamma == 0:
         raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
+
+
+def _branching(a: Algorithm) -> None:
+    """Whether nothing takes apart what an advantage compares along an answer or within a tree."""
+    name, kl = a.advantage.name, a.kl.reward.coef > 0
+    if "borders" in a.advantage.needs and (a.shaping or kl):
+        raise ValueError(
+            f"advantage {name} compares with the rewards of answers continued from its borders, which are not shaped and have no KL in "
+            "them: remove algorithm.shaping and set algorithm.kl.reward.coef=0 (algorithm.kl.loss goes with it)"
+        )
+    is_tree = "tree" in a.advantage.needs
+    if is_tree and kl:
+        raise ValueError(
+            f"advantage {name} compares answers that share their beginnings, and KL in the reward would count those with each of them: "
+            "set algorithm.kl.reward.coef=0 (algorithm.kl.loss goes with it)"
+        )
+    for one in a.filters:
+        if is_tree and not isinstance(one, Plugin) and one.of_answers:
+            raise ValueError(
+                f"filter {one.name} leaves out whole answers, and an answer of a tree also trains edges that others pass: use tree_edges"
+            )
+        if "tree" in one.needs and not is_tree:
+            raise ValueError(f"filter {one.name} chooses edges of trees, and advantage {name} has none: use spo_tree")
 
 
 def _reference(a: Algorithm) -> None:
@@ -181,6 +205,18 @@ def _critic(a: Algorithm) -> None:
         )
 
 
+def _process(a: Algorithm) -> None:
+    """Whether there is a process reward model exactly when the advantage uses one."""
+    if "process" in a.advantage.needs and a.process is None:
+        raise ValueError(
+            f"advantage {a.advantage.name} needs a process reward model: set algorithm.process={{}} (or algorithm=prime, which has one)"
+        )
+    if a.process is not None and "process" not in a.advantage.needs:
+        raise ValueError(
+            f"algorithm.process would be trained for nothing: advantage {a.advantage.name} does not use process rewards (prime_rloo does)"
+        )
+
+
 def _aggregation(a: Algorithm) -> None:
     """Whether the aggregation can be obeyed."""
     if a.aggregation.horizon is not None and a.aggregation.name != "seq-mean-token-sum-norm":
@@ -222,9 +258,44 @@ def _filters(a: Algorithm) -> None:
         raise ValueError(f"filter {twice[0]} is given twice")
     if "cppo" in names and a.advantage.name == "none":
         raise ValueError("filter cppo keeps the largest advantages, and advantage none is 0 everywhere")
+    if "pairs" in names:
+        _pairs(a, names)
     active = a.refill != Refill()
     if active and not any(not isinstance(f, Plugin) and f.of_groups for f in a.filters):
         able = [r.model_fields["name"].default for r in FILTERS if r.of_groups]
         raise ValueError(
             f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add one of {', '.join(able)}"
+        )
+
+
+def _pairs(a: Algorithm, filters: list[str]) -> None:
+    """Whether the pairs that the filter makes are compared, and stay pairs."""
+    if isinstance(a.loss, Plugin) or not isinstance(a.loss, PairLoss):
+        able = [r.model_fields["name"].default for r in PREFERENCE_LOSSES if issubclass(r, PairLoss)]
+        raise ValueError(
+            f"filter pairs is for a loss that compares two answers, and loss {a.loss.name} does not: set algorithm.loss to one of {', '.join(able)}"
+        )
+    if filters[-1] != "pairs":
+        raise ValueError(
+            f"filter {filters[-1]} could take one of two answers away: put pairs last in algorithm.filters"
+        )
+    if a.correction.acts or isinstance(a.correction, BypassCorrection):
+        raise ValueError(
+            f"loss {a.loss.name} compares two answers, whoever wrote them: algorithm.correction would weigh tokens for nothing, set it to none"
+        )
+
+
+def _replay(a: Algorithm) -> None:
+    """Whether the loss knows that a policy of before wrote what comes back."""
+    if a.replay is None or isinstance(a.loss, Plugin):
+        return
+    weighs = a.correction.acts and getattr(a.correction, "weights", "token") is not None
+    if a.loss.name == "logprob" and not weighs:
+        raise ValueError(
+            "algorithm.replay brings samples of older policies back, and loss logprob has no ratio to count that with: "
+            "set algorithm.loss=surrogate with algorithm.ratio=token, or algorithm.correction=decoupled_token_is"
+        )
+    if a.loss.name == "mixed_offpolicy":
+        raise ValueError(
+            "algorithm.replay would bring demonstrations back with their groups, and loss mixed_offpolicy takes them from a file: remove one"
         )

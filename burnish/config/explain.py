@@ -5,8 +5,10 @@ All of it is read off the schema, so a key cannot exist without being documented
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import SftConfig, Source, TrainConfig, Validation
 from burnish.config.shape import REQUIRED, Key, Shape, label, walk
 from burnish.config.slots import Record, Slot
+from burnish.config.slots.advantages import SpoChainAdvantage, SpoTreeAdvantage
+from burnish.config.stages import StagesConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 INTRO = """\
@@ -96,6 +100,7 @@ def page() -> str:
         "sft": SftConfig,
         "prefer": PreferConfig,
         "reward-model": RewardModelConfig,
+        "stages": StagesConfig,
     }
     return INTRO + "".join(f"\n## burnish {name}\n\n{markdown(kind)}" for name, kind in commands.items())
 
@@ -117,17 +122,18 @@ def plan_text(config: TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 
 def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
     rollout, training = config.rollout, config.training
-    sequences = rollout.prompts * rollout.n
+    sequences = rollout.prompts * rollout.n * prod(getattr(config.algorithm.advantage, "branches", ()))
     written = sequences * rollout.max_tokens * config.environment.max_turns
     read = sequences * config.data.max_prompt_tokens
+    besides = " besides those of continued answers" if isinstance(config.algorithm.advantage, SpoChainAdvantage) else ""
     updates = training.mini_batches * training.epochs
     rows = []
     if config.warm_start is not None:
         stage = config.warm_start
         rows += _sft_plan(stage.updates, stage.batch_size, stage.max_tokens, "warm start")
     rows += [
-        ("sequences a step", f"{sequences:,} ({rollout.prompts:,} prompts x {rollout.n:,} samples)"),
-        ("tokens a step", f"at most {written:,} sampled, {written + read:,} trained on with their prompts"),
+        ("sequences a step", f"{sequences:,} ({rollout.prompts:,} prompts x {rollout.n:,} samples{_branches(config)})"),
+        ("tokens a step", f"at most {written:,} sampled{besides}, {written + read:,} trained on with their prompts"),
         ("updates a step", f"{updates:,} (mini_batches {training.mini_batches:,} x epochs {training.epochs:,})"),
         (
             "steps",
@@ -135,9 +141,24 @@ def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
         ),
         ("validation", _validation_plan(config.validation, config.data.validation, training.steps)),
     ]
+    if (replay := config.algorithm.replay) is not None:
+        back, each = math.ceil(replay.share * rollout.prompts), rollout.n * (written + read) // sequences
+        held = f"at most {replay.capacity * each:,} tokens in memory and in a checkpoint"
+        rows.append(("replay", f"up to {back:,} earlier groups a step, {back * each:,} more tokens trained on; {held}"))
     if isinstance(config.placement, RayPlacement):
         rows.append(("processes", processes(config.placement)))
     return rows
+
+
+def _branches(config: TrainConfig) -> str:
+    """What makes more of the samples than they are."""
+    advantage = config.algorithm.advantage
+    if isinstance(advantage, SpoTreeAdvantage):
+        widths = "".join(f" x {number:,}" for number in advantage.branches)
+        return f"{widths} continued every {advantage.segment:,} tokens"
+    if isinstance(advantage, SpoChainAdvantage):
+        return f", and {advantage.rollouts:,} continued from each border of their segments"
+    return ""
 
 
 def _sft_plan(updates: int, batch_size: int, max_tokens: int, name: str) -> list[tuple[str, str]]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from burnish.config.demonstrations import check_demonstrations_fit
+from burnish.config.distillation import check_distillation_fits
+from burnish.config.slots.advantages import ADVANTAGES
+
 if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
 
@@ -16,20 +20,31 @@ NO_VERDICT = (*TEXT_ONLY, "model")
 def check_algorithm_fits(config: TrainConfig) -> None:
     """Whether the rest of the run provides what the algorithm needs."""
     algorithm, late = config.algorithm, [stage.start for stage in config.rollout.stages]
-    if algorithm.waits:
-        raise ValueError(f"algorithm {algorithm.preset} cannot run yet; it waits for {'; '.join(algorithm.waits)}")
-    if getattr(algorithm.loss, "command", "train") == "prefer":
+    paired = any(f.name == "pairs" for f in algorithm.filters)
+    if getattr(algorithm.loss, "command", "train") == "prefer" and not paired:
+        online = (
+            "" if algorithm.loss.name == "kto" else "; or add pairs to algorithm.filters, which makes pairs of samples"
+        )
         raise ValueError(
             f"loss {algorithm.loss.name} learns from preferences, not from rollouts: use `burnish prefer` with "
-            f"preference.loss={algorithm.loss.name} (recipes/{algorithm.loss.name}.yaml)"
+            f"preference.loss={algorithm.loss.name} (recipes/{algorithm.loss.name}.yaml){online}"
         )
     if algorithm.loss.name == "nll" and all(f.name != "positives_only" for f in algorithm.filters):
         raise ValueError(
             "loss nll imitates every sample, right or wrong: add positives_only to algorithm.filters, or use `burnish sft` on data"
         )
+    source = config.rollout.source
+    oldest = getattr(source, "max_staleness", 1 if source.name == "ahead" else 0)
+    if algorithm.replay is not None and algorithm.replay.max_age <= oldest:
+        raise ValueError(
+            f"rollout.source={source.name} gives samples that are up to {oldest} steps old, so algorithm.replay.max_age={algorithm.replay.max_age} "
+            f"lets none come back: set it above {oldest}"
+        )
     needs_groups = algorithm.needs("groups")
     if needs_groups and min(stage.n for stage in config.rollout.all_stages()) < 2:
         raise ValueError(f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more")
+    for name in [*algorithm.needs("borders"), *algorithm.needs("tree")]:
+        check_branching_fits(config, name)
     if algorithm.needs("budget") and config.data.budget is None:
         raise ValueError(
             f"{', '.join(algorithm.needs('budget'))} rewards the length a prompt asks for, but no prompt asks: set data.budget={{}}"
@@ -47,15 +62,46 @@ def check_algorithm_fits(config: TrainConfig) -> None:
             f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in config.reward.parts)} says neither: "
             "add a reward part that judges the answer"
         )
-    if not config.data.demonstrations and config.data.demonstrations_per_update != 32:
-        raise ValueError("data.demonstrations_per_update has no effect without data.demonstrations")
-    if algorithm.auxiliary.sft > 0 and not config.data.demonstrations:
-        raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, and there are none")
-    if config.data.demonstrations and algorithm.auxiliary.sft == 0:
-        raise ValueError("data.demonstrations are not used: set algorithm.auxiliary.sft to their coefficient")
+    check_demonstrations_fit(config)
+    check_distillation_fits(config)
+    check_steps_fit(config)
     if late and late[-1] > config.training.steps:
         raise ValueError(f"rollout.stages: one starts at step {late[-1]}, but training.steps={config.training.steps}")
     if algorithm.critic is not None and algorithm.critic.warmup_steps >= config.training.steps:
         raise ValueError(
             f"algorithm.critic.warmup_steps={algorithm.critic.warmup_steps} leaves the policy none of training.steps={config.training.steps}"
+        )
+
+
+def check_branching_fits(config: TrainConfig, name: str) -> None:
+    """Whether answers can be continued from their middle, as `name` needs."""
+    if config.environment.name != "single_turn":
+        raise ValueError(
+            f"{name} continues answers from their middle, and environment {config.environment.name} cannot be brought back to there: "
+            "use environment=single_turn"
+        )
+    if config.data.demonstrations_per_group:
+        raise ValueError(
+            f"{name} compares answers that share their beginnings, and a demonstration shares none: set data.demonstrations_per_group=0"
+        )
+    if config.rollout.stop:
+        raise ValueError(
+            f"{name} continues answers from their middle, and an engine does not see a rollout.stop string that begins before it: "
+            "remove rollout.stop (the model's end tokens end an answer anyway)"
+        )
+    if config.rollout.source.name == "async":
+        raise ValueError(
+            f"{name} compares answers continued from the same tokens, and rollout.source=async takes new weights in the middle of them: "
+            "use sync or ahead"
+        )
+
+
+def check_steps_fit(config: TrainConfig) -> None:
+    """Whether rewards of single steps have an advantage that looks at where they stand."""
+    each = any(part.name == "model" and part.options.get("aggregate") == "each" for part in config.reward.parts)
+    if each and not getattr(config.algorithm.advantage, "by_token", True):
+        able = [record.model_fields["name"].default for record in ADVANTAGES if record.by_token]
+        raise ValueError(
+            f"reward part model with aggregate=each rewards single steps, and advantage {config.algorithm.advantage.name} counts their sum "
+            f"alone: use one with a return for every token ({', '.join(able)}), or aggregate last, min, prod or mean"
         )

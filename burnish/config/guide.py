@@ -14,9 +14,11 @@ from burnish.config.algorithm import Algorithm
 from burnish.config.critic import Critic
 from burnish.config.load import from_preset
 from burnish.config.presets import PRESETS, Preset
+from burnish.config.process import ProcessModel
 from burnish.config.shape import REQUIRED, default_of, label, walk
 from burnish.config.slots import TABLE, Aggregation, Auxiliary, Entropy, Kl, KlLoss, KlReward, Record, Refill, Slot
 from burnish.config.slots.curriculum import LengthBudget
+from burnish.config.slots.replay import Replay
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BASE = "grpo"
@@ -39,7 +41,7 @@ def brief(value: Any) -> str:
     options = ", ".join(f"{key}={_shown(v)}" for key, v in changed(value))
     name = getattr(value, "name", "")
     if not name:
-        return options or ("on" if isinstance(value, Critic) else OFF)
+        return options or ("on" if isinstance(value, Critic | ProcessModel | Replay) else OFF)
     return f"{name}({options})" if options else str(name)
 
 
@@ -109,6 +111,7 @@ CUT = "truncation makes rewards noisy"
 REPEATS = "answers repeat themselves or mix scripts"
 VARIANCE = "advantages are noisy"
 CRITIC = "a critic is biased at the start, or over long answers"
+SAYS_LITTLE = "one reward at the end says little about single tokens"
 COST = "most of the compute goes into samples that teach little"
 
 PROBLEMS: tuple[Remedy, ...] = (
@@ -149,9 +152,15 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(CRITIC, "train the critic alone first", ("algorithm=ppo", "algorithm.critic.warmup_steps=50"), ("vc_ppo", "vapo")),
     Remedy(CRITIC, "one lambda for the critic, another for the policy", ("algorithm=vc_ppo",), ("vc_ppo",)),
     Remedy(CRITIC, "a lambda that follows the length", ("algorithm=vapo",), ("vapo",)),
+    Remedy(SAYS_LITTLE, "rewards of tokens, learnt from outcomes", ("algorithm=prime",), ("prime",)),
+    Remedy(SAYS_LITTLE, "values where the policy was unsure, by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
+    Remedy(SAYS_LITTLE, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
+    Remedy(SAYS_LITTLE, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
+    Remedy(SAYS_LITTLE, "an agent's turns that begin in the same state, compared", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
     Remedy(RARE, "imitate right answers beside the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
     Remedy(RARE, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
-    Remedy(RARE, "demonstrations beside the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl")),
+    Remedy(RARE, "demonstrations beside the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
+    Remedy(RARE, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
     Remedy(VARIANCE, "leave the own reward out of the baseline", ("algorithm.advantage=rloo",), ("rloo",)),
     Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),
     Remedy(VARIANCE, "a baseline for every position", ("algorithm.advantage=otb",), ("otb",)),
@@ -159,6 +168,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy("several rewards drown each other", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
     Remedy(COST, "prune samples of small advantage", ("algorithm.filters=[{name: cppo, prune: 0.5}]",), ("cppo",)),
     Remedy(COST, "train on right answers alone", ("algorithm=raft_plus_plus",), ("raft_plus_plus",)),
+    Remedy(COST, "learn from groups of earlier steps again", ("algorithm.replay={share: 0.5, uses: 2}",), ("pf_ppo", "spo_tree")),
 )  # fmt: skip
 
 
@@ -183,14 +193,16 @@ SECTIONS: tuple[tuple[str, type[Record]], ...] = (
     ("algorithm.entropy", Entropy),
     ("algorithm.auxiliary", Auxiliary),
     ("algorithm.refill", Refill),
+    ("algorithm.replay", Replay),
     ("algorithm.critic", Critic),
+    ("algorithm.process", ProcessModel),
     ("data.budget", LengthBudget),
 )
 
 
 def page() -> str:
     """docs/algorithms.md."""
-    parts = [INTRO, problems_table(), presets_table(), slots_text(), waits_table()]
+    parts = [INTRO, problems_table(), presets_table(), slots_text()]
     return "\n".join(parts)
 
 
@@ -213,13 +225,13 @@ def presets_table() -> str:
     lines = [
         f"## Presets ({len(PRESETS)})",
         "",
-        f"What a preset changes is against `{BASE}`; a star marks one that cannot run yet.",
+        f"What a preset changes is against `{BASE}`.",
         "",
     ]
     lines += ["| preset | published in | answers | changes | |", "|---|---|---|---|---|"]
     for name, preset in PRESETS.items():
         algorithm = from_preset(name)
-        recipe = "*" if algorithm.waits else f"[recipe](../recipes/{name}.yaml)"
+        recipe = f"[recipe](../recipes/{name}.yaml)"
         answers = "; ".join(text for text in (preset.solves, preset.note) if text)
         cells = [f"`{name}`", published(preset), answers, from_base(algorithm), recipe]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
@@ -237,20 +249,6 @@ def slots_text() -> str:
     for key, section in SECTIONS:
         lines += [f"### {key}", "", *_record_text("", section), ""]
     return "\n".join(lines)
-
-
-def waits_table() -> str:
-    """What cannot run in this version, and what it waits for."""
-    lines = [
-        "## What waits",
-        "",
-        "These have their functions and tests, but this version lacks what they need to run.",
-        "",
-    ]
-    lines += ["| preset | waits for |", "|---|---|"]
-    waiting = {name: from_preset(name).waits for name in PRESETS}
-    lines += [f"| `{name}` | {_cell('; '.join(dict.fromkeys(waits)))} |" for name, waits in waiting.items() if waits]
-    return "\n".join(lines) + "\n"
 
 
 def published(preset: Preset) -> str:
@@ -273,7 +271,6 @@ def _record_text(head: str, record: type[Record]) -> list[str]:
         sentences += [f"`{record.formula}`."] if record.formula else []
         sentences += [f"{record.paper}."] if record.paper else []
         sentences += [f"Needs {', '.join(record.needs)}."] if record.needs else []
-        sentences += [f"Waits for {record.waits}."] if record.waits else []
     lines = [f"- {head}{' '.join(sentences)}"]
     for key in walk(record, choice=head):
         if key.is_leaf and key.choice == head:  # what a choice inside a section takes stands under its own slot

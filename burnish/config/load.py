@@ -43,6 +43,11 @@ def load(kind: type[Kind], path: Path | None, overrides: Sequence[str] = ()) -> 
     return _overridden(kind, complete(kind, {} if path is None else read(kind, path)), path, overrides)
 
 
+def load_tree(kind: type[Kind], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()) -> Loaded[Kind]:
+    """The configuration of a tree that was made of a file."""
+    return _overridden(kind, complete(kind, tree), path, overrides)
+
+
 def load_small(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[Kind], list[str]]:
     """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it."""
     tree, changes = shrink(load(kind, path).resolved)
@@ -87,6 +92,8 @@ def read(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[st
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
+    if "stages" in tree and "stages" not in kind.model_fields:
+        raise UserError(f"{path} is a recipe of stages: `burnish stages {path}` runs it")
     if "extends" not in tree:
         return tree
     parent = tree.pop("extends")

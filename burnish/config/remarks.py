@@ -44,7 +44,7 @@ def _algorithm(config: TrainConfig) -> list[str]:
     clipped = not isinstance(algorithm.clip, Plugin) and algorithm.clip.name in ("ppo", "log_geo", "is_weight")
     is_old = (
         config.rollout.source.name != "sync" and algorithm.correction.name == "bypass"
-    )  # the ratio to older weights
+    ) or algorithm.replay is not None  # the ratio to older weights
     if one_update and algorithm.ratio.name != "none" and clipped and not is_old:
         found.append(
             "one update a batch: the ratio is 1 and the clip never acts; training.mini_batches or training.epochs above 1 would use it"
@@ -61,7 +61,8 @@ def _source(config: TrainConfig) -> list[str]:
     """Rollouts of older weights that are learnt from as if they were new."""
     source, correction = config.rollout.source, config.algorithm.correction
     oldest = getattr(source, "max_staleness", 1 if source.name == "ahead" else 0)
-    if oldest == 0 or correction.acts or correction.name == "bypass":
+    paired = any(f.name == "pairs" for f in config.algorithm.filters)  # compares two answers, whoever wrote them
+    if oldest == 0 or correction.acts or correction.name == "bypass" or paired:
         return []
     steps = "one step" if oldest == 1 else f"up to {oldest} steps"
     return [

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.algorithm import Algorithm
 from burnish.config.engines import Sglang, check_engine_fits
+from burnish.config.environment import Environment, check_environment_fits
 from burnish.config.fits import check_algorithm_fits
 from burnish.config.lora import Lora
 from burnish.config.optimizer import Optimizer, check_optimizer_fits
@@ -109,7 +110,7 @@ class Source(Record):
     """Which published data set a file's rows are like (gsm8k, math, mbpp, ...): they are asked and judged as `burnish data prepare`
     would write them. Null: rows are recognised by their columns."""
     task: str | None = None
-    """A generated task: sort_digits, addition, countdown, or reasoning-gym/<name>."""
+    """A generated task: sort_digits, addition, countdown, guess_number, or reasoning-gym/<name>."""
     plugin: str | None = None
     """`path/to/file.py:function`, called with options, returning an iterable of rows (dictionaries)."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -181,9 +182,14 @@ class Data(Record):
     budget: LengthBudget | None = None
     """Prompts that ask for a number of tokens (LCPO); null asks for none."""
     demonstrations: Sources = Field(default_factory=list)
-    """Rows to imitate during RL, as `sft.data` takes them, for algorithm.auxiliary.sft."""
+    """Answers of somebody else, rows as `sft.data` takes them: to imitate (algorithm.auxiliary.sft), or to stand in the groups of
+    their prompts (demonstrations_per_group), which a row names by its `id` or its `prompt`."""
     demonstrations_per_update: int = Field(32, ge=1)
-    """How many of them go with each mini-batch."""
+    """How many are imitated with each mini-batch."""
+    demonstrations_per_group: int = Field(0, ge=0)
+    """How many join the samples of each prompt, for loss mixed_offpolicy; a prompt that has fewer gets what it has."""
+    demonstration_column: str | None = None
+    """Take those of a group from this column of the training rows instead: a text or messages, or a list of them."""
 
 
 # --- reward ----------------------------------------------------------------------------------------------------------
@@ -247,17 +253,6 @@ class Sampling(Record):
     """Most new tokens of one completion."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a completion, besides the model's end tokens."""
-
-
-class Environment(Record):
-    """What answers a completion."""
-
-    name: str = "single_turn"
-    """single_turn, or `path/to/file.py:Class`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the environment."""
-    max_turns: int = Field(1, ge=1)
-    """Most completions in one trajectory (an environment that wants more is cut off, counted as truncated)."""
 
 
 class RolloutStage(Record):
@@ -491,6 +486,7 @@ class TrainConfig(Record):
             ("training", self.training),
             ("warm_start", self.warm_start),
             ("algorithm.critic", self.algorithm.critic),
+            ("algorithm.process", self.algorithm.process),
         ):
             if section is not None:
                 check_optimizer_fits(section.optimizer, f"{where}.optimizer", self.model.dtype, self.model.device)
@@ -506,8 +502,7 @@ class TrainConfig(Record):
             raise ValueError(
                 f"training.mini_batches={self.training.mini_batches} but there are only rollout.prompts={fewest} groups to divide"
             )
-        if self.environment.name == "single_turn" and self.environment.max_turns != 1:
-            raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
+        check_environment_fits(self)
         measuring = [k for k in ("every", "limit", "by") if getattr(self.validation, k)]
         if measuring and not self.data.validation:
             raise ValueError(f"validation.{measuring[0]} has no effect without held-out prompts: give data.validation")

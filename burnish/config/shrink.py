@@ -1,7 +1,7 @@
 """`--shrink`: any recipe as a job that runs anywhere in seconds, through every slot it names.
 
-The model becomes a tiny new decoder, the data the built-in task sort_digits, the verifier that task's own checker; what
-counts steps, samples or tokens becomes small enough for two steps. The algorithm keeps every choice it has: only
+The model becomes a tiny new decoder, the data the built-in task sort_digits, the verifier that task's own checker (with an
+environment of several turns: the built-in game guess_number); what counts steps, samples or tokens becomes small enough for two steps. The algorithm keeps every choice it has: only
 numbers that would not come into play in two steps of ten tokens change. A short warm start stays or is added, because
 a model that is never right has groups without signal, and filters would leave nothing to go through the loss.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from burnish.config.environment import GUESS_NUMBER, SINGLE_TURN
 from burnish.config.fits import TEXT_ONLY
+from burnish.config.references import is_reference
 
 Tree = Any
 Edit = tuple[str, Any]
@@ -36,7 +38,7 @@ WARM_START = {
     "optimizer": {"lr": 1e-2},
 }
 COLUMN = "length"
-"""The one column of a sort_digits row that holds a number."""
+"""The one column of a sort_digits row that holds a number; rows of guess_number have it too."""
 BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
 TEMPLATE: dict[str, Any] = {"kind": "auto", "text": "{prompt}", "system": None, "kwargs": {}}
 
@@ -58,6 +60,11 @@ AT_MOST = {
     "algorithm.critic.warmup_steps": 1,
     "algorithm.critic.updates": 2,
     "algorithm.critic.optimizer.warmup": 1,
+    "algorithm.process.mini_batches": 2,
+    "algorithm.process.optimizer.warmup": 1,
+    "algorithm.advantage.every": 1,
+    "algorithm.advantage.rollouts": 3,
+    "algorithm.advantage.segment": 2,
     "algorithm.curriculum.start": 2,
     "algorithm.curriculum.steps": 2,
     "algorithm.curriculum.buckets": 2,
@@ -102,7 +109,7 @@ def _edits(tree: Tree) -> Iterator[Edit]:
 
 def _optimizers(tree: Tree) -> Iterator[Edit]:
     """A small float32 model on a CPU has nothing to round or to move, and not the layers a group may name."""
-    for section in ("training", "algorithm.critic", "sft", "preference", "reward_model"):
+    for section in ("training", "algorithm.critic", "algorithm.process", "sft", "preference", "reward_model"):
         if _get(tree, [*section.split("."), "optimizer"]) is not None:
             yield f"{section}.optimizer.precision", "master"
             yield f"{section}.optimizer.offload", False
@@ -117,22 +124,27 @@ def _run(tree: Tree) -> Iterator[Edit]:
 
 
 def _sft(tree: Tree) -> Iterator[Edit]:
-    yield "sft.data", [DEMONSTRATIONS]
+    yield "sft.data", _of_stages(tree["sft"]["data"]) or [DEMONSTRATIONS]
     yield "template", TEMPLATE
 
 
 def _preference(tree: Tree) -> Iterator[Edit]:
-    yield "preference.data", [PREFERENCES]
+    yield "preference.data", _of_stages(tree["preference"]["data"]) or [PREFERENCES]
     if tree["preference"]["held_out"]:
         yield "preference.held_out", [PREFERENCES]
     yield "template", TEMPLATE
 
 
 def _reward_model(tree: Tree) -> Iterator[Edit]:
-    yield "reward_model.data", [PREFERENCES]
+    yield "reward_model.data", _of_stages(tree["reward_model"]["data"]) or [PREFERENCES]
     if tree["reward_model"]["held_out"]:
         yield "reward_model.held_out", [PREFERENCES]
     yield "template", TEMPLATE
+
+
+def _of_stages(sources: list[Tree]) -> list[Tree]:
+    """The sources that an earlier stage makes, which is shrunk itself."""
+    return [source for source in sources if is_reference(source["path"])]
 
 
 STAGES = {"sft": _sft, "preference": _preference, "reward_model": _reward_model}
@@ -149,9 +161,12 @@ def _rl(tree: Tree) -> Iterator[Edit]:
     yield "rollout.vllm", None
     yield "rollout.sglang", None
     yield "rollout.stages", [_stage(stage, number) for number, stage in enumerate(stages)]
-    yield "warm_start", WARM_START
-    yield from _data(tree["data"])
-    yield from _rewards(tree)
+    if tree["environment"]["name"] == SINGLE_TURN:
+        yield "warm_start", WARM_START
+        yield from _data(tree["data"], tree["algorithm"]["auxiliary"]["sft"] > 0)
+        yield from _rewards(tree)
+    else:
+        yield from _game(tree)
     if tree["validation"]["by"] is not None:
         yield "validation.by", COLUMN
     for mode in tree["validation"]["modes"]:
@@ -166,22 +181,38 @@ def _stage(stage: Tree, number: int) -> Tree:
     return {k: None if v is None else small.get(k, min(v, SAMPLES)) for k, v in stage.items()}
 
 
-def _data(data: Tree) -> Iterator[Edit]:
-    yield "data.train", [TRAIN]
+def _data(data: Tree, imitates: bool) -> Iterator[Edit]:
+    yield "data.train", _of_stages(data["train"]) or [TRAIN]
     yield "data.template", TEMPLATE
     if data["validation"]:
         yield "data.validation", [HELD_OUT]
+    if data["demonstrations_per_group"]:  # the one column of a sort_digits row that is a right answer
+        yield "data.demonstration_column", "answer"
     if data["demonstrations"]:
-        yield "data.demonstrations", [DEMONSTRATIONS]
+        yield "data.demonstrations", [DEMONSTRATIONS] if imitates else []
     if data["budget"] is not None:
         yield "data.budget", BUDGET
+
+
+def _game(tree: Tree) -> Iterator[Edit]:
+    """Any environment of several turns becomes the built-in game, which gives the rewards itself."""
+    numbers, environment = {"numbers": 7}, tree["environment"]
+    demonstrations = {"task": GUESS_NUMBER, "options": {**numbers, "num": 200, "forgetful": 0.0, "guesses": 3}}
+    yield "warm_start", {**WARM_START, "data": demonstrations, "updates": 60, "max_tokens": 64}
+    turns = min(environment["max_turns"], 3)
+    yield "environment", {"name": GUESS_NUMBER, "options": {}, "max_turns": turns, "max_tokens": None}
+    yield "data.train", [{"task": GUESS_NUMBER, "options": numbers, "limit": 32}]
+    yield "data.template", TEMPLATE
+    if tree["data"]["validation"]:
+        yield "data.validation", [{"task": GUESS_NUMBER, "options": numbers, "limit": 8}]
+    yield "reward.parts", [{"name": "task", "weight": 1.0, "options": {}, "sources": None}]
 
 
 def _rewards(tree: Tree) -> Iterator[Edit]:
     """The task's checker in the place of the first verifier; parts that only read the text stay, others go."""
     kept: list[Tree] = []
     for part in tree["reward"]["parts"]:
-        if part["name"] in TEXT_ONLY:
+        if part["name"] in TEXT_ONLY or is_reference(part["options"].get("path")):
             kept.append({**part, "sources": None})
         elif all(other["name"] != "task" for other in kept):
             kept.append({**part, "name": "task", "options": {}, "sources": None})
@@ -198,6 +229,12 @@ def _algorithm(tree: Tree) -> Iterator[Edit]:
     for number in range(len(tree["algorithm"]["shaping"])):
         for option, most in SHAPER_AT_MOST.items():
             yield from _at_most(tree, f"algorithm.shaping.{number}.{option}", most)
+    if "branches" in tree["algorithm"]["advantage"]:
+        yield "algorithm.advantage.branches", [2, 2]
+    if tree["algorithm"]["kl"]["reference"].get("path"):  # the tiny model has no teacher: the outcome moves it
+        yield "algorithm.kl.reference.path", None
+        if "outcome" in tree["algorithm"]["advantage"]:
+            yield "algorithm.advantage.outcome", 1.0
     curriculum = tree["algorithm"]["curriculum"]
     if "column" in curriculum:
         yield "algorithm.curriculum.column", COLUMN

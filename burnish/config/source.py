@@ -51,10 +51,10 @@ def check_source_fits(config: TrainConfig) -> None:
     if rollout.exact:
         raise ValueError(f"{what} samples with older weights, so rollout.exact has nothing to be exact about: use sync")
     if isinstance(placement, RayPlacement):
-        if placement.layout == "colocated":
-            raise ValueError(
-                f"{what} samples while the learner learns, and placement.layout=colocated lets them take turns: set placement.layout=split"
-            )
+        if placement.take_turns("actor", "rollout"):
+            where = "one pool" if placement.pools else "placement.layout=colocated"
+            instead = "give them pools of their own" if placement.pools else "set placement.layout=split"
+            raise ValueError(f"{what} samples while the learner learns, and {where} lets them take turns: {instead}")
         return
     if rollout.engine == "vllm" and (rollout.vllm is None or rollout.vllm.url is None):
         raise ValueError(

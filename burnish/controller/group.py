@@ -5,7 +5,7 @@
     pending = group.outputs.later(batch, needs)        # does not; pending.result() does
 
 How a call is divided and its results joined stands at the method (`core/spread.py`). Where the workers are is the backend's
-business: `local.py` calls one in this process, `ray_group.py` sends messages to actors.
+business (`backend.py`).
 
 Ranks that train a model together may have the same share of a batch (they divide its rows or its weights): `shares` says
 which share each rank has, so a split goes to data-parallel ranks and their peers get copies.
@@ -16,100 +16,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
+from burnish.controller.backend import Backend, Call, Gone, Order
+from burnish.controller.division import divide
 from burnish.controller.keeping import Base
-from burnish.controller.splitting import Divided, divide, divided, join_parts, with_slots
+from burnish.controller.splitting import Divided, divided, join_parts, with_slots
 from burnish.core.batch import Batch
 from burnish.core.spread import Spread, mark_of, purpose_of
+from burnish.core.wire import decode
 from burnish.core.workers import WorkerLost
 
 LOOK_EVERY_S = 0.5
 """How long a wait goes on before it looks for workers that have ended."""
-
-
-class Gone(Exception):
-    """There is no worker any more; the message says how that is known."""
-
-
-@dataclass
-class Traffic:
-    """What went to workers and came back."""
-
-    messages: int = 0
-    bytes_out: int = 0
-    bytes_in: int = 0
-    bytes_stored: int = 0
-    """Of both, what lay in an object store on its way."""
-
-    def take(self) -> Traffic:
-        """All since the last time."""
-        taken = replace(self)
-        self.messages, self.bytes_out, self.bytes_in, self.bytes_stored = 0, 0, 0, 0
-        return taken
-
-
-@dataclass(eq=False)
-class Call:
-    """One method of one rank, asked for."""
-
-    rank: int
-    method: str
-    token: Any
-    """What the backend knows it by."""
-    started: float = field(default_factory=time.monotonic)
-    has_ended: bool = False
-    """Whether it is known to have: then nobody need look again."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """A call to be sent to one rank."""
-
-    rank: int
-    method: str
-    parcel: Any
-    """Its arguments, as the backend packed them; parts of batches go into the marked places (`splitting.Slot`)."""
-    lane: str
-    parts: Sequence[tuple[Divided, int]] = ()
-
-
-class Backend(Protocol):
-    """Where workers are and how they are reached."""
-
-    size: int
-    traffic: Traffic
-    is_here: bool
-    """Whether arguments are handed over as they are: in this process there is nothing to divide or to send."""
-
-    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments, ready to be sent to any number of ranks."""
-
-    def send(self, orders: Sequence[Order]) -> list[Any]:
-        """Begin calls; what is returned stands for them, in their order."""
-
-    def wait(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The calls that have ended, well or badly: as soon as all have, or when the time is over. Those that ended badly first."""
-
-    def any_of(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The calls that have ended: as soon as one has (of very many: a few have), or when the time is over."""
-
-    def value(self, token: Any) -> Any:
-        """What a call that has ended gave. Raises a worker's `UserError`, `WorkerFailed` for any other error of its, and
-        `Gone` where there is no worker any more."""
-
-    def describe(self, rank: int) -> str:
-        """Which process a rank is, and the last lines it wrote."""
-
-    def silent(self, ranks: Sequence[int], what: str) -> str:
-        """What ranks that do not answer are doing, as far as it can be found out."""
-
-    def restart(self, rank: int) -> None:
-        """A new worker in a rank's place."""
-
-    def close(self) -> None:
-        """End all workers."""
 
 
 class Pending:
@@ -179,9 +98,9 @@ class WorkerGroup:
                 self._unheard += calls
             return Pending(self, calls, lambda results: None)
         if mark.join == "list":
-            return Pending(self, calls, lambda results: results)
+            return Pending(self, calls, lambda results: [decode(result) for result in results])
         if sent is None or mark.join == "first":
-            return Pending(self, calls, lambda results: results[0])
+            return Pending(self, calls, lambda results: decode(results[0]))
         rank_of = {share: rank for rank, share in reversed(list(enumerate(self.shares)))}  # the first that has it
         firsts, base = [rank_of[part] for part in range(sent.division.num_parts)], self._base
 
@@ -235,7 +154,7 @@ class WorkerGroup:
         return self._base.first_parts()
 
     def gather(self, calls: Sequence[Call]) -> list[Any]:
-        """The results of calls, in their order; an error of any is raised as soon as it is seen."""
+        """The results of calls as they travelled, in their order; an error of any is raised as soon as it is seen."""
         values: dict[int, Any] = {}
         by_token = {id(call.token): (k, call) for k, call in enumerate(calls)}
         values |= {k: self._value(call) for k, call in enumerate(calls) if call.has_ended}
@@ -294,7 +213,7 @@ class WorkerGroup:
 
     def result(self, handle: Any) -> Any:
         """What a call gave; waits for it."""
-        return self.gather([handle])[0]
+        return decode(self.gather([handle])[0])
 
     def restart(self, rank: int) -> None:
         """A new worker in a lost one's place."""

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.controller.splitting import Divided, Division, division_of, numbered, parts_of
+from burnish.controller.division import Division, division_of
+from burnish.controller.splitting import Divided, numbered, parts_of
 from burnish.core.batch import Batch
 from burnish.core.wire import Arrays, Flat, Packed, arrays_of, columns_of, decode, from_columns, to_arrays
 
@@ -254,21 +255,21 @@ def _before(
 
 def _owners(division: Division) -> tuple[np.ndarray, np.ndarray]:
     """[S] the part of every sequence, and its number there."""
-    size = len(division.offsets) - 1
-    owner, row = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
-    for part, runs in enumerate(division.runs):
-        at = 0
-        for start, stop in runs:
-            owner[start:stop] = part
-            row[start:stop] = np.arange(at, at + stop - start)
-            at += stop - start
+    runs, ends = division.in_order
+    counts = np.diff(ends)
+    owner, row = np.empty(ends[-1], dtype=np.int64), np.empty(ends[-1], dtype=np.int64)
+    starts, stops = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    before = np.cumsum(stops - starts) - (stops - starts)
+    order = np.repeat(starts - before, stops - starts) + np.arange(ends[-1])  # the sequences as the parts have them
+    owner[order] = np.repeat(np.arange(division.num_parts), counts)
+    row[order] = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
     return owner, row
 
 
 def _is_uneven(batch: Batch, division: Division) -> bool:
     """Whether a rank has much more work than the mean, by more than a group: those are never divided."""
-    totals = [sum(b - a for a, b in division.stretches(part)) for part in range(division.num_parts)]
-    mean, most = sum(totals) / len(totals), max(totals)
+    totals = np.diff(division.stretches_in_order[1])
+    mean, most = totals.mean(), totals.max()
     if most <= UNEVEN * mean:
         return False
     lengths = np.diff(division.offsets)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.controller.group import Order, Traffic
+from burnish.controller.backend import Order, Traffic
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ Lengths are the longest that the config allows; how long prompts really are is k
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from burnish.config.lora import Lora
 from burnish.config.parallel import Parallel
 from burnish.config.preference import PreferConfig
 from burnish.config.schema import Model, Sft, SftConfig, Source, TrainConfig
+from burnish.controller.beside import judges_bytes, on_gpu
 from burnish.controller.roles import alphabet_of, find_directory
 from burnish.models.adapters import base_of, read_lora
 from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
@@ -43,6 +45,8 @@ class Planned:
     is_gpu: bool
     reason: str | None = None
     """Why there is no plan."""
+    judges: int = 0
+    """Bytes of the device that judges in processes of their own take; `room` is without them."""
 
     def check(self) -> list[str]:
         """What to tell the user; the error for what cannot fit. On a CPU nothing is refused: it has no limit but patience."""
@@ -53,7 +57,12 @@ class Planned:
 
     @property
     def text(self) -> str:
-        """In full on a GPU, in a line on a CPU."""
+        """In full on a GPU, in a line on a CPU; what judges take beside it in a line more."""
+        beside = f"\nbeside it judges: {self.judges / GIB:.2f} GiB" if self.judges else ""
+        return self._own_text + beside
+
+    @property
+    def _own_text(self) -> str:
         if self.reason is not None:
             return f"memory: not planned, {self.reason}"
         if not self.is_gpu:
@@ -67,8 +76,21 @@ class Planned:
 
 def planned(config: TrainConfig | SftConfig | PreferConfig, base: Path | None) -> Planned:
     """The plan of a run."""
-    is_gpu = config.model.device.startswith("cuda") or (config.model.device == "auto" and torch.cuda.is_available())
+    is_gpu = on_gpu(config.model.device)
     room, host_room = _room(config.model.device, is_gpu), _host_memory()
+    if isinstance(config, TrainConfig) and (taken := judges_bytes(config, is_gpu, base)):
+        left = None if room is None else max(0, room - taken)
+        return replace(_planned(config, base, is_gpu, left, host_room), judges=taken)
+    return _planned(config, base, is_gpu, room, host_room)
+
+
+def _planned(
+    config: TrainConfig | SftConfig | PreferConfig,
+    base: Path | None,
+    is_gpu: bool,
+    room: int | None,
+    host_room: int | None,
+) -> Planned:
     found = _architecture(config.model, _sources(config), config.seed, base)
     if isinstance(found, str):
         return Planned({}, room, host_room, is_gpu, found)
@@ -86,7 +108,7 @@ def planned(config: TrainConfig | SftConfig | PreferConfig, base: Path | None) -
     stages = {}
     if config.warm_start is not None:
         stages["warm start"] = plan(_supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start"))
-    stages["training"] = plan(_reinforced(config, arch, lora, is_gpu, room))
+    stages["training"] = plan(_reinforced(config, arch, lora, is_gpu, room, base))
     return Planned(stages, room, host_room, is_gpu)
 
 
@@ -170,7 +192,9 @@ def _divided(setup: Setup, parallel: Parallel) -> Setup:
     return replace(setup, update_tokens=tokens, shards=shard * sequence * tensor, slices=sequence)
 
 
-def _reinforced(config: TrainConfig, arch: Architecture, lora: Lora | None, is_gpu: bool, room: int | None) -> Setup:
+def _reinforced(
+    config: TrainConfig, arch: Architecture, lora: Lora | None, is_gpu: bool, room: int | None, base: Path | None
+) -> Setup:
     training, rollout, algorithm = config.training, config.rollout, config.algorithm
     stages = rollout.all_stages()
     written = max(stage.max_tokens for stage in stages) * config.environment.max_turns
@@ -178,6 +202,7 @@ def _reinforced(config: TrainConfig, arch: Architecture, lora: Lora | None, is_g
     longest = min(prompt + written, arch.max_positions)
     samples = max(stage.n for stage in stages)
     sequences = max(stage.n * stage.prompts for stage in stages)
+    back = 1.0 if algorithm.replay is None else 1.0 + algorithm.replay.share
     setup = Setup(
         arch,
         config.model.dtype,
@@ -185,13 +210,15 @@ def _reinforced(config: TrainConfig, arch: Architecture, lora: Lora | None, is_g
         training.optimizer,
         training.token_budget,
         longest,
-        -(-sequences // training.mini_batches) * longest,
+        -(-math.ceil(sequences * back) // training.mini_batches) * longest,
         activations=training.activations,
         lora=lora,
         spread=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
         reference=_reference(config, lora),
+        teacher=_teacher(config, base),
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
+        process=None if algorithm.process is None else algorithm.process.optimizer,
         engine_copy=_samples_here(config)
         and (
             rollout.engine == "vllm"
@@ -208,7 +235,18 @@ def _reference(config: TrainConfig, lora: Lora | None) -> str:
         return "none"
     if slot.name == "frozen" and lora is not None and config.model.adapter is None:
         return "off"
+    if slot.name == "teacher" and slot.path is not None:
+        return "teacher"
     return "ema" if slot.name == "ema" else "copy"
+
+
+def _teacher(config: TrainConfig, base: Path | None) -> int:
+    """Parameters of the teacher; 0 where there is none, or its shape is not known."""
+    slot = config.algorithm.kl.reference
+    if slot.name != "teacher" or slot.path is None:
+        return 0
+    found = _architecture(Model(path=slot.path), [], config.seed, base)
+    return 0 if isinstance(found, str) else found[0].num_parameters
 
 
 def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) -> int:
@@ -223,7 +261,11 @@ def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) 
     token = token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
     if not setup.on_gpu and size is None:
         return min(rollout.max_rows, sequences) * setup.longest * token
-    held = [part.bytes for part in plan(setup).resident if part.name in ("weights", "reference", "engine's weights")]
+    held = [
+        part.bytes
+        for part in plan(setup).resident
+        if part.name in ("weights", "reference", "teacher", "engine's weights")
+    ]
     free = None if room is None else max(0, room - CONTEXT - sum(held))
     return cache_plan(
         token_bytes=token, max_rows=rollout.max_rows, longest=setup.longest, free_bytes=free, cache_bytes=size

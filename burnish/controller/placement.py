@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from burnish.config.errors import UserError
 from burnish.config.placement import Placement, RayPlacement, processes
 
-ACTOR, ROLLOUT = "actor", "rollout"
-"""The groups: those who train, and those who sample."""
 Resources = dict[str, float]
 """CPUs and GPUs, by Ray's names for them."""
 
@@ -31,29 +29,27 @@ class Seat:
 class Layout:
     """The bundles that must be had, each on one machine, and who sits in which."""
 
-    bundle: Resources
-    num_bundles: int
+    bundles: list[Resources]
     seats: dict[str, list[Seat]]
 
     def total(self, what: str) -> float:
-        return self.num_bundles * self.bundle.get(what, 0)
+        return sum(bundle.get(what, 0) for bundle in self.bundles)
 
 
 def lay_out(placement: RayPlacement, on_gpu: bool) -> Layout:
-    """Colocated, the k-th of each group share a bundle and take turns in it; split, everyone has one alone."""
-    sizes = {ACTOR: placement.workers, ROLLOUT: placement.engines}
-    bundle: Resources = {"CPU": float(placement.cpus)} | ({"GPU": 1.0} if on_gpu else {})
-    if placement.layout == "split":
-        places = {ACTOR: range(placement.workers), ROLLOUT: range(placement.workers, sum(sizes.values()))}
-    else:
-        places = {group: range(size) for group, size in sizes.items()}
-    num_bundles = max(stop.stop for stop in places.values())
-    crowd = [sum(k in place for place in places.values()) for k in range(num_bundles)]
-    seats = {
-        group: [Seat(k, {what: amount / crowd[k] for what, amount in bundle.items()}) for k in place]
-        for group, place in places.items()
-    }
-    return Layout(bundle, num_bundles, seats)
+    """Every place is a bundle; the k-th process of each role of a pool sits in its k-th place, and asks for its part of it."""
+    bundles: list[Resources] = []
+    seats: dict[str, list[Seat]] = {}
+    for pool, sizes in placement.rooms:
+        bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": 1.0} if on_gpu and pool.gpu else {})
+        crowd = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
+        for role, size in sizes.items():
+            seats[role] = [
+                Seat(len(bundles) + k, {what: amount / crowd[k] for what, amount in bundle.items()})
+                for k in range(size)
+            ]
+        bundles += [bundle] * pool.places
+    return Layout(bundles, seats)
 
 
 def check(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, float]], where: str) -> None:
@@ -64,13 +60,15 @@ def check(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, 
             raise UserError(
                 f"placement needs {wanted:g} {name} ({processes(placement)}), {where} has {there:g}: {_advice(placement)}"
             )
-    fit = sum(_times(layout.bundle, node) for node in nodes)
-    if fit < layout.num_bundles:
-        each = " and ".join(f"{amount:g} {what}" for what, amount in layout.bundle.items())
-        raise UserError(
-            f"placement needs {layout.num_bundles} places of {each}, each on one machine, and {where} has {fit} such places: "
-            f"{_advice(placement)}"
-        )
+    for bundle in layout.bundles:
+        needed = sum(all(other.get(what, 0) >= bundle[what] for what in bundle) for other in layout.bundles)
+        fit = sum(_times(bundle, node) for node in nodes)
+        if fit < needed:
+            each = " and ".join(f"{amount:g} {what}" for what, amount in bundle.items())
+            raise UserError(
+                f"placement needs {needed} places of {each}, each on one machine, and {where} has {fit} such places: "
+                f"{_advice(placement)}"
+            )
 
 
 def own_cores() -> int:
@@ -92,5 +90,7 @@ def _times(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
 
 
 def _advice(placement: RayPlacement) -> str:
+    if placement.pools:
+        return "lower the places or cpus of placement.pools, let roles share a pool, or add machines"
     colocated = ", set placement.layout=colocated, in which they share," if placement.layout == "split" else ""
     return f"lower placement.workers, engines or cpus{colocated} or add machines"

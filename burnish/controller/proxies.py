@@ -1,4 +1,5 @@
-"""The controller's side of roles whose work is done elsewhere: what the trainer holds in place of learner, reference and critic.
+"""The controller's side of roles whose work is done elsewhere: what the trainer holds in place of learner, reference, critic and
+process reward model.
 
 They have the interfaces of `training/interfaces.py`, so the loop runs as it does in one process.
 """
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from burnish.algorithms.losses import Loss
 from burnish.algorithms.losses.value import ValueLoss
+from burnish.config.pools import REFERENCE
 from burnish.controller.group import WorkerGroup
-from burnish.controller.workers import POLICY, REFERENCE
+from burnish.controller.workers import POLICY
 from burnish.core.batch import Batch
 from burnish.models.policy import PolicyModel
 from burnish.run.contents import Content, Part, Sums
@@ -29,7 +31,7 @@ from burnish.training.meter import PARTS, Reading
 from burnish.training.reference import REFERENCES, Reference
 
 OF_THE_CONTROLLER = (
-    *("behaviour_logp", "version", "token_rewards", "dense_rewards"),
+    *("behaviour_logp", "version", "token_rewards", "dense_rewards", "step_rewards", "process_rewards"),
     *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "budget"),
 )
 """How the columns begin that advantages, corrections and filters are made of here, and no loss reads."""
@@ -266,6 +268,30 @@ class RemoteCritic:
 
     def update(self, mini_batch: Batch) -> Update:
         return self.learner.update(mini_batch, self.loss, columns=False)
+
+    def contents(self, stage: Stage) -> list[Content]:
+        return self.learner.contents(stage)
+
+    def load(self, folder: Path) -> None:
+        self.learner.load(folder)
+
+
+class RemoteProcess:
+    """The process reward model of a group (`ProcessModel`)."""
+
+    def __init__(self, learner: RemoteLearner) -> None:
+        self.learner = learner
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return self.learner.logprobs(batch)
+
+    def prior(self, batch: Batch) -> Tensor:
+        self.learner.before()
+        found: Tensor = self.learner.group.process_prior(self.learner.slim(batch, "action_mask"))
+        return found
+
+    def update(self, mini_batch: Batch, loss: Loss) -> Update:
+        return self.learner.update(mini_batch, loss)
 
     def contents(self, stage: Stage) -> list[Content]:
         return self.learner.contents(stage)

@@ -6,6 +6,7 @@ What a plan needs is checked against what is there before anything starts, so th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,8 @@ class Cluster:
 
     def __init__(self, placement: RayPlacement, on_gpu: bool | None = None) -> None:
         self.placement = placement
+        self.before_close: list[Callable[[], None]] = []
+        """What must end while workers are still there."""
         joined = ray.is_initialized() or "RAY_ADDRESS" in os.environ
         check_placement(placement)
         self.is_own = _connect()
@@ -42,17 +45,23 @@ class Cluster:
             raise
 
     def _reserve(self, layout: Layout) -> PlacementGroup:
-        group = placement_group([layout.bundle] * layout.num_bundles, strategy="PACK")
+        group = placement_group(layout.bundles, strategy="PACK")
         if not group.wait(PLACED_S):
             free = ray.available_resources()
             remove_placement_group(group)
-            names = " and ".join(f"{layout.total(what):g} {what}s" for what in layout.bundle)
-            there = " and ".join(f"{free.get(what, 0):g}" for what in layout.bundle)
+            wanted = {what: layout.total(what) for what in ("CPU", "GPU") if layout.total(what)}
+            names = " and ".join(f"{amount:g} {what}s" for what, amount in wanted.items())
+            there = " and ".join(f"{free.get(what, 0):g}" for what in wanted)
+            smaller = "the places of placement.pools" if self.placement.pools else "placement.workers, engines or cpus"
             raise UserError(
                 f"placement needs {names}, which the cluster has, but {there} are free after {PLACED_S:g} s: another run holds "
-                "the rest; wait for it, or lower placement.workers, engines or cpus"
+                f"the rest, or no machine has a whole place free; wait for it, or lower {smaller}"
             )
         return group
+
+    def has_gpu(self, role: str) -> bool:
+        """Whether the processes of a role have GPUs."""
+        return all("GPU" in seat.resources for seat in self.layout.seats[role])
 
     def host(self, seat: Seat) -> Any:
         """A new actor in its place."""
@@ -68,6 +77,8 @@ class Cluster:
 
     def close(self) -> None:
         """Give the room back; Ray ends if it was started for this run."""
+        while self.before_close:
+            self.before_close.pop()()
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

@@ -4,7 +4,7 @@ engine, the driver that runs environments against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
 from burnish.config.schema import Model, Reward, Rollout, Source, TrainConfig
+from burnish.config.slots.terms import TeacherReference
 from burnish.config.source import gpu_refusal
 from burnish.config.vllm import Vllm
+from burnish.controller.judge import EngineJudge
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import make_task
 from burnish.environments.base import environment_factory
 from burnish.models.activations import set_activations
 from burnish.models.adapters import is_adapter
+from burnish.models.architecture import read_config, why_not_native
 from burnish.models.compiled import compile_layers
 from burnish.models.decoder import Decoder
 from burnish.models.exact import exact_logprobs
@@ -28,7 +32,8 @@ from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import PolicyModel, load_policy, whole_tensors
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.value import ValueModel
-from burnish.rewards.parts import MODEL
+from burnish.rewards.judge.options import JudgeOptions
+from burnish.rewards.parts import JUDGE, MODEL
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import sampling_options
 from burnish.rollout.mismatch import MismatchEngine
@@ -48,14 +53,29 @@ from burnish.training.reference import Reference, make_reference
 from burnish.training.scorer import ModelScorer, ScorerOptions
 
 
-def build_scorers(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
-    """The models that are parts of a reward, by the index of their part; `tokenizer` is the policy's."""
-    made = {}
+def build_scorers(
+    reward: Reward, tokenizer: Tokenizer, base: Path | None, kinds: Collection[str] = (MODEL, JUDGE)
+) -> dict[int, ModelScorer | EngineJudge]:
+    """The models that are parts of a reward, and those that answer for a judge in processes of their own, by the index of their
+    part; `tokenizer` is the policy's. Those of other `kinds` are looked at and not loaded."""
+    made: dict[int, ModelScorer | EngineJudge] = {}
     for index, part in enumerate(reward.parts):
         if part.name == MODEL:
             options = ScorerOptions.of(part.options, f"reward.parts[{index}] (model)")
-            made[index] = ModelScorer(find_directory(options.path, base), options, tokenizer)
+            directory = find_directory(options.path, base)
+            if MODEL in kinds:
+                made[index] = ModelScorer(directory, options, tokenizer)
+        elif part.name == JUDGE:
+            judge = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
+            if judge.path is not None and JUDGE in kinds:
+                made[index] = EngineJudge(find_directory(judge.path, base), judge)
     return made
+
+
+def build_models(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
+    """Those that are parts of a reward, and no judge."""
+    made = build_scorers(reward, tokenizer, base, (MODEL,))
+    return {index: one for index, one in made.items() if isinstance(one, ModelScorer)}
 
 
 def find_directory(path: str, base: Path | None) -> Path:
@@ -213,14 +233,46 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
     )
 
 
-def build_reference(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Reference | None:
+def check_teacher(config: TrainConfig, policy: PolicyModel, base: Path | None) -> None:
+    """Refuse a teacher that could not read the policy's tokens, or does not say how likely each of them is."""
+    slot = config.algorithm.kl.reference
+    if not isinstance(slot, TeacherReference) or slot.path is None:
+        return
+    what, directory = f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base)
+    if is_adapter(directory):
+        raise UserError(f"{what} is a PEFT adapter: merge it into its base first (burnish export)")
+    if difference := Tokenizer.load(directory).difference_to(policy.tokenizer):
+        raise UserError(
+            f"{what} has another tokenizer than the policy, whose tokens it is to judge one by one: {difference}; use a teacher of "
+            "the same family, or its answers as data.demonstrations"
+        )
+    arch = read_config(directory)
+    if config.algorithm.kl.loss.estimator != "full" or config.algorithm.kl.loss.coef == 0:
+        return
+    if reason := why_not_native(arch):
+        raise UserError(f"{what}: algorithm.kl.loss.estimator=full needs the native decoder ({reason}): use k2 or k3+")
+    rows, own = int(arch["vocab_size"]), policy.module.arch.vocab_size if isinstance(policy.module, Decoder) else 0
+    if rows < own:
+        raise UserError(
+            f"{what} has {rows} rows for tokens and the policy {own}, so it says nothing of some that the policy may sample: "
+            "use algorithm.kl.loss.estimator=k2, which asks for sampled tokens alone"
+        )
+
+
+def build_reference(
+    config: TrainConfig, policy: PolicyModel, base: Path | None, ranks: Ranks = SOLO
+) -> Reference | None:
     """The reference, or None where nothing asks for one; call it before the policy's weights move, or are divided."""
     slot = config.algorithm.kl.reference
     if slot.name == "none":
         return None
     options = slot.model_dump(exclude={"name"})
+    if options.get("path") is not None:
+        options["path"] = str(find_directory(options["path"], base))
     budget, temperature = config.training.token_budget, config.rollout.temperature
-    return make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
+    reference = make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
+    reference.top = config.algorithm.kl.loss.top
+    return reference
 
 
 def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Critic | None:
@@ -239,5 +291,13 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
 
 def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:
     """The driver of the configured environment."""
-    factory = environment_factory(config.environment, policy.tokenizer, base)
-    return Driver(engine, factory, policy.tokenizer, config.seed, config.environment.max_turns, policy.max_positions)
+    return driver_of(config.environment, policy, engine, config.seed, base)
+
+
+def driver_of(
+    environment: Environment, policy: PolicyModel, engine: Engine, seed: int, base: Path | None = None
+) -> Driver:
+    """The driver of an environment; a trajectory has the tokens that both the model and the environment allow."""
+    factory = environment_factory(environment, policy.tokenizer, base)
+    limits = [limit for limit in (policy.max_positions, environment.max_tokens) if limit is not None]
+    return Driver(engine, factory, policy.tokenizer, seed, environment.max_turns, min(limits, default=None))

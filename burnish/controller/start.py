@@ -7,31 +7,47 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
+from burnish.config.pools import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from burnish.config.schema import TrainConfig
 from burnish.controller.group import WorkerGroup
-from burnish.controller.placement import ACTOR, ROLLOUT
-from burnish.controller.proxies import Ledger, RemoteCritic, RemoteLearner, RemotePolicy, RemoteReference, Slimmer
-from burnish.controller.workers import CRITIC, RolloutWorker, TrainingWorker
+from burnish.controller.proxies import (
+    Ledger,
+    RemoteCritic,
+    RemoteLearner,
+    RemotePolicy,
+    RemoteProcess,
+    RemoteReference,
+    Slimmer,
+)
+from burnish.controller.reward_desk import RewardDesk
+from burnish.controller.reward_worker import RewardWorker
+from burnish.controller.rollout_worker import RolloutWorker
+from burnish.controller.workers import PROCESS, TRAINED, TrainingWorker
 from burnish.core.engine import Engine, Request
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
+from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.pool import Outcomes
+from burnish.rewards.rewards import Rewards
 from burnish.rollout.native.shared import check_requests
-from burnish.rollout.remote import RemoteEngine, Trainer
+from burnish.rollout.remote import RemoteEngine
 from burnish.rollout.sync.verify import probe
-from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
+from burnish.rollout.weights import Trainer
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcess, AnyReference
 
 if TYPE_CHECKING:
     from burnish.controller.ray_cluster import Cluster
 
 
-OBJECTS = 50_000
-"""New objects after which the garbage collector looks at them."""
+OBJECTS = 200_000
+"""New objects after which the garbage collector looks at them: those of some tens of thousands of samples, which is less often than a
+step, and of cyclic ones that nobody holds some tens of megabytes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,7 @@ class Roles:
     reference: AnyReference | None
     critic: AnyCritic | None
     engine: Engine
+    process: AnyProcess | None = None
 
 
 @contextmanager
@@ -70,46 +87,109 @@ def start_roles(
     cluster: Cluster,
     logs: Path,
     note: Callable[[str], None],
+    rewards: Rewards,
 ) -> Roles:
-    """Start the workers of a run and wait until all are made. `policy` gives its weights up: the workers have them.
+    """Start the workers of a run and wait until all are made. `policy` gives its weights up: the workers have them; so do `rewards`
+    with what they compute, where that has a pool.
 
     With `weights` (a saved model) the run starts from those. What a worker prints goes to a file of its own in `logs`.
     """
-    from burnish.controller.ray_group import RayBackend
-
-    placement = config.placement
-    assert isinstance(placement, RayPlacement)
-    deadline_s = placement.timeout_s
-    place = base.resolve() if base is not None else None
-    start = None if weights is None else weights.resolve()
-    # As the cluster's machines are, not as the driver's is.
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"device": "cuda" if cluster.on_gpu else "cpu"})}
-    )
-    training = RayBackend(cluster, ACTOR, TrainingWorker, (config, place, start), logs, deadline_s, together=True)
-    sampling = RayBackend(cluster, ROLLOUT, RolloutWorker, (config, place), logs, deadline_s)
-    for backend in (training, sampling):
-        backend.start()
-    actor = WorkerGroup(ACTOR, TrainingWorker, training, deadline_s, mini_batches=config.training.mini_batches)
-    actor.shares = actor.place()
-    rollout = WorkerGroup(ROLLOUT, RolloutWorker, sampling, deadline_s)
-    ledger = Ledger([actor, rollout])
+    groups = _start_groups(config, base, weights, cluster, logs)
+    if cluster.placement.is_apart(REWARD):
+        groups[REWARD] = employ_workers(config, base, policy.tokenizer, cluster, logs, note, rewards)
+    actor, rollout = groups[ACTOR], groups[ROLLOUT]
+    ledger = Ledger(list(groups.values()))
     engine = build_remote_engine(config, policy, actor, rollout, ledger, note)
-    about = actor.about()
-    dtype: torch.dtype = about["dtype"]
-    # Engines on the same GPU give their memory up while the learner works; on CPUs there is room for both.
-    before = engine.sleep if cluster.on_gpu and placement.layout == "colocated" else _nothing
-    slim = Slimmer()
-    learner = RemoteLearner(actor, ACTOR, ledger, dtype, slim, before)
-    slot, critic = config.algorithm.kl.reference, config.algorithm.critic
+    placement, slim = cluster.placement, Slimmer()
+    dtype: torch.dtype = actor.about()["dtype"]
+
+    def before(role: str) -> Callable[[], None]:
+        # Engines on the same GPU give their memory up while others work there; on CPUs there is room for both. Whatever they do,
+        # weights that were sent are verified before the learner has others.
+        if engine.at_once:  # they are; and another thread has the engine
+            return _nothing
+        return engine.sleep if cluster.on_gpu and placement.take_turns(role, ROLLOUT) else engine.confirm
+
+    def learner(role: str) -> RemoteLearner:
+        group = groups.get(role, actor)
+        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR))
+
+    slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
+    with_reference = groups.get(REFERENCE, actor)
+    where = before(REFERENCE if REFERENCE in groups else ACTOR)
     keep_what_is_there()
     return Roles(
         policy=RemotePolicy.of(policy, actor),
-        learner=learner,
-        reference=RemoteReference(actor, slot.name, about, slim, before) if slot.name != "none" else None,
-        critic=RemoteCritic(RemoteLearner(actor, CRITIC, ledger, dtype, slim, before), critic.clip) if critic else None,
+        learner=learner(ACTOR),
+        reference=None
+        if slot.name == "none"
+        else RemoteReference(with_reference, slot.name, with_reference.about(), slim, where),
+        critic=RemoteCritic(learner(CRITIC), critic.clip) if critic else None,
         engine=engine,
+        process=RemoteProcess(learner(PROCESS)) if process else None,
     )
+
+
+def _nothing() -> None:
+    """Nobody has to be asked."""
+
+
+def _start_groups(
+    config: TrainConfig, base: Path | None, weights: Path | None, cluster: Cluster, logs: Path
+) -> dict[str, WorkerGroup]:
+    """The groups that have the policy or a part of it, by role; all are started at once, and ready."""
+    from burnish.controller.ray_group import RayBackend
+
+    placement = cluster.placement
+    deadline_s, place = placement.timeout_s, base.resolve() if base is not None else None
+    start = None if weights is None else weights.resolve()
+    apart = [role for role in (REFERENCE, CRITIC) if placement.is_apart(role)]
+    together = [ACTOR, *(part for part in TRAINED if part != ACTOR and part not in apart)]
+
+    def backend(role: str, kind: type, *more: Any) -> RayBackend:
+        device = "cuda" if cluster.has_gpu(role) else "cpu"  # as its machine is, not as the driver's
+        own = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+        is_trained = kind is TrainingWorker
+        return RayBackend(cluster, role, kind, (own, place, *more), logs, deadline_s, together=is_trained)
+
+    backends = {ACTOR: backend(ACTOR, TrainingWorker, start, together), ROLLOUT: backend(ROLLOUT, RolloutWorker)}
+    backends |= {role: backend(role, TrainingWorker, start, [role]) for role in apart}
+    groups = {}
+    for role, made in backends.items():
+        made.start()
+        kind = RolloutWorker if role == ROLLOUT else TrainingWorker
+        groups[role] = WorkerGroup(role, kind, made, deadline_s, mini_batches=config.training.mini_batches)
+        if kind is TrainingWorker:
+            groups[role].shares = groups[role].place()
+    return groups
+
+
+def employ_workers(
+    config: TrainConfig,
+    base: Path | None,
+    tokenizer: Tokenizer,
+    cluster: Cluster,
+    logs: Path,
+    note: Callable[[str], None],
+    rewards: Rewards,
+) -> WorkerGroup:
+    """Workers that compute a run's rewards from now on."""
+    from burnish.controller.ray_group import RayBackend
+
+    deadline_s, reward = cluster.placement.timeout_s, config.reward
+    place = base.resolve() if base is not None else None
+    made = (reward, list(rewards.setups.values()), tokenizer, place, cluster.placement.cpus_of(REWARD))
+    backend = RayBackend(cluster, REWARD, RewardWorker, made, logs, deadline_s)
+    backend.start()
+    group = WorkerGroup(REWARD, RewardWorker, backend, deadline_s)
+
+    def open_desk(outcomes: Outcomes) -> RewardDesk:
+        desk = RewardDesk(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note)
+        cluster.before_close.append(desk.close)  # it would start workers again
+        return desk
+
+    rewards.employ(open_desk)
+    return group
 
 
 def build_remote_engine(
@@ -127,9 +207,10 @@ def build_remote_engine(
         if isinstance(module, Decoder):  # any other engine says so itself
             check_requests(requests, frozenset(), module, decode)
 
-    trainer = Trainer(publish=actor.publish, score=actor.score, dtype=config.model.dtype)
+    trainer = Trainer(publish=actor.publish, score=actor.score.later, dtype=config.model.dtype)
     asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
-    return RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note)
+    at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
+    return RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)
 
 
 def keep_what_is_there() -> None:
@@ -140,7 +221,3 @@ def keep_what_is_there() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS)
-
-
-def _nothing() -> None:
-    """Nobody has to make room."""

@@ -1,36 +1,33 @@
-"""The classes whose objects are workers: one that trains, with the policy, its reference and its critic, and one that samples.
+"""The worker that trains: one rank of the processes that hold the policy, its reference, its critic and its process reward model,
+or of those that hold one of them.
 
-They are made from a run's config, each in its own process, and know nothing of the controller: it calls the marked methods.
+It is made from a run's config and knows nothing of the controller, which calls the marked methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.algorithms.losses import Loss
 from burnish.config.placement import RayPlacement
 from burnish.config.plugins import load_plugin
+from burnish.config.pools import ACTOR, CRITIC, REFERENCE
 from burnish.config.schema import TrainConfig
 from burnish.config.slots import Plugin
 from burnish.controller import roles
+from burnish.controller.process import build_process
 from burnish.core.batch import Batch
-from burnish.core.engine import Completion, Engine
 from burnish.core.spread import spread
 from burnish.core.workers import InProcess, Store
-from burnish.models.policy import pick_device
-from burnish.rollout.messages import Completions, Requests, pack_completions, unpack_requests
-from burnish.rollout.sync import buckets
-from burnish.rollout.sync.buckets import Publication, Publisher, digest
-from burnish.rollout.sync.checksum import checksum
-from burnish.rollout.sync.verify import Report, probe
-from burnish.rollout.thread import EngineThread
+from burnish.models.policy import PolicyModel, pick_device
+from burnish.rollout.sync.buckets import Publication, Publisher
 from burnish.run.contents import Content, Sums, write_contents
+from burnish.run.parts import part_of
 from burnish.run.staging import HostCopy, leave, wait_for_devices
 from burnish.training.forward import Needs, batch_outputs
 from burnish.training.learner import Learner, Update
@@ -40,45 +37,61 @@ from burnish.training.parallel.gather import full_parameters
 from burnish.training.parallel.join import is_launched, join
 from burnish.training.parallel.ranks import SOLO
 
-ACTOR, CRITIC, POLICY, REFERENCE = "actor", "critic", "policy", "reference"
-"""The learners, and what else a checkpoint holds."""
+PROCESS, POLICY = "process", "policy"
+"""What else has a learner, and what else a checkpoint holds."""
+TRAINED = (ACTOR, REFERENCE, CRITIC, PROCESS)
+"""What a worker that trains may have."""
 
 
 class TrainingWorker:
-    """One rank of those that train. With `weights`, a saved model directory, the run starts from those."""
+    """One rank of those that train. With `weights`, a saved model directory, the run starts from those. `parts` are what it has; the
+    first names its pool."""
 
     store: Store = InProcess()
 
-    def __init__(self, config: TrainConfig, base: Path | None, weights: Path | None) -> None:
+    def __init__(
+        self, config: TrainConfig, base: Path | None, weights: Path | None, parts: Sequence[str] = TRAINED
+    ) -> None:
         assert isinstance(config.placement, RayPlacement)
-        torch.set_num_threads(config.placement.cpus)
+        self.parts = parts
+        torch.set_num_threads(config.placement.cpus_of(parts[0]))
         on_gpu = pick_device(config.model.device).type == "cuda"
         self.ranks = join(config.parallel, on_gpu) if is_launched() else SOLO
         # What is divided goes to its device piece by piece: no device has room for all of a model that needs several.
         model = config.model if self.ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
         sources = [*config.data.train, *config.data.validation]
-        self.policy = roles.build_policy(model, sources, config.seed, base)
+        policy = roles.build_policy(model, sources, config.seed, base)
         if weights is not None:
-            self.policy.load_weights(weights)
-        self.reference = roles.build_reference(config, self.policy, self.ranks)
-        self.critic = roles.build_critic(config, self.policy, self.ranks)
-        self.learner = roles.build_learner(config, self.policy, self.ranks)
+            policy.load_weights(weights)
+        self._build(config, base, policy, parts)
         if isinstance(
             config.algorithm.loss, Plugin
         ):  # a loss that arrives names the module it is of, which must be here
             load_plugin(config.algorithm.loss.name, base)
-        if self.reference is not None and config.algorithm.kl.loss.estimator == "full":
-            self.learner.reference = self.reference.distribution
-        self.device = self.learner.device
         self._delta = config.placement.sync == "delta"
         self._publisher: Publisher | None = None
         self._staged: dict[str, list[Content]] = {}
 
+    def _build(self, config: TrainConfig, base: Path | None, policy: PolicyModel, parts: Collection[str]) -> None:
+        """Make the parts, all from the policy as it is at the start; without the actor it is not kept."""
+        self.reference = roles.build_reference(config, policy, base, self.ranks) if REFERENCE in parts else None
+        self.critic = roles.build_critic(config, policy, self.ranks) if CRITIC in parts else None
+        self.process = build_process(config, policy, base, self.ranks) if PROCESS in parts else None
+        if ACTOR in parts:
+            self.policy, self.learner = policy, roles.build_learner(config, policy, self.ranks)
+            if self.reference is not None and config.algorithm.kl.loss.estimator == "full":
+                self.learner.reference = self.reference.distribution
+        own = policy if ACTOR in parts else self.critic or self.reference
+        assert own is not None, "a pool has no role that the run does not have"
+        self._parameters = list((own.module if isinstance(own, PolicyModel) else own.model).parameters())
+        self.device = self.ranks.device or self._parameters[0].device
+
     def _learner(self, role: str) -> Learner:
         if role == ACTOR:
             return self.learner
-        assert self.critic is not None
-        return self.critic.learner
+        part = self.critic if role == CRITIC else self.process
+        assert part is not None
+        return part.learner
 
     # --- the learners ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +104,7 @@ class TrainingWorker:
     def about(self) -> dict[str, Any]:
         """What the controller must know of the roles."""
         return {
-            "dtype": self.learner.dtype,
+            "dtype": self.learner.dtype if ACTOR in self.parts else None,
             "restarts": self.reference is not None and self.reference.restarts,
             "is_policy": self.reference is not None and self.reference.is_policy,
         }
@@ -146,6 +159,14 @@ class TrainingWorker:
         assert self.reference is not None
         return self.reference.after_step(self.learner.model, step)
 
+    # --- the process reward model ----------------------------------------------------------------------------------------
+
+    @spread("sequences", "sequences")
+    def process_prior(self, batch: Batch) -> Tensor:
+        """Log-probs under the start of the process reward model."""
+        assert self.process is not None
+        return self.process.prior(batch.to(self.device))
+
     # --- weights for engines ---------------------------------------------------------------------------------------------
 
     @spread("broadcast", "first")
@@ -173,11 +194,17 @@ class TrainingWorker:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
+    def _part(self, what: str) -> Any:
+        """What a checkpoint holds beside the policy."""
+        part = {REFERENCE: self.reference, CRITIC: self.critic, PROCESS: self.process}.get(what)
+        assert what == ACTOR or part is not None
+        return self.learner if what == ACTOR else part
+
     @spread("broadcast", "list")
     def stage(self, what: str, in_memory: bool) -> bool:
         """Take hold of what a checkpoint shall have; whether there was no room for a copy in memory."""
         stage = HostCopy() if in_memory else leave
-        part: Any = {POLICY: self.policy, ACTOR: self.learner, REFERENCE: self.reference, CRITIC: self.critic}[what]
+        part: Any = self.policy if what == POLICY else self._part(what)
         self._staged[what] = part.contents(stage)
         wait_for_devices()
         return isinstance(stage, HostCopy) and stage.is_short
@@ -187,7 +214,8 @@ class TrainingWorker:
         """Write what was staged into a checkpoint's folder."""
         contents = self._staged.pop(what)
         # Where every rank has all of a model, the first one's files are everyone's.
-        return write_contents(folder, contents) if self.policy.part.count > 1 or self.ranks.is_first else {}
+        is_divided = part_of(self._parameters).count > 1
+        return write_contents(folder, contents) if is_divided or self.ranks.is_first else {}
 
     @spread("broadcast", "list")
     def load(self, what: str, folder: Path) -> int:
@@ -195,73 +223,6 @@ class TrainingWorker:
         if what == POLICY:
             self.policy.load_weights(folder)
             return 0
-        part = {ACTOR: self.learner, REFERENCE: self.reference, CRITIC: self.critic}[what]
-        assert part is not None
+        part = self._part(what)
         part.load(folder)
         return self._learner(what).updates if what != REFERENCE else 0
-
-
-class RolloutWorker:
-    """An engine on a copy of the weights, which come from the trainer before anything is sampled."""
-
-    store: Store = InProcess()
-
-    def __init__(self, config: TrainConfig, base: Path | None) -> None:
-        assert isinstance(config.placement, RayPlacement)
-        torch.set_num_threads(config.placement.cpus)
-        sources = [*config.data.train, *config.data.validation]
-        self.policy = roles.build_policy(config.model, sources, config.seed, base)
-        self.policy.module.requires_grad_(False)
-        self.thread = EngineThread(roles.build_engine(self.policy, config.rollout))
-        self.probe = probe(self.policy.tokenizer.vocab_size, self.policy.max_positions)
-        self.version: int | None = None
-        self._taken: list[str] = []
-
-    @spread("each", "nothing")
-    def submit(self, requests: Requests) -> None:
-        """Queue requests."""
-        self.thread.submit(unpack_requests(requests))
-
-    @spread("each", "list", lane="side")
-    def collect(self, at_least: int, wait_s: float) -> Completions:
-        """Hand over completions."""
-        return pack_completions(self.thread.collect(at_least, wait_s))
-
-    @spread("each", "list")
-    def abort(self, ids: Sequence[str]) -> Completions:
-        """Stop requests."""
-        return pack_completions(self.thread.abort(ids))
-
-    @spread("broadcast", "list")
-    def take(self, publication: Publication) -> Report:
-        """Take new weights and show that they are there."""
-        if publication.base is not None and publication.base != self.version:
-            raise RuntimeError(
-                f"what changed since version {publication.base} is of no use to an engine with version {self.version}"
-            )
-        parameters = dict(self.policy.module.named_parameters())
-
-        def write(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
-            buckets.take(publication, parameters, self.store.get)
-            engine.load(publication.version, ())
-            engine.submit([self.probe])
-            done: list[Completion] = []
-            while not done:  # a stream may be interrupted
-                done = list(engine.stream())
-            return tuple(done[0].tokens.tolist()), done[0].logp
-
-        tokens, logp = self.thread.do(write)
-        self.version = publication.version
-        self._taken = list(parameters if publication.is_complete else publication.checksums)
-        return Report(self.version, digest(self.checksums()), tokens, logp)
-
-    @spread("broadcast", "list")
-    def checksums(self) -> dict[str, int]:
-        """Tell the checksums of the parameters that were taken last."""
-        parameters = dict(self.policy.module.named_parameters())
-        return {name: checksum(parameters[name]) for name in self._taken}
-
-    @spread("broadcast", "list")
-    def sleep(self) -> None:
-        """Give the engine's memory back until its next request."""
-        self.thread.do(lambda engine: engine.sleep())

@@ -37,7 +37,7 @@ class SamplingOptions:
     """Also report log-probs of the model itself: at temperature 1, without truncation or bias."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One completion wanted."""
 
@@ -50,6 +50,8 @@ class Request:
     """How many of this sample's tokens were drawn before (a later turn, a continued partial): noise goes on there."""
     priority: int = 0
     """Among those that wait, a higher number goes first."""
+    goes_on: bool = False
+    """Whether another request may continue this one: an engine keeps what it computed, where it can, and does not compute it again."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class Completion:
     """What came of a request."""
 
     id: str
-    tokens: np.ndarray  # int64, the new tokens only
+    tokens: np.ndarray  # integers, the new tokens only
     logp: np.ndarray  # float32, under the distribution each was sampled from
     finish: Finish
     version: int

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.core.batch import Batch
-from burnish.core.keys import fold
+from burnish.core.batch import Batch, Ragged
+from burnish.core.branches import branch_columns
+from burnish.core.keys import fold, hash_text
 from burnish.core.noise import signed
 from burnish.core.segments import offsets_from_lengths
+from burnish.core.steps import step_columns
 
-Finish = Literal["stop", "length", "turns", "aborted"]
-NUMBERS = ("greedy_reward", "budget")  # metadata that becomes a sequence column
+Finish = Literal["stop", "length", "turns", "aborted", "error"]
+OFF_POLICY = "off-policy"  # metadata of what somebody else than the policy wrote: a demonstration
+NUMBERS = ("greedy_reward", "budget", "use")  # metadata that becomes a sequence column
 
 
 @dataclass
@@ -35,6 +38,17 @@ class TokenSequence:
     @property
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
+
+
+class TurnSpan(NamedTuple):
+    """One turn of the model: its tokens are those it wrote from `start` on, up to the next turn or the end."""
+
+    start: int
+    """Where in the sequence it begins."""
+    state: str | None = None
+    """What the environment said the model acted in; None of an environment that reports no states."""
+    reward: float = 0.0
+    """What the environment gave for it."""
 
 
 @dataclass
@@ -53,14 +67,20 @@ class Trajectory:
     parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    turns: list[TurnSpan] = field(default_factory=list)
+    """Of its last sequence, in order; empty where nobody wrote them down."""
 
     @property
     def id(self) -> str:
         return f"{self.prompt_id}#{self.visit}.{self.sample}"
 
     @property
+    def is_demonstration(self) -> bool:
+        return bool(self.metadata.get(OFF_POLICY))
+
+    @property
     def truncated(self) -> bool:
-        return self.finish != "stop"
+        return self.finish not in ("stop", "error")
 
     @property
     def num_actions(self) -> int:
@@ -72,9 +92,12 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
 
     Sequence columns: `group_ids` (same prompt and visit), `trajectory_ids` (index into the list), `key` (random
     identity under the run's seed, whatever the sequence is packed with), `reward`, `accuracy`, `truncated`, a `part/<name>` for every part of
-    a reward, and where any trajectory has them in its metadata `greedy_reward` (of its prompt's greedy answer) and
-    `budget` (tokens it was asked for); nan where a trajectory has no such value. Token columns: both masks,
-    `behaviour_logp`, `version`.
+    a reward, and where any trajectory has them in its metadata `greedy_reward` (of its prompt's greedy answer),
+    `budget` (tokens it was asked for) and `use` (0 where it is new, k where it comes back for the k-th time); nan where
+    a trajectory has no such value; `demonstration` (the policy did not write it), where any is one. Token columns: both masks, `behaviour_logp`, `version`. Ragged columns, where an
+    environment reported states or gave rewards to turns before the last: `turn_start` (in the sequence), `turn_state` (equal
+    for equal states), `turn_reward`; and those of `core/branches.py`, where answers are cut into
+    segments or are the paths of a tree.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
     if unscored:
@@ -94,6 +117,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
         return torch.tensor(values, dtype=dtype)
 
     mask = tokens_of("action_mask")
+    of_tokens, ragged = branch_columns([t for _, t in owners], group_ids)
     return Batch(
         tokens=tokens_of("tokens"),
         offsets=offsets_from_lengths(per_sequence([len(s.tokens) for s in sequences], torch.int64)),
@@ -102,7 +126,9 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
             "loss_mask": mask.clone(),
             "behaviour_logp": tokens_of("behaviour_logp"),
             "version": tokens_of("version"),
-        },
+        }
+        | of_tokens
+        | step_columns(trajectories),
         sequence={
             "group_ids": per_sequence(group_ids, torch.int64),
             "trajectory_ids": per_sequence([i for i, _ in owners], torch.int64),
@@ -111,7 +137,9 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
             "accuracy": per_sequence([_number(t.accuracy) for _, t in owners], torch.float64),
             "truncated": per_sequence([t.truncated for _, t in owners], torch.bool),
         }
+        | _demonstrations(owners)
         | {name: per_sequence(values, torch.float64) for name, values in _optional([t for _, t in owners]).items()},
+        ragged=_turns(trajectories) | ragged,
     )
 
 
@@ -121,6 +149,30 @@ def _optional(owners: Sequence[Trajectory]) -> dict[str, list[float]]:
     columns = {f"part/{name}": [_number(t.parts.get(name)) for t in owners] for name in parts}
     given = [name for name in NUMBERS if any(name in t.metadata for t in owners)]
     return columns | {name: [_number(t.metadata.get(name)) for t in owners] for name in given}
+
+
+def _demonstrations(owners: Sequence[tuple[int, Trajectory]]) -> dict[str, Tensor]:
+    """`demonstration`: which sequences the policy did not write; nothing where it wrote all."""
+    shown = [t.is_demonstration for _, t in owners]
+    return {"demonstration": torch.tensor(shown)} if any(shown) else {}
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
+    """The turns of every sequence; nothing where they say no more than masks and outcomes."""
+    spans = [span for t in trajectories for span in t.turns]
+    has_states = bool(spans) and all(span.state is not None for span in spans)
+    has_rewards = any(span.reward for t in trajectories for span in t.turns[:-1])
+    if not has_states and not has_rewards:
+        return {}
+    lengths = [count for t in trajectories for count in [0] * (len(t.sequences) - 1) + [len(t.turns)]]
+    offsets = offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64))
+    columns = {"turn_start": torch.tensor([span.start for span in spans], dtype=torch.int64)}
+    if has_rewards:
+        columns["turn_reward"] = torch.tensor([span.reward for span in spans], dtype=torch.float64)
+    if has_states:
+        states = [signed(hash_text(str(span.state))) for span in spans]
+        columns["turn_state"] = torch.tensor(states, dtype=torch.int64)
+    return {name: Ragged(values, offsets) for name, values in columns.items()}
 
 
 def _number(value: float | None) -> float:

@@ -26,6 +26,8 @@ PLAIN = frozenset({int, float, str, bool, type(None), bytes, torch.dtype})
 """What holds nothing: most of what is looked at is."""
 MARK = "\0"
 """Between the name of such a column and its type: no name of a column has it."""
+BITS = "bits"
+"""The type of a mask that travels as bits, before the number of its values."""
 
 
 _known: dict[type, tuple[str, ...]] = {}
@@ -175,10 +177,25 @@ def _fields(kind: type) -> tuple[str, ...]:
     return _known[kind]
 
 
+def as_bits(label: str, mask: np.ndarray) -> tuple[str, np.ndarray]:
+    """A mask in an eighth of its bytes, and the label that says so."""
+    return f"{label}{MARK}{BITS}{mask.size}", np.packbits(mask)
+
+
+def one_array(packed: Packed) -> tuple[np.ndarray, torch.dtype | None]:
+    """The array of a tensor where it lies, and what it is to be read as; None: as what it is."""
+    [(label, array)] = packed.arrays.items()
+    _, _, dtype = label.partition(MARK)
+    return array, getattr(torch, dtype) if dtype else None
+
+
 def _labelled(name: str, tensor: Tensor) -> str:
     return f"{name}{MARK}{str(tensor.dtype).removeprefix('torch.')}" if tensor.dtype in FOREIGN else name
 
 
 def _unlabelled(label: str, array: np.ndarray) -> tuple[str, Tensor]:
     name, _, dtype = label.partition(MARK)
+    if dtype.startswith(BITS):
+        count = int(dtype.removeprefix(BITS))
+        return name, torch.from_numpy(np.unpackbits(array, count=count).view(bool))
     return name, to_tensor(array, getattr(torch, dtype) if dtype else None)

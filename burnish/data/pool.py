@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from burnish.config.errors import UserError
@@ -35,6 +36,11 @@ class Prompt:
     tokens: list[int]
     budget: int | None = None
     """Tokens its answer was asked to take."""
+
+    @cached_property
+    def start(self) -> tuple[int, ...]:
+        """The tokens, one object for all samples of the prompt: engines see at a glance that they begin alike."""
+        return tuple(self.tokens)
 
 
 class Pool:

@@ -18,7 +18,7 @@ from burnish.config.schema import Source, Template
 from burnish.core.keys import permutation
 from burnish.data.rows import Message, Row, read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.data.template import as_messages, joined, kind_of, plain_text, with_system
+from burnish.data.template import as_messages, kind_of, plain_text, with_system
 from burnish.models.tokenizer import Tokenizer
 
 Encoded = tuple[list[int], list[bool]]
@@ -95,9 +95,25 @@ def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encode
     if kind == "chat":
         prompt, completion = as_messages(row.prompt, "user"), as_messages(row.completion, "assistant")
         return _encode_turns(row, prompt + completion, len(prompt), tokenizer, template)
-    context = tokenizer.encode(plain_text(row.prompt, template), special=True)
-    said = [*tokenizer.encode(joined(row.completion)), _end(tokenizer)]
-    return context + said, [False] * len(context) + [True] * len(said)
+    return _encode_plain(row, as_messages(row.completion, "assistant"), tokenizer, template)
+
+
+def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template: Template) -> Encoded:
+    """Text without markup: what the assistant says ends with the end token, what others say between stands as it is.
+
+    Each text is tokenised by itself, as environments do it. What follows the assistant's last turn is left out.
+    """
+    tokens = tokenizer.encode(plain_text(row.prompt, template), special=True)
+    mask = [False] * len(tokens)
+    last = max((i for i, message in enumerate(turns) if message["role"] == "assistant"), default=None)
+    if last is None:
+        raise UserError(f"row {row.id}: no assistant turn to learn from")
+    for message in turns[: last + 1]:
+        is_said = message["role"] == "assistant"
+        part = tokenizer.encode(message["content"]) + ([_end(tokenizer)] if is_said else [])
+        tokens += part
+        mask += [is_said] * len(part)
+    return tokens, mask
 
 
 def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokenizer, template: Template) -> Encoded:

@@ -3,6 +3,10 @@
 `start()` gives the tokens the model sees first; after every completion `observe` gives either the next turn (tokens
 put behind the completion, not written by the model) or the end. Token ids only: what the model wrote is never
 tokenised again, so training sees exactly what was sampled.
+
+An environment runs in the process of the driver, between two steps of the engine: one that is slow holds all samples up. What it
+raises ends its sample, which then has no reward and no place in the loss (counted as `rollout/environment_errors` and shown);
+a `UserError` ends the run.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import check_options, is_plugin, load_plugin
-from burnish.config.schema import Environment as EnvironmentConfig
 from burnish.data.prompts import Prompt
 from burnish.models.tokenizer import Tokenizer
 
@@ -23,17 +27,28 @@ class Turn:
     """Tokens to put behind what is there; then the model speaks."""
 
     tokens: tuple[int, ...]
+    state: str | None = None
+    """What the model acts in now, as text without counters: turns of a prompt's samples that begin in equal states can be compared.
+    In every turn or in none."""
+    reward: float = 0.0
+    """What the completion before it earned."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end. `reward` is the environment's own; without it the configured reward scores the trajectory."""
+    """The end."""
 
     reward: float | None = None
+    """What the last completion earned: the trajectory's reward is the sum over its turns. None, where no turn earned anything: the
+    configured reward scores the trajectory."""
 
 
 class Environment(Protocol):
-    """What answers the completions of one trajectory."""
+    """What answers the completions of one trajectory.
+
+    One that gives all rewards itself may say so by an attribute `gives_rewards = True`: then a trajectory that is cut off (too
+    many turns, too many tokens) has what it earned until then; without it the configured reward scores it.
+    """
 
     def start(self) -> Turn:
         """The prompt."""
@@ -49,7 +64,7 @@ class SingleTurn:
         self.prompt = prompt
 
     def start(self) -> Turn:
-        return Turn(tuple(self.prompt.tokens))
+        return Turn(self.prompt.start)
 
     def observe(self, completion: list[int], text: str) -> Turn | Done:
         return Done()
@@ -60,16 +75,23 @@ MakeEnvironment = Callable[[Prompt], Environment]
 
 def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> MakeEnvironment:
     """A function that makes the environment of one prompt: built in, or a class from a user's file."""
-    if config.name == "single_turn":
-        kind: Any = SingleTurn
-    elif is_plugin(config.name):
-        kind = load_plugin(config.name, base)
-        for method in ("start", "observe"):
-            if not callable(getattr(kind, method, None)):
-                raise UserError(
-                    f"environment {config.name}: the class has no method {method!r} (needs start() and observe(completion, text))"
-                )
-    else:
-        raise unknown("environment", config.name, ["single_turn", "path/to/file.py:Class"])
+    kind = _kind(config.name, base)
     check_options(kind, config.options, f"environment {config.name}")
     return lambda prompt: kind(prompt, tokenizer, **config.options)
+
+
+def _kind(name: str, base: Any) -> Any:
+    from burnish.environments.guess_number import GuessNumber  # which is made of what is here
+
+    built_in = {"single_turn": SingleTurn, "guess_number": GuessNumber}
+    if name in built_in:
+        return built_in[name]
+    if not is_plugin(name):
+        raise unknown("environment", name, [*built_in, "path/to/file.py:Class"])
+    kind = load_plugin(name, base)
+    for method in ("start", "observe"):
+        if not callable(getattr(kind, method, None)):
+            raise UserError(
+                f"environment {name}: the class has no method {method!r} (needs start() and observe(completion, text))"
+            )
+    return kind

@@ -26,7 +26,8 @@ _COLUMNS = ("id", "sample", "completion", "accuracy", "reward", "length", "answe
 
 def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
     """A completion with its question and its score, as plain values; `kind` is the verifier that judged it."""
-    answer, question = read_answer(kind, t.completion), prompt.row
+    is_played = "environment" in t.parts or len(t.turns) > 1  # what was said in a dialogue is no answer to vote on
+    answer, question = read_answer("" if is_played else kind, t.completion), prompt.row
     tags = {name: question.extra[name] for name in TAGS if isinstance(question.extra.get(name), str | int | float)}
     return {
         "id": t.prompt_id,
@@ -43,7 +44,7 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
         "parts": t.parts,
         "length": t.num_actions,
         "finish": t.finish,
-        "truncated": t.truncated,
+        "truncated": t.truncated and t.finish != "turns",
         "timed_out": bool(t.metadata.get("timed_out")),
         "error": t.error,
     }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from burnish.config.schema import Environment, RewardPart, Rollout
-from burnish.controller.roles import build_engine
+from burnish.config.environment import Environment
+from burnish.config.schema import RewardPart, Rollout
+from burnish.controller.roles import build_engine, driver_of
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import Draw, Prompt
-from burnish.environments.base import environment_factory
 from burnish.evaluation.answers import kind_of
 from burnish.evaluation.completions import completion_row
 from burnish.evaluation.result import Result, Row, summarise
@@ -38,9 +39,15 @@ class Work:
     """Seconds spent waiting for scores after the last completion."""
 
 
-def make_driver(policy: PolicyModel, engine: Engine, seed: int) -> Driver:
-    """The driver of single-turn questions."""
-    return Driver(engine, environment_factory(Environment(), policy.tokenizer), policy.tokenizer, seed)
+def make_driver(
+    policy: PolicyModel,
+    engine: Engine,
+    seed: int,
+    environment: Environment = Environment(),  # noqa: B008 (a frozen record)
+    base: Path | None = None,
+) -> Driver:
+    """The driver of an environment; of single-turn questions unless one is given."""
+    return driver_of(environment, policy, engine, seed, base)
 
 
 def complete(
@@ -95,21 +102,24 @@ class _Desk:
             self.take(0.0)
 
     def send(self) -> None:
-        """Everything that has ended to the scorers."""
-        self.waiting.update((t.id, t) for t in self.fresh)
+        """Everything that has ended to the scorers; what its environment has judged, or lost, needs none."""
+        self._keep([t for t in self.fresh if t.reward is not None or t.error is not None])
+        self.waiting.update((t.id, t) for t in self.fresh if t.reward is None and t.error is None)
         self.scoring.submit(self.fresh)
         self.fresh.clear()
         self.sent = time.perf_counter()
 
     def take(self, timeout_s: float | None) -> None:
         """Keep what has been scored, waiting so long for the first."""
-        rows = []
+        scored = []
         for score in self.scoring.rewards.poll(timeout_s):
-            trajectory = self.waiting.pop(score.id)
-            apply_score(trajectory, score)
-            rows.append(completion_row(*self.kinds[trajectory.prompt_id], trajectory))
-        if rows:
-            self.keep(rows)
+            scored.append(self.waiting.pop(score.id))
+            apply_score(scored[-1], score)
+        self._keep(scored)
+
+    def _keep(self, trajectories: Sequence[Trajectory]) -> None:
+        if trajectories:
+            self.keep([completion_row(*self.kinds[t.prompt_id], t) for t in trajectories])
 
 
 def in_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:

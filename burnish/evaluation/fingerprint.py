@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from burnish.config.environment import SINGLE_TURN
 from burnish.config.plugins import is_plugin
 from burnish.data.files import find_files
 from burnish.run.directory import flatten
@@ -24,17 +25,21 @@ CHUNK, NUM_CHUNKS = 1 << 14, 64  # of a large file: read all over it, since trai
 def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, Any]:
     """The settings that decide the completions, by dotted key; `resolved` is the checked configuration as plain values."""
     flat = {key: value for key, value in flatten(resolved).items() if key not in IGNORED}
+    environment = resolved["environment"]["name"]
+    if environment == SINGLE_TURN:  # has no settings that decide anything
+        flat = {key: value for key, value in flat.items() if not key.startswith("environment")}
     flat["model.content"] = model_digest(model)
     path = resolved["data"]["source"]["path"]
     if path is not None:
         files = find_files(path, base)
         flat["data.source.files"] = [file.name for file in files]
         flat["data.source.content"] = _digest([file.read_bytes() for file in files])
-    for part in resolved["reward"]["parts"]:
-        if is_plugin(part["name"]):
-            raw = part["name"].rpartition(":")[0]
+    plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
+    for what, name in plugins:
+        if is_plugin(name):
+            raw = name.rpartition(":")[0]
             file = next(p for p in (base / raw, Path(raw)) if p.is_file())
-            flat[f"reward.content of {part['name']}"] = _digest([file.read_bytes()])
+            flat[f"{what}.content of {name}"] = _digest([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain
 

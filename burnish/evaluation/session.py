@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
 from burnish.config.schema import Model, Reward, Rollout
 from burnish.controller.roles import build_engine, build_scorers, paged_engine
@@ -114,7 +115,7 @@ def run_tests(
         policy = load_policy(tests[0].config.model, model, None, tests[0].config.seed)
         ready = [_prepare(test, policy, say) for test in tests]
         first.hand_in(build_scorers(tests[0].config.reward, policy.tokenizer, tests[0].base))
-        first.check(p.row for p in ready[0].prompts)
+        _check_rows(first, ready[0])
         engine = _engine(policy, ready, say)
         start_s = seconds_since_start()
         say(f"{model}: {policy.note}, {tests[0].config.model.dtype}; ready after {start_s:.1f} s{_made(engine)}")
@@ -124,13 +125,20 @@ def run_tests(
                 rewards = first if i == 0 else inner.enter_context(Rewards(one.test.config.reward, one.test.base))
                 if i > 0:
                     rewards.hand_in(build_scorers(one.test.config.reward, policy.tokenizer, one.test.base))
-                rewards.check(p.row for p in one.prompts)
+                _check_rows(rewards, one)
                 num_found = len(journal.rows)
-                work = _measure(one, journal, make_driver(policy, engine, one.test.config.seed), rewards, say, progress)
+                config, base = one.test.config, one.test.base
+                driver = make_driver(policy, engine, config.seed, config.environment, base)
+                work = _measure(one, journal, driver, rewards, say, progress)
             found.append(_finish(one, journal, best_by, work, start_s, num_found))
             journal.close(remove=True)
             show(found[-1])
         return found
+
+
+def _check_rows(rewards: Rewards, one: Ready) -> None:
+    if one.test.config.environment.name == SINGLE_TURN:  # any other may give the reward itself
+        rewards.check(p.row for p in one.prompts)
 
 
 def _journal(test: Test, stack: ExitStack) -> Journal:
@@ -209,7 +217,8 @@ def _measure(one: Ready, journal: Journal, driver: Driver, rewards: Rewards, say
     done = {(row["id"], row["sample"]) for row in journal.rows}
     n, plural = config.sampling.n, "s" if config.sampling.n > 1 else ""
     goes_on = f"; {len(done):,} are there already" if done else ""
-    say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{goes_on}")
+    played = "" if config.environment.name == SINGLE_TURN else f" in environment {config.environment.name}"
+    say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{played}{goes_on}")
     try:
         return complete(driver, rewards, one.prompts, n, one.sampling, progress, journal.add, config.reward.parts, done)
     except KeyboardInterrupt:

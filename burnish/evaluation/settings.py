@@ -1,8 +1,8 @@
 """The settings of one evaluation, with the names a training recipe uses: `burnish eval DIR DATA reward.timeout_s=30`.
 
 A benchmark named by its name brings its file, its reward and its max_tokens, the same for every model. A run brings its own
-template and dtype, and for any other data its reward, seed and max_tokens, so that its checkpoint is asked the way it was
-trained. Whatever the command says wins. No torch here.
+template and dtype, and for any other data its reward, environment, seed and max_tokens, so that its checkpoint is asked the way it
+was trained. Whatever the command says wins. No torch here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from burnish.config.environment import GUESS_NUMBER, SINGLE_TURN, Environment, named
 from burnish.config.errors import UserError, unknown
 from burnish.config.load import Loaded, load
 from burnish.config.schema import Data, Model, Reward, Source, Template, ValidationMode
@@ -55,8 +56,10 @@ class EvalConfig(Record):
     """Most prompts; null means all rows of a file and 1000 problems of a task."""
     sampling: ValidationMode = ValidationMode()
     """How completions are drawn, and how many of each prompt."""
+    environment: Annotated[Environment, BeforeValidator(named)] = Environment()
+    """What answers a completion; of a run, the one it was trained in."""
     reward: Reward = Reward()
-    """What counts as right."""
+    """What counts as right, where the environment does not say."""
     max_rows: int | None = Field(None, ge=1)
     """Most sequences decoded at once; null means as many as a GPU's memory holds, and 256 on a CPU."""
 
@@ -65,6 +68,11 @@ class EvalConfig(Record):
         named = [key for key in ("path", "new", "lora", "adapter") if getattr(self.model, key) is not None]
         if named:
             raise ValueError(f"the model is the command's first argument; model.{named[0]} has no effect here")
+        if (self.data.source.task == GUESS_NUMBER) != (self.environment.name == GUESS_NUMBER):
+            raise ValueError(
+                "environment guess_number and task guess_number belong together: set environment.name and environment.max_turns for "
+                "task:guess_number, and environment=single_turn for anything else"
+            )
         if self.sampling.n > 1 and self.sampling.temperature == 0:
             raise ValueError(
                 f"n={self.sampling.n} samples at temperature 0 are all alike and tell no more than one; "
@@ -90,7 +98,7 @@ def settings(
     then overrides. `folder` holds the benchmarks' files."""
     source = _source(data, folder)
     given = {key: value for key, value in flags.items() if value is not None}
-    brought = {**_of_run(run, "task" in source, data in BENCHMARKS), **_of_benchmark(data)}
+    brought = {**_of_run(run, source.get("task"), data in BENCHMARKS), **_of_benchmark(data)}
     laid = {**brought, **given, "data.source": source}
     if "path" in source and not _names_reward(laid, overrides):
         laid["reward.parts"] = _reward_of_rows(data)
@@ -122,8 +130,8 @@ def _of_benchmark(data: str) -> dict[str, Any]:
     return {} if row is None else {"reward.parts": row.reward, "sampling.max_tokens": row.max_tokens}
 
 
-def _of_run(run: dict[str, Any], is_task: bool, is_benchmark: bool) -> dict[str, Any]:
-    """What a run's config says that holds for an evaluation too; its reward only where it can score this data."""
+def _of_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict[str, Any]:
+    """What a run's config says that holds for an evaluation too; its reward and environment only where they fit this data."""
     found: dict[str, Any] = {}
     template = run.get("template") or run.get("data", {}).get("template")
     if template:
@@ -137,8 +145,13 @@ def _of_run(run: dict[str, Any], is_task: bool, is_benchmark: bool) -> dict[str,
     if "rollout" in run:
         found["sampling.max_tokens"] = run["rollout"]["max_tokens"]
         found["sampling.stop"] = run["rollout"]["stop"]
+    environment = run.get("environment", {})
+    if environment.get("name", SINGLE_TURN) != SINGLE_TURN and (
+        environment["name"] != GUESS_NUMBER or task == GUESS_NUMBER
+    ):
+        found["environment"] = environment
     parts = run.get("reward", {}).get("parts", [])
-    if parts and any(part["name"] == "task" for part in parts) == is_task:
+    if parts and any(part["name"] == "task" for part in parts) == (task is not None):
         found["reward"] = run["reward"]
     return found
 

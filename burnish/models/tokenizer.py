@@ -61,9 +61,10 @@ class Tokenizer:
         # build the family's usual pre-tokenizer, and lose every character of a tokenizer that is not of that kind.
         loader: Any = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         try:
-            inner = loader.from_pretrained(str(directory), local_files_only=True)
+            inner = loader.from_pretrained(str(directory), local_files_only=True, **_no_false_alarm(directory, loader))
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"the tokenizer in {directory} does not load: {error}") from error
+        inner.init_kwargs.pop("fix_mistral_regex", None)  # a word to the loader, no part of the tokenizer that is saved
         return cls(inner, _read_generation_config(directory / GENERATION_CONFIG), _needs_bos(directory / "config.json"))
 
     @classmethod
@@ -147,6 +148,16 @@ class Tokenizer:
         """Whether every token id stands for the same text in both, so that ids of one can be given to the other's model."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab()) and self._special_ids == other._special_ids
 
+    def difference_to(self, other: Tokenizer) -> str:
+        """What differs first where ids do not stand for the same text in both, in words; empty where they do."""
+        mine, theirs = self._inner.get_vocab(), other._inner.get_vocab()
+        if mine == theirs:
+            return "" if self._special_ids == other._special_ids else "other tokens are markup"
+        ours = {token: text for text, token in theirs.items()}
+        token, text = next(((i, t) for t, i in mine.items() if ours.get(i) != t), (-1, ""))
+        first = f", and token {token} is {text!r} instead of {ours.get(token)!r}" if token >= 0 else ""
+        return f"{len(mine):,} tokens instead of {len(theirs):,}{first}"
+
     def chat_template_mentions(self, variable: str) -> bool:
         """Whether the chat template knows a variable; one it does not know would be ignored without a word."""
         return re.search(rf"\b{re.escape(variable)}\b", str(self._inner.chat_template or "")) is not None
@@ -199,6 +210,17 @@ def _eos_ids(own: int | None, generation_config: dict[str, Any]) -> tuple[int, .
 
 def _first(*choices: int | None) -> int:
     return next(c for c in choices if c is not None)
+
+
+def _no_false_alarm(directory: Path, loader: Any) -> dict[str, bool]:
+    """What keeps transformers from warning of Mistral's faulty pattern in a tokenizer of another family.
+
+    It takes every directory whose config.json does not say its transformers version for one of Mistral's.
+    """
+    config = directory / "config.json"
+    kind = read_json_object(config).get("model_type", "") if config.is_file() else ""
+    is_suspect = any(name in kind for name in ("mistral", "ministral", "voxtral", "pixtral"))
+    return {} if is_suspect or loader.__name__ == "AutoTokenizer" else {"fix_mistral_regex": False}
 
 
 def _needs_bos(config: Path) -> bool:

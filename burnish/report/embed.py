@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from burnish.report.rollouts import TOKEN_COLUMNS, Group, Sample, finite, parts_of
+from burnish.report.rollouts import TOKEN_COLUMNS, Group, Sample, finite, parts_of, turns_of
 
 BLOCK = 300_000
 """Characters of text in a block: small enough to inflate within a frame or two, large enough to compress well."""
@@ -86,6 +86,7 @@ def text_block(block: list[Group]) -> bytes:
         "text": [sample.text for sample in samples],
         "whole": [None if s.row["completion"] in (s.text, None) else s.row["completion"] for s in samples],
         "parts": [parts_of(sample.row) for sample in samples],
+        "turns": [turns_of(sample.row) for sample in samples],
         "error": [sample.row["error"] for sample in samples],
     }
     return json.dumps(texts, separators=(",", ":"), allow_nan=False).encode()

@@ -170,6 +170,15 @@ def parts_of(row: dict[str, Any]) -> dict[str, Any]:
     return {n: finite(v) for n, v in parts.items()} if isinstance(parts, dict) else {"parts": parts}
 
 
+def turns_of(row: dict[str, Any]) -> list[list[Any]] | None:
+    """Who said what after the prompt (who, text, state, reward), where a sample has several turns."""
+    try:
+        said = json.loads(row["turns"]) if row["turns"] else None
+        return said and [[one["who"], one["text"], one.get("state"), finite(one.get("reward"))] for one in said]
+    except (ValueError, TypeError, KeyError):  # another tool's table: its own words are shown
+        return [["", str(row["turns"]), None, None]]
+
+
 def finite(value: Any) -> Any:
     """The value, or None for a NaN or an infinity, which a browser's JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -81,6 +81,7 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
     values: dict[str, float] = {}
     details: dict[str, str] = {}
     reward, accuracy = 0.0, None
+    steps: list[tuple[int, float]] = []
     for index, part in enumerate(parts):
         result = done.results.get(index)
         if result is None or result.value is None:
@@ -89,6 +90,7 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
         details |= {part.label: result.details} if result.details else {}
         values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
         reward += part.config.weight * result.value
+        steps += [(position, part.config.weight * value) for position, value in result.steps]
         if accuracy is None and part.config.name not in NO_VERDICT:
             accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
     errors = done.errors
@@ -96,4 +98,4 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
         errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
     if errors:
         return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details)
-    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details)
+    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details, steps)

@@ -4,8 +4,8 @@
         scores = rewards.score(requests)        # or submit(...) as completions finish, and poll(...)
 
 Built-in verifiers run in workers without network; a user's functions run in workers of their own that keep it. A judge
-asks its endpoint from threads of this process. A model is a callable handed in, which scores all that is waiting when
-somebody polls. Values depend on the requests alone, never on the number of workers or on what else is being scored.
+asks its endpoint, or an engine that was handed in, from threads of this process. A model is a callable handed in, which
+scores all that is waiting when somebody polls. Values depend on the requests alone, never on the number of workers or on what else is being scored.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import pickle
 import queue
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, cast
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Reward
 from burnish.data.rows import Row
 from burnish.rewards.code import check_sandbox
+from burnish.rewards.judge.endpoint import Asker
 from burnish.rewards.judge.judge import Judge
 from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.parts import JUDGE, MODEL, Open, Part, check_parts, combine
@@ -40,11 +42,23 @@ CHUNK = 64  # requests in one call of a batch function
 SHOWN_CHARS = 400
 
 
+class AnyPool(Protocol):
+    """Who computes calls; `Pool` says what each method means."""
+
+    counters: dict[str, int]
+
+    def submit(self, calls: Sequence[Call]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Rewards:
     """Scores requests in the background. Its methods are called from one thread; close it, or use it in `with`."""
 
-    def __init__(self, config: Reward, base: Path | None = None) -> None:
+    def __init__(self, config: Reward, base: Path | None = None, is_elsewhere: bool = False) -> None:
+        """With `is_elsewhere` no process is started here: `employ` says who computes, before anything is submitted."""
         self._config = config
+        self._is_elsewhere = is_elsewhere
         self._parts = check_parts(config.parts, base)
         self._has_checked_sandbox = False
         if any(part.config.name == "code" for part in self._parts):
@@ -59,7 +73,8 @@ class Rewards:
         self._counters = {"answer_timeout": 0, "scorer_failed": 0}
         self._handed_in: dict[int, HandedIn] = {}  # by the index of their part
         self._waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}  # for those, by part: tickets and requests
-        self._pools: dict[str, Pool | Judge] = {}  # by place
+        self._pools: dict[str, Pool | Judge | AnyPool] = {}  # by place
+        self.setups: dict[str, Setup] = {}  # of the processes of a place
         for place in sorted({part.place for part in self._parts if part.config.name != MODEL}):
             parts = {i: p.config for i, p in enumerate(self._parts) if p.place == place}
             if place not in ("verifiers", "users"):
@@ -70,7 +85,9 @@ class Rewards:
             folder = None if base is None else str(Path(base).resolve())
             isolated = place == "verifiers"
             setup = Setup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox)
-            self._pools[place] = Pool(setup, config.workers, self._outcomes)
+            self.setups[place] = setup
+            if not is_elsewhere:
+                self._pools[place] = Pool(setup, config.workers, self._outcomes)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -86,14 +103,24 @@ class Rewards:
     def counters(self) -> dict[str, int]:
         """What went wrong so far: answer_timeout and scorer_failed by part of a request, scorer_retried by call."""
         total = dict(self._counters)
-        for pool in self._pools.values():
+        for pool in dict.fromkeys(self._pools.values()):
             for name, count in pool.counters.items():
                 total[name] = total.get(name, 0) + count
         return total
 
-    def hand_in(self, scorers: Mapping[int, HandedIn]) -> None:
-        """Take the models that compute the parts of these indexes; before anything is submitted."""
-        self._handed_in |= scorers
+    def hand_in(self, scorers: Mapping[int, HandedIn | Asker]) -> None:
+        """Take the models that compute the parts of these indexes, or answer for a judge; before anything is submitted."""
+        for index, scorer in scorers.items():
+            pool = self._pools.get(self._parts[index].place)
+            if isinstance(pool, Judge):
+                pool.hand_in(cast(Asker, scorer))
+            else:
+                self._handed_in[index] = cast(HandedIn, scorer)
+
+    def employ(self, make: Callable[[Outcomes], AnyPool]) -> None:
+        """Have verifiers, users' functions and models computed by somebody else, who puts outcomes into the queue."""
+        pool = make(self._outcomes)
+        self._pools |= {part.place: pool for part in self._parts if part.config.name != JUDGE}
 
     def submit(self, requests: Sequence[ScoreRequest]) -> None:
         """Start scoring; `poll` returns the scores as they are done."""
@@ -118,7 +145,7 @@ class Rewards:
 
     def close(self) -> None:
         """Kill and reap every worker; what is pending is dropped."""
-        for pool in self._pools.values() if not self._is_closed else ():
+        for pool in dict.fromkeys(self._pools.values()) if not self._is_closed else ():
             pool.close()
         self._is_closed = True
         self._waiting.clear()
@@ -137,18 +164,19 @@ class Rewards:
         if self._is_closed:
             raise RuntimeError("submit after close")
         limit, whole = self._config.max_answer_chars, requests
-        requests = [replace(r, completion=r.completion[-limit:], tokens=None) for r in requests]
+        requests = [replace(r, completion=r.completion[-limit:], tokens=None, written=None) for r in requests]
         applying = [self._applying(request) for request in requests]
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         calls: dict[str, list[Call]] = {place: [] for place in self._pools}
         waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}
         for index, part in enumerate(self._parts):
-            if part.config.name == MODEL:
+            if part.config.name == MODEL and not self._is_elsewhere:
                 self._model(index)
                 waiting[index] = [(t, r) for t, r, some in zip(tickets, whole, applying, strict=True) if index in some]
                 continue
-            rows = [(t, r) for t, r, indexes in zip(tickets, requests, applying, strict=True) if index in indexes]
-            size = CHUNK if part.is_batch else 1
+            given = [_whole(r) for r in whole] if part.config.name == MODEL else requests
+            rows = [(t, r) for t, r, indexes in zip(tickets, given, applying, strict=True) if index in indexes]
+            size = CHUNK if part.is_batch or part.config.name == MODEL else 1
             for at in range(0, len(rows), size):
                 some_tickets, some_requests = zip(*rows[at : at + size], strict=True)
                 calls[part.place].append(Call(index, some_tickets, _pickled(some_requests)))
@@ -269,6 +297,12 @@ class Rewards:
                 )
             if not item.missing:
                 self._done[ticket] = combine(self._parts, self._open.pop(ticket))
+
+
+def _whole(request: ScoreRequest) -> ScoreRequest:
+    """A request with its tokens, as it travels to a model."""
+    tokens = None if request.tokens is None else list(request.tokens)
+    return replace(request, tokens=tokens, written=None if request.written is None else list(request.written))
 
 
 def _twice(part: Part) -> str:

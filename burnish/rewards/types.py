@@ -21,6 +21,8 @@ class ScoreRequest:
     truncated: bool = False  # the completion stopped at its length limit; plug-ins see it
     tokens: Iterable[int] | None = field(default=None, compare=False)
     """What the policy read and wrote, for a model with the same tokenizer; processes that verify text are not sent them."""
+    written: Iterable[bool] | None = field(default=None, compare=False)
+    """Which of the tokens it wrote."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Score:
     timed_out: bool = False
     error: str | None = None
     details: dict[str, str] = field(default_factory=dict)  # what a part has to say about its value, by part
+    steps: list[tuple[int, float]] = field(default_factory=list)  # what of the reward belongs to tokens before the last
 
 
 class Result(NamedTuple):
@@ -49,6 +52,7 @@ class Result(NamedTuple):
     parts: Mapping[str, float] = MappingProxyType({})  # further numbers to log
     details: str = ""  # why, for whoever looks at the sample
     timed_out: bool = False  # a program of the answer did not come to an end
+    steps: tuple[tuple[int, float], ...] = ()  # the tokens that parts of the value belong to, and those parts
 
 
 class Failure(NamedTuple):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from burnish.config.errors import UserError
+from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import PromptStream
 from burnish.rewards.rewards import Rewards
@@ -92,6 +93,9 @@ class AsyncSource:
     def begin(self, step: int) -> None:
         """Nothing more: whatever may be on its way is."""
 
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
+        """What was handed over is never asked for again."""
+
     def load(self, version: int) -> None:
         self.pump.stop()
         for trajectory in self.flight.halt():
@@ -159,6 +163,9 @@ class AsyncSource:
 
     def _begin(self, group: Group) -> None:
         group.is_begun = True
+        group.demonstrations = self.driver.demonstrations(group.draw, group.plan.n)
+        for trajectory in group.demonstrations:  # they have ended before they begin
+            self._ended(trajectory)
         for sample in group.samples:
             self._issue(group, sample)
 
@@ -166,7 +173,9 @@ class AsyncSource:
         options, stream = group.plan.sampling, "train"
         if sample == GREEDY:
             options, stream = replace(options, temperature=0.0), "baseline"
-        self.flight.add(group.draw, sample, options, stream, priority=-group.number)
+        failed = self.flight.add(group.draw, sample, options, stream, priority=-group.number)
+        if failed is not None:
+            self._ended(failed)
 
     def _recalled(self, step: int, round: int) -> tuple[list[Group], list[Trajectory]]:
         """What an earlier life gave to this round, or nothing; then what it gave to later ones did not follow from this life."""
@@ -272,14 +281,14 @@ class AsyncSource:
             self.flight.go_on()
 
     def _ended(self, trajectory: Trajectory) -> None:
-        """A sample is there: on to its score, unless its environment gave it."""
+        """A sample is there: on to its score, unless its environment gave it, or failed."""
         group = self.groups[f"{trajectory.prompt_id}#{trajectory.visit}"]
         if group.draw.prompt.budget is not None:
             trajectory.metadata["budget"] = group.draw.prompt.budget
         with self.pump.changed:
             self._num_ended += 1
             group.found[trajectory.sample] = trajectory
-            if trajectory.reward is not None:
+            if trajectory.reward is not None or trajectory.error is not None:
                 group.scored.add(trajectory.sample)
                 self.pump.changed.notify_all()
                 return

@@ -1,12 +1,14 @@
 """Trajectories on their way through an engine. They can be stopped anywhere and go on under new weights.
 
 A sample that is stopped keeps its tokens, each with the version of the weights that drew it; it goes on as a request whose prompt
-has them already, and whose noise continues where it was.
+has them already, and whose noise continues where it was. So does a sample whose environment wants another turn, with what the
+environment says put between. One whose environment fails ends there, with the reason and without a reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.keys import sample_key
-from burnish.core.trajectory import Finish, TokenSequence, Trajectory
+from burnish.core.trajectory import Finish, TokenSequence, Trajectory, TurnSpan
 from burnish.data.prompts import Draw
 from burnish.environments.base import Done, Environment, Turn
 
@@ -34,7 +36,6 @@ class Running:
     draw: Draw
     sample: int
     key: int
-    environment: Environment
     sampling: SamplingOptions
     priority: int = 0
     """A higher number is sampled first."""
@@ -43,12 +44,28 @@ class Running:
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     prompt_length: int = 0
+    start: tuple[int, ...] = ()
+    """The tokens of the prompt."""
+    environment: Environment | None = None
+    """None only where it could not be made."""
+    state: str | None = None
+    """What the environment said the present turn begins in."""
+    turns: list[TurnSpan] = field(default_factory=list)
+    """Those that are complete."""
     drawn: int = 0
-    turns: int = 0
     partial: int = 0
     """How many tokens of the present turn were drawn before it was stopped."""
     issues: int = 0
     """Requests made for it."""
+    path: tuple[int, ...] = ()
+    """Where it branched off others of its sample: which child it is, level by level."""
+    ends: list[int] = field(default_factory=list)
+    """Where it branched, in its tokens."""
+
+    @property
+    def label(self) -> str:
+        """Which of its prompt's it is."""
+        return ".".join(map(str, (self.sample, *self.path)))
 
     @property
     def oldest(self) -> int | None:
@@ -74,8 +91,9 @@ class Running:
 class Flight:
     """The trajectories of a driver that are in its engine, and those set aside until `go_on`."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+    def __init__(self, driver: Driver, is_continued: bool = False) -> None:
+        """`is_continued` says that other answers will begin with parts of these."""
+        self.driver, self.is_continued = driver, is_continued
         self.running: dict[str, Running] = {}
         """By the id of their request."""
         self.aside: list[Running] = []
@@ -84,15 +102,27 @@ class Flight:
         yield from self.running.values()
         yield from self.aside
 
-    def add(self, draw: Draw, sample: int, sampling: SamplingOptions, stream: str, priority: int = 0) -> Running:
-        """A new trajectory, set aside. Sample -1, a greedy answer, has the key of the first of its stream."""
+    def add(
+        self, draw: Draw, sample: int, sampling: SamplingOptions, stream: str, priority: int = 0
+    ) -> Trajectory | None:
+        """A new trajectory, set aside; itself if its environment fails at once. Sample -1, a greedy answer, has the key of the first
+        of its stream."""
         driver, row = self.driver, draw.prompt.row
         key = sample_key(driver.seed, stream, row.id, draw.visit, max(0, sample))
-        one = Running(draw, sample, key, driver.make_environment(draw.prompt), sampling, priority)
-        one.append(self._turn(one.environment.start(), "start"))
+        one = Running(draw, sample, key, sampling, priority)
+
+        def start() -> Turn | Done:
+            one.environment = driver.make_environment(draw.prompt)
+            return one.environment.start()
+
+        answer = _asked(start, "start")
+        if isinstance(answer, str):
+            return self._trajectory(one, "error", error=answer)
+        one.start = tuple(self._turn(one, answer, "start"))
+        one.append(one.start)
         one.prompt_length = len(one.context)
         self.aside.append(one)
-        return one
+        return None
 
     def go_on(self) -> None:
         """Submit what is set aside."""
@@ -125,16 +155,48 @@ class Flight:
 
     def _request(self, one: Running) -> Request:
         again = f"~{one.issues}" if one.partial else ""
-        name = f"{one.draw.prompt.row.id}#{one.draw.visit}.{one.sample}/{one.turns}{again}"
+        name = f"{one.draw.prompt.row.id}#{one.draw.visit}.{one.label}/{len(one.turns)}{again}"
         self.running[name] = one
         one.issues += 1
         sampling = one.sampling
         if one.partial:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - one.partial)
-        return Request(name, tuple(one.context), sampling, one.key, one.drawn, one.priority)
+        goes_on = self.is_continued or len(one.turns) + 1 < self.driver.max_turns
+        tokens = one.start if len(one.context) == one.prompt_length else tuple(one.context)
+        return Request(name, tokens, sampling, one.key, one.drawn, one.priority, goes_on)
 
     def _observe(self, one: Running, completion: Completion) -> Trajectory | None:
         """The trajectory if this completion ended it."""
+        self._record(one, completion)
+        if completion.finish == "aborted":
+            self._cut(one)
+            return None
+        start = len(one.context) - one.partial
+        tokens = one.context[start:]
+        one.partial = 0
+        one.turns.append(TurnSpan(start, one.state))
+        if completion.finish == "length":
+            return self._trajectory(one, "length")
+        environment, text = one.environment, self.driver.tokenizer.decode(tokens)
+        assert environment is not None, "it gave the prompt"
+        answer = _asked(lambda: environment.observe(tokens, text), "observe")
+        if isinstance(answer, str):
+            return self._trajectory(one, "error", error=answer)
+        if isinstance(answer, Done):
+            one.turns[-1] = TurnSpan(start, one.turns[-1].state, _reward(answer.reward or 0.0))
+            return self._trajectory(one, "stop", is_scored=answer.reward is not None)
+        tokens = list(self._turn(one, answer, "observe"))
+        one.turns[-1] = TurnSpan(start, one.turns[-1].state, _reward(answer.reward))
+        longest, most = self.driver.max_positions, one.sampling.max_tokens
+        if longest is not None and len(one.context) + len(tokens) + most > longest:
+            return self._trajectory(one, "length")  # there is no room for another turn
+        if len(one.turns) >= self.driver.max_turns:
+            return self._trajectory(one, "turns")
+        one.append(tokens)
+        return None
+
+    def _record(self, one: Running, completion: Completion) -> None:
+        """Put behind it what was drawn."""
         if not np.isfinite(completion.logp).all():
             raise UserError(
                 f"{completion.id}: the model gives log-probs that are not finite, so its weights are broken; "
@@ -144,25 +206,6 @@ class Flight:
         one.append(tokens, completion.logp.tolist(), completion.version)
         one.drawn += len(tokens)
         one.partial += len(tokens)
-        if completion.finish == "aborted":
-            self._cut(one)
-            return None
-        tokens = one.context[len(one.context) - one.partial :]
-        one.partial = 0
-        one.turns += 1
-        if completion.finish == "length":
-            return self._trajectory(one, "length", None)
-        answer = one.environment.observe(tokens, self.driver.tokenizer.decode(tokens))
-        if isinstance(answer, Done):
-            return self._trajectory(one, "stop", answer.reward)
-        tokens = list(self._turn(answer, "observe"))
-        longest, most = self.driver.max_positions, one.sampling.max_tokens
-        if longest is not None and len(one.context) + len(tokens) + most > longest:
-            return self._trajectory(one, "length", None)  # the model has no room for another turn
-        if one.turns >= self.driver.max_turns:
-            return self._trajectory(one, "turns", None)
-        one.append(tokens)
-        return None
 
     def _cut(self, one: Running) -> None:
         """Take back tokens that may be the beginning of a stop string: an engine looks for one in what it draws itself."""
@@ -175,7 +218,7 @@ class Flight:
                 return
             one.forget(1)
 
-    def _turn(self, answer: object, method: str) -> tuple[int, ...]:
+    def _turn(self, one: Running, answer: object, method: str) -> tuple[int, ...]:
         """The tokens of an environment's answer: anything else than a turn of known tokens would pass for one, or end in a crash."""
         if not isinstance(answer, Turn):
             expected = "Turn" if method == "start" else "Turn or Done"
@@ -185,9 +228,25 @@ class Flight:
             raise UserError(
                 f"the environment's {method}() gave token {strange[0]}; the tokenizer knows 0 to {size - 1}"
             )
+        if one.turns and (answer.state is None) != (one.turns[0].state is None):
+            raise UserError(
+                "the environment reports its state in some turns and not in others; give Turn a state in all of them"
+            )
+        one.state = answer.state
         return answer.tokens
 
-    def _trajectory(self, one: Running, finish: Finish, reward: float | None) -> Trajectory:
+    def _trajectory(
+        self, one: Running, finish: Finish, is_scored: bool = False, error: str | None = None
+    ) -> Trajectory:
+        """What came of it; `is_scored` where the environment said at the end what it earned."""
+        earned = math.fsum(span.reward for span in one.turns)
+        is_scored = error is None and (is_scored or getattr(one.environment, "gives_rewards", False))
+        if earned and not is_scored and error is None:
+            raise UserError(
+                f"the environment gave turns of {one.draw.prompt.row.id} a reward and none at the end ({finish}): give Done a reward, and "
+                "for trajectories that are cut off the class `gives_rewards = True`"
+            )
+        reward = earned if is_scored else None
         sequence = TokenSequence(
             tokens=np.array(one.context, dtype=np.int64),
             action_mask=np.array(one.action, dtype=bool),
@@ -204,5 +263,24 @@ class Flight:
             reward=reward,
             accuracy=None if reward is None else float(reward >= 1),
             parts={} if reward is None else {"environment": reward},
+            error=error,
             metadata={"prompt_length": one.prompt_length},
+            turns=one.turns,
         )
+
+
+def _asked(ask: Callable[[], Turn | Done], method: str) -> Turn | Done | str:
+    """What an environment answers; where it raises, what it raised, in words. A mistake that its author names ends the run."""
+    try:
+        return ask()
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 (a user's code may raise anything: the sample is lost, and says why)
+        return f"the environment's {method}() raised {type(error).__name__}: {error}"
+
+
+def _reward(value: object) -> float:
+    """A reward that an environment gave."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"the environment gave a turn the reward {value!r}; expected a finite number")
+    return float(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from burnish.core.trajectory import Trajectory
@@ -24,6 +24,8 @@ class Group:
     is_begun: bool = False
     found: dict[int, Trajectory] = field(default_factory=dict)
     """Samples that have ended."""
+    demonstrations: list[Trajectory] = field(default_factory=list)
+    """What joins its samples, once it is begun."""
     scored: set[int] = field(default_factory=set)
     oldest: int | None = None
     """The version of its oldest token, as of the last new weights; None where it had none."""
@@ -34,12 +36,12 @@ class Group:
 
     @property
     def samples(self) -> list[int]:
-        """Which there shall be."""
+        """Which there shall be of the policy."""
         return [*([GREEDY] if self.plan.greedy else []), *range(self.plan.n)]
 
     @property
     def is_complete(self) -> bool:
-        return len(self.scored) == self.plan.n + self.plan.greedy
+        return len(self.scored) == self.plan.n + self.plan.greedy + len(self.demonstrations)
 
     def is_due(self, version: int, max_staleness: int) -> bool:
         """Whether it cannot be used after the step that begins with weights `version`."""
@@ -63,7 +65,8 @@ def complete(groups: Sequence[Group], wanted: int, version: int, max_staleness: 
     return sorted(there[:wanted], key=lambda group: group.number)
 
 
-def of_groups(groups: Iterable[Group]) -> list[Trajectory]:
-    """All trajectories of complete groups: greedy answers first, then samples, in order."""
+def of_groups(groups: Sequence[Group]) -> list[Trajectory]:
+    """All trajectories of complete groups: greedy answers first, then samples and demonstrations, in order."""
     found = [group.found[sample] for group in groups for sample in group.samples]
+    found += [trajectory for group in groups for trajectory in group.demonstrations]
     return sorted(found, key=lambda t: t.sample != GREEDY)

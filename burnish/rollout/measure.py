@@ -33,7 +33,7 @@ def measure(
 
 
 def summary(scored: Scored, by: str | None = None) -> dict[str, float]:
-    """accuracy, reward_mean, length_mean, truncated, failed; and accuracy/<by>=<value> for each value of a column.
+    """accuracy, reward_mean, length_mean, truncated, failed, turns_mean where there are several; and accuracy/<by>=<value> for each value of a column.
 
     An accuracy is of the samples that have one: `format` alone says nothing about right or wrong.
     """
@@ -46,7 +46,9 @@ def summary(scored: Scored, by: str | None = None) -> dict[str, float]:
         values["accuracy"] = _mean([accuracy for _, accuracy in judged])
     values["reward_mean"] = _mean([float(t.reward or 0.0) for t in trajectories])
     values["length_mean"] = _mean([t.num_actions for t in trajectories])
-    values["truncated"] = _mean([t.truncated for t in trajectories])
+    values["truncated"] = _mean([t.truncated and t.finish != "turns" for t in trajectories])
+    if any(len(t.turns) > 1 for t in trajectories):
+        values["turns_mean"] = _mean([len(t.turns) for t in trajectories])
     if by is not None:
         column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in scored.draws}
         parts = defaultdict(list)

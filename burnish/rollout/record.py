@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.core.trajectory import TokenSequence, Trajectory, TurnSpan
 
 COLUMNS = ("tokens", "action_mask", "behaviour_logp", "version")
-FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "reward", "accuracy", "parts", "error", "metadata")
 SCORE = ("reward", "accuracy", "parts", "error", "metadata")
+FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "turns", *SCORE)
 
 
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -34,6 +34,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
     sequences = [TokenSequence(*(arrays[name][a:b].copy() for name in COLUMNS)) for a, b in bounds]
     result, at = [], 0
     for record, count in zip(_from_bytes(arrays["records"]), arrays["sequences"].tolist(), strict=True):
+        record["turns"] = [TurnSpan(*span) for span in record.get("turns", ())]
         result.append(Trajectory(sequences=sequences[at : at + count], **record))
         at += count
     return result

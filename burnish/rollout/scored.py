@@ -6,15 +6,20 @@ Used by the training source and by every measurement, so that both see rewards t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
+from burnish.core.branches import SHARED_TOKENS
 from burnish.core.engine import SamplingOptions
+from burnish.core.steps import STEP_REWARDS
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import Draw
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.driver import Driver
+from burnish.rollout.chains import STATE, Chain, beginnings, cut
+from burnish.rollout.driver import Branching, Driver
+from burnish.rollout.trees import Tree
 
 Progress = Callable[[str], None]
 MESSAGE = 64  # trajectories sent to the reward workers at once: fewer, larger messages
@@ -32,21 +37,39 @@ class Scored:
     """Seconds spent waiting for rewards after the last completion."""
     greedy: list[Trajectory] = field(default_factory=list)
     """The greedy answer of each draw where a baseline was asked for; never trained on."""
+    replayed: list[Trajectory] = field(default_factory=list)
+    """Groups of earlier steps that come back, group after group; of a step's own numbers they are no part."""
+    continued: list[Trajectory] = field(default_factory=list)
+    """Answers continued from the borders of segments, for their values; never trained on."""
+
+    demonstrations: list[Trajectory] = field(default_factory=list)
+    """What joins the groups and the policy did not write; of the policy's numbers they are no part."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were written, those of the greedy answers too."""
-        return sum(t.num_actions for t in [*self.trajectories, *self.greedy])
+        """Tokens that were written, those of the greedy and the continued answers too; what the paths of a tree share counts once."""
+        shared = sum(t.metadata.get(SHARED_TOKENS, 0) for t in self.trajectories)
+        return sum(t.num_actions for t in [*self.trajectories, *self.greedy, *self.continued]) - shared
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Those with a reward: what a batch is packed from."""
-        return [t for t in self.trajectories if t.reward is not None]
+        """Those with a reward: what a batch is packed from. Groups that come back are spread evenly among the new ones, so that
+        every mini-batch has its share of them."""
+        fresh = [t for t in self.grouped if t.reward is not None]
+        return interleaved(fresh, self.replayed) if self.replayed else fresh
+
+    @property
+    def grouped(self) -> list[Trajectory]:
+        """The samples of every draw, its demonstrations behind them."""
+        if not self.demonstrations:
+            return self.trajectories
+        order = {(d.prompt.row.id, d.visit): k for k, d in enumerate(self.draws)}
+        return sorted([*self.trajectories, *self.demonstrations], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
 
     @property
     def failed(self) -> list[Trajectory]:
         """Those whose scorer failed: without a reward, kept out of the loss and of group statistics."""
-        return [t for t in self.trajectories if t.reward is None]
+        return [t for t in self.grouped if t.reward is None]
 
     def joined(self, later: Scored) -> Scored:
         """This round of a step and a later one as one: in their order, the times added up."""
@@ -56,7 +79,19 @@ class Scored:
             rollout_s=self.rollout_s + later.rollout_s,
             reward_s=self.reward_s + later.reward_s,
             greedy=self.greedy + later.greedy,
+            replayed=self.replayed + later.replayed,
+            continued=self.continued + later.continued,
+            demonstrations=self.demonstrations + later.demonstrations,
         )
+
+
+def interleaved(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> list[Trajectory]:
+    """Two lists of whole groups as one: each list in its order, the groups of the second evenly among those of the first."""
+    placed = []
+    for kind, trajectories in enumerate((fresh, replayed)):
+        groups = [list(g) for _, g in groupby(trajectories, lambda t: (t.prompt_id, t.visit))]
+        placed += [((k + 0.5) / len(groups), kind, group) for k, group in enumerate(groups)]
+    return [t for *_, group in sorted(placed, key=lambda one: one[:2]) for t in group]
 
 
 @dataclass
@@ -68,18 +103,34 @@ class Scoring:
     draws: Sequence[Draw]
     progress: Progress
 
-    def generate(self, n: int, sampling: SamplingOptions, stream: str) -> list[Trajectory]:
+    def generate(
+        self, n: int, sampling: SamplingOptions, stream: str, branching: Branching | None = None
+    ) -> list[Trajectory]:
         """All trajectories in order; the reward of each starts as soon as it ends."""
-        return self._run(n, sampling, stream, "rollout")
+        most = n * (branching.leaves if isinstance(branching, Tree) else 1) * len(self.draws)
+        return self._run(self.driver.run(self.draws, n, sampling, stream, branching=branching), most, "rollout")
 
     def greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
         """Each draw's most likely answer, one token after the other (ReMax, 2310.10505), on its way to be scored."""
-        return self._run(1, replace(sampling, temperature=0.0), "baseline", "greedy answers")
+        answers = self.driver.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline")
+        numbered = (replace(answer, sample=GREEDY) for answer in answers)
+        return self._run(numbered, len(self.draws), "greedy answers")
+
+    def values(self, samples: Sequence[Trajectory], chain: Chain, sampling: SamplingOptions) -> list[Trajectory]:
+        """The samples are cut into segments; the answers continued from the borders, on their way to be scored."""
+        cut(samples, chain)
+        starts = beginnings(samples, self.draws, chain, self.driver.seed)
+        states = {(b.draw.prompt.row.id, b.draw.visit, b.sample): b.state for b in starts}
+        found = self._run(self.driver.continue_all(starts, sampling), len(starts), "values")
+        for answer in found:
+            answer.metadata[STATE] = states[answer.prompt_id, answer.visit, answer.sample]
+        return found
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Send trajectories to be scored, except those whose environment gave the reward itself."""
+        """Send trajectories to be scored, except those whose environment gave the reward itself, or failed."""
         draws = {(d.prompt.row.id, d.visit): d for d in self.draws}
-        self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in trajectories if t.reward is None])
+        unscored = [t for t in trajectories if t.reward is None and t.error is None]
+        self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in unscored])
 
     def collect(self, trajectories: Sequence[Trajectory]) -> None:
         """Wait for the scores and write them into the trajectories."""
@@ -89,12 +140,10 @@ class Scoring:
                 apply_score(by_id[score.id], score)
             self.progress(f"scoring, {self.rewards.pending} left")
 
-    def _run(self, n: int, sampling: SamplingOptions, stream: str, what: str) -> list[Trajectory]:
+    def _run(self, answers: Iterable[Trajectory], total: int, what: str) -> list[Trajectory]:
         order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
-        total, found = len(self.draws) * n, list[Trajectory]()
-        for trajectory in self.driver.run(self.draws, n, sampling, stream):
-            if stream == "baseline":
-                trajectory.sample = GREEDY
+        found = list[Trajectory]()
+        for trajectory in answers:
             budget = self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.budget
             if budget is not None:
                 trajectory.metadata["budget"] = budget
@@ -151,6 +200,7 @@ def score_request(trajectory: Trajectory, draw: Draw) -> ScoreRequest:
         extra=row.extra,
         truncated=trajectory.truncated,
         tokens=trajectory.sequences[-1].tokens,
+        written=trajectory.sequences[-1].action_mask,
     )
 
 
@@ -159,5 +209,7 @@ def apply_score(trajectory: Trajectory, score: Score) -> None:
     trajectory.reward, trajectory.accuracy = score.reward, score.accuracy
     trajectory.parts, trajectory.error = dict(score.parts), score.error
     trajectory.metadata["timed_out"] = score.timed_out
+    if score.steps:
+        trajectory.metadata[STEP_REWARDS] = [[position, value] for position, value in score.steps]
     if score.details:
         trajectory.metadata["details"] = "\n".join(f"{part}: {text}" for part, text in score.details.items())

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from burnish.config.errors import UserError
+from burnish.core.batch import Batch
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import Draw, PromptStream
 from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
+from burnish.rollout.chains import FIRST, STATES, Chain, share_values
+from burnish.rollout.driver import Branching, Driver
 from burnish.rollout.record import from_arrays, restore_scores, scores_to_arrays, to_arrays
 from burnish.rollout.scored import GREEDY, Progress, Scored, Scoring, share_baseline
 from burnish.run.journal import Journal
@@ -41,6 +43,8 @@ class RolloutPlan:
     sampling: SamplingOptions
     greedy: bool = False
     """Whether each prompt is also answered greedily once, as the baseline of its samples."""
+    branching: Branching | None = None
+    """How samples branch, or are cut and valued; None of plain ones."""
 
 
 Plans = Callable[[int], RolloutPlan | None]
@@ -61,6 +65,9 @@ class Source(Protocol):
 
     def begin(self, step: int) -> None:
         """The step before has all its rollouts and is learnt now: what is to be made for this one may be begun."""
+
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
+        """A step is learnt from its rollouts; `batch` is what of them was in its loss, None where nothing was."""
 
     def load(self, version: int) -> None:
         """The learner has new weights: take them."""
@@ -133,9 +140,13 @@ class Memory:
 
 
 def in_order(draws: Sequence[Draw], found: Sequence[Trajectory], rollout_s: float, reward_s: float) -> Scored:
-    """Samples and greedy answers of a round, apart."""
-    samples, greedy = ([t for t in found if (t.sample == GREEDY) == is_greedy] for is_greedy in (False, True))
-    return Scored(list(draws), samples, rollout_s, reward_s, greedy)
+    """Samples, greedy and continued answers and demonstrations of a round, apart."""
+    continued = [t for t in found if t.sample <= FIRST]
+    samples, greedy, shown = list[Trajectory](), list[Trajectory](), list[Trajectory]()
+    for t in found:
+        if t.sample > FIRST:
+            (greedy if t.sample == GREEDY else shown if t.is_demonstration else samples).append(t)
+    return Scored(list(draws), samples, rollout_s, reward_s, greedy, continued=continued, demonstrations=shown)
 
 
 class SyncSource:
@@ -183,6 +194,9 @@ class SyncSource:
     def begin(self, step: int) -> None:
         """Nothing is made before its weights are there."""
 
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
+        """What was handed over is never asked for again."""
+
     def load(self, version: int) -> None:
         self.driver.engine.load(version, ())
 
@@ -209,12 +223,15 @@ def generate(scoring: Scoring, plan: RolloutPlan) -> list[Trajectory]:
     """All trajectories of a round, on their way to be scored."""
     # The greedy answers come first: their rewards are computed while the samples are drawn.
     greedy = scoring.greedy(plan.sampling) if plan.greedy else []
-    return [*greedy, *scoring.generate(plan.n, plan.sampling, "train")]
+    samples = scoring.generate(plan.n, plan.sampling, "train", plan.branching)
+    values = scoring.values(samples, plan.branching, plan.sampling) if isinstance(plan.branching, Chain) else []
+    return [*greedy, *values, *samples]
 
 
 def collect(scoring: Scoring, trajectories: Sequence[Trajectory]) -> None:
-    """Wait for the scores of a round; its samples are told their baseline."""
+    """Wait for the scores of a round; its samples are told their baseline, or the values of their borders."""
     scoring.collect(trajectories)
     greedy = [t for t in trajectories if t.sample == GREEDY]
     if greedy:
         share_baseline([t for t in trajectories if t.sample != GREEDY], greedy)
+    share_values([t for t in trajectories if STATES in t.metadata], [t for t in trajectories if t.sample <= FIRST])

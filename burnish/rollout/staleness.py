@@ -10,7 +10,7 @@ from burnish.core.trajectory import Trajectory
 
 
 def oldest_version(trajectory: Trajectory) -> int | None:
-    """Of the tokens that the model wrote; None where it wrote none."""
+    """Of the tokens that the model wrote; None where it wrote none, as in a demonstration."""
     versions = _versions(trajectory)
     return int(versions.min()) if versions.size else None
 
@@ -33,4 +33,4 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, flo
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:
-    return np.concatenate([s.version[s.action_mask] for s in trajectory.sequences])
+    return np.concatenate([s.version[s.action_mask & (s.version >= 0)] for s in trajectory.sequences])

@@ -41,6 +41,8 @@ MAY_CHANGE = (
     "placement.engines",
     "placement.cpus",
     "placement.layout",
+    "placement.pools",
+    "placement.roles",
     "placement.sync",
     "placement.timeout_s",
     "rollout.source.deadline_s",
@@ -194,7 +196,7 @@ def _refuse_other_config(run: RunDirectory, config_text: str) -> None:
     new = flatten(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
-    differing = [k for k in differing if k not in MAY_CHANGE]
+    differing = [k for k in differing if not any(k == name or k.startswith(f"{name}.") for name in MAY_CHANGE)]
     if not differing:
         return
     shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in differing[:MAX_SHOWN_KEYS]]

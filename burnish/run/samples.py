@@ -2,7 +2,8 @@
 
 One parquet file a step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`), all with the same columns, so that
 any tool reads them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each token the model wrote (in
-the last of its sequences, where an agent's context was rewritten). A value that does not exist (the advantage of a validation sample,
+the last of its sequences, where an agent's context was rewritten). `turns` is JSON where an environment answered: who said what, in
+which state and for what reward. A value that does not exist (the advantage of a validation sample,
 those of tokens where all share their sample's, the reward where the scorer failed) is null, never a number.
 """
 
@@ -43,6 +44,7 @@ COLUMNS = {
     "logp": "floats",
     "advantages": "floats",
     "gap": "floats",
+    "turns": "string",
     "details": "string",
     "error": "string",
 }

@@ -7,6 +7,7 @@ is made for it; `assemble` then binds the parts to the run.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from burnish.config.errors import UserError, nearest
 from burnish.config.remarks import remarks
 from burnish.config.schema import Sft, Template, TrainConfig
 from burnish.controller import roles
+from burnish.controller.process import build_process, check_process
 from burnish.controller.start import Roles, start_roles
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
@@ -31,14 +33,17 @@ from burnish.models.policy import PolicyModel
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, sampling_options, summary
+from burnish.rollout.scored import Scored
 from burnish.run.diagnosis import Facts
 from burnish.run.files import atomic_directory, atomic_write
 from burnish.run.run import Run
 from burnish.trainers import observe, sft
+from burnish.trainers.demonstrated import demonstrations_of
 from burnish.trainers.job import Demonstrations, Job, Validate
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.prepare import Recipe
-from burnish.trainers.rollouts import build_source
+from burnish.trainers.process import ProcessRewards
+from burnish.trainers.rollouts import build_replay, build_source, with_replay
 from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
 
@@ -88,6 +93,8 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
             check_activations(policy.module, stage.activations)
     if config.training.compile:
         check_compile(policy.module)
+    check_process(config, policy, base)
+    roles.check_teacher(config, policy, base)
     if "kl" in recipe.loss.needs and not isinstance(policy.module, Decoder):
         raise UserError(
             "algorithm.kl.loss.estimator=full needs the native decoder, which has both models' hidden states; this model runs "
@@ -106,11 +113,12 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
     if config.environment.name == "single_turn":  # any other may give the reward itself
         rewards.check(stream.rows())
         rewards.check(prompt.row for prompt in held_out)
-    notes = [note for note in (stream.report(),) if note is not None]
+    driver.demonstrations, missing = demonstrations_of(config, policy, stream, base)
+    notes = [note for note in (stream.report(), missing) if note is not None]
     notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
     notes += remarks(config)
     parts = Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes, base=base)
-    if config.data.demonstrations:
+    if config.data.demonstrations and config.algorithm.auxiliary.sft > 0:
         longest = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
         sources, template = config.data.demonstrations, config.data.template
         parts.imitated, left_out = load_examples(
@@ -128,8 +136,21 @@ def assemble(parts: Parts, run: Run) -> Job:
     made = _roles(parts, run)
     parts.policy, parts.engine, parts.driver.engine = made.policy, made.engine, made.engine
     policy = made.policy
+    replay = build_replay(config)
     source = build_source(config, run, parts.stream, parts.driver, parts.rewards)
-    measure_all = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out)
+    source = with_replay(config, source, replay)
+    process = None
+    if made.process is not None and config.algorithm.process is not None:
+        process = ProcessRewards(made.process, config.algorithm.process)
+
+    def judge(scored: Scored) -> dict[str, float]:
+        if process is None:
+            return {}
+        if made.learner.device.type == "cuda" and not source.overlaps:
+            made.engine.sleep()  # its cache is the model's memory now
+        return process.held_out(scored)
+
+    measure_all = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out, judge=judge)
 
     def validate(step: int) -> dict[str, float]:
         source.rest()
@@ -145,21 +166,23 @@ def assemble(parts: Parts, run: Run) -> Job:
         engine=made.engine,
         stream=parts.stream,
         source=source,
+        replay=replay,
         recipe=parts.recipe,
         validate=validate,
         state=first_state(config.algorithm),
         facts=facts_of(config),
         demonstrations=imitation(parts, made.learner.device),
+        process=process,
         memory=parts.memory,
     )
 
 
 def _roles(parts: Parts, run: Run) -> Roles:
-    """Learner, reference, critic and engine, in this process or in others."""
+    """Learner, reference, critic, process reward model and engine, in this process or in others."""
     config, policy, engine = parts.config, parts.policy, parts.engine
     if parts.cluster is not None:
         logs, note = run.directory.path / "workers", run.display.note
-        return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note)
+        return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note, parts.rewards)
     if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
         engine = roles.build_engine(policy, config.rollout)
     elif config.rollout.source.name != "sync":
@@ -167,10 +190,11 @@ def _roles(parts: Parts, run: Run) -> Roles:
     paged = roles.paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)
-    learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy)
+    learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy, parts.base)
     if reference is not None and "kl" in parts.recipe.loss.needs:
         learner.reference = reference.distribution
-    return Roles(policy, learner, reference, roles.build_critic(config, policy), engine)
+    critic, process = roles.build_critic(config, policy), build_process(config, policy, parts.base)
+    return Roles(policy, learner, reference, critic, engine, process)
 
 
 def facts_of(config: TrainConfig) -> Facts:
@@ -179,6 +203,7 @@ def facts_of(config: TrainConfig) -> Facts:
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
     selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
+    selection = selection if config.algorithm.replay is None else "any"  # an older policy drew what comes back
     sampled = dtype if rollout.cache_dtype == "auto" else f"{dtype} with an {rollout.cache_dtype} cache"
     return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
 
@@ -237,8 +262,12 @@ def build_validation(
     rewards: Rewards,
     prompts: list[Prompt],
     kind: str = "validation-",
+    judge: Callable[[Scored], dict[str, float]] = lambda scored: {},
 ) -> Validate:
-    """A function that measures every mode at a step and keeps its samples in tables named `kind` + mode."""
+    """A function that measures every mode at a step and keeps its samples in tables named `kind` + mode.
+
+    `judge` adds what else is to be said of a mode's samples.
+    """
     if not prompts:
         return lambda step: {}
 
@@ -248,7 +277,8 @@ def build_validation(
             run.display.phase(f"validation, {name}")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
             scored = measure(driver, rewards, prompts, mode.n, options, run.display.phase)
-            values |= {f"validation/{name}/{k}": v for k, v in summary(scored, config.validation.by).items()}
+            found = summary(scored, config.validation.by) | judge(scored)
+            values |= {f"validation/{name}/{k}": v for k, v in found.items()}
             run.samples(step, f"{kind}{name}", observe.sample_rows(scored, None, policy.tokenizer))
         return values
 

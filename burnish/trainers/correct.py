@@ -21,6 +21,7 @@ from burnish.algorithms.correction import (
 )
 from burnish.algorithms.correction.gap import LARGEST
 from burnish.algorithms.correction.symptoms import symptoms
+from burnish.algorithms.demonstrations import has_demonstrations, put_back, sampled
 from burnish.config.slots.base import Slot
 from burnish.config.slots.correction import BudgetCorrection, BypassCorrection, DecoupledCorrection, SeedCorrection
 from burnish.core.batch import Batch
@@ -74,6 +75,15 @@ def corrected(
     """
     if not acts_before_advantages(correction):
         return batch, None, ""
+    if has_demonstrations(batch):  # nobody sampled them: they weigh 1, and none is rejected
+        own = sampled(batch)
+        if own.num_sequences == 0:
+            return batch, budget, ""
+        own, budget, why = corrected(own, correction, stats, budget)
+        fills: dict[str, float | bool] = {"rollout_weight": 1.0, "loss_mask": True}
+        columns = {name: put_back(batch, own.token[name], fill) for name, fill in fills.items() if name in own.token}
+        columns["loss_mask"] &= batch.loss_mask
+        return batch.with_token(**columns), budget, why
     why = ""
     if isinstance(correction, BudgetCorrection):
         found, budget, why = budget_correction(batch, budget, **options_of(correction))
@@ -90,9 +100,13 @@ def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: S
     `batch`, None where it has them as `old_logp` at every token the model wrote.
 
     Then where the gap is, what is odd about it, and the worst tokens, are of all of `whole`, from which filters made
-    `batch`: tokens that the correction rejected are the ones to look at. All else is of the tokens in the loss.
+    `batch`: tokens that the correction rejected are the ones to look at. All else is of the tokens in the loss. Demonstrations
+    are left out.
     """
-    used = compared(batch, batch.token["old_logp"] if learner is None else learner, batch.loss_mask)
+    if learner is not None:
+        batch = batch.with_token(learner_logp=learner)
+    whole, batch = sampled(whole), sampled(batch)
+    used = compared(batch, batch.token["old_logp" if learner is None else "learner_logp"], batch.loss_mask)
     seen = used if learner is not None else compared(whole, whole.token["old_logp"], whole.action_mask)
     metrics = in_the_loss(used, correction) | gap_profiles(seen)
     if seen.num_tokens:

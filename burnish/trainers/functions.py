@@ -19,7 +19,9 @@ NOT_OPTIONS = {"name", "options"}
 
 def options_of(slot: Slot) -> dict[str, Any]:
     """A slot record's options as keyword arguments of its function."""
-    return dict(slot.options) if isinstance(slot, Plugin) else slot.model_dump(exclude=NOT_OPTIONS)
+    return (
+        dict(slot.options) if isinstance(slot, Plugin) else slot.model_dump(exclude={*NOT_OPTIONS, *slot.of_rollouts})
+    )
 
 
 def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:

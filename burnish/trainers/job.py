@@ -16,6 +16,7 @@ from burnish.core.engine import Engine
 from burnish.data.prompts import PromptStream
 from burnish.models.policy import PolicyModel
 from burnish.rollout.mismatch import MismatchEngine
+from burnish.rollout.replay import ReplayStore
 from burnish.rollout.sources import Source
 from burnish.run.contents import Blob, Snapshot
 from burnish.run.diagnosis import Facts
@@ -25,10 +26,12 @@ from burnish.run.staging import Stage
 from burnish.trainers.correct import GapReport
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.prepare import Recipe
+from burnish.trainers.process import ProcessRewards
 from burnish.trainers.state import TrainerState, restored
-from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcess, AnyReference
 from burnish.training.learner import Update
 
+Part = AnyLearner | AnyReference | AnyCritic | AnyProcess
 Validate = Callable[[int], dict[str, float]]
 Demonstrations = Callable[[int], Batch]
 """The supervised rows that go with the k-th mini-batch of the run."""
@@ -52,17 +55,28 @@ class Job:
     state: TrainerState
     facts: Facts
     demonstrations: Demonstrations | None = None
+    process: ProcessRewards | None = None
+    """What rewards single tokens, and learns to."""
     health: Health = field(default_factory=Health)
     """What speaks when a step's numbers leave their healthy ranges."""
     profile: int | None = None
     """The step to record with a profiler."""
     memory: MemoryWatch | None = None
     """The memory plan, to be compared with what a step held."""
+    replay: ReplayStore | None = None
+    """Groups that may come back to later steps, where any may."""
 
     @property
     def learners(self) -> list[AnyLearner]:
-        """The policy's, and the critic's where there is one."""
-        return [self.learner, *([self.critic.learner] if self.critic is not None else [])]
+        """The policy's, and those of the critic and the process reward model where there are any."""
+        others = self.critic, self.process.model if self.process is not None else None
+        return [self.learner, *(part.learner for part in others if part is not None)]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What a checkpoint holds of weights and optimizers beside the policy's own."""
+        process = self.process.model if self.process is not None else None
+        return [part for part in (self.learner, self.reference, self.critic, process) if part is not None]
 
 
 @dataclass
@@ -84,22 +98,22 @@ class Learned:
 
 
 def snapshot(job: Job, stage: Stage) -> Snapshot:
-    """A checkpoint to be: a Hugging Face directory, plus optimizer, reference, critic and trainer state."""
-    state = job.learner.contents(stage)
-    for part in (job.reference, job.critic):
-        state += part.contents(stage) if part is not None else []
+    """A checkpoint to be: a Hugging Face directory, plus optimizer, reference, critic, process reward model and trainer state."""
+    state = [content for part in job.parts for content in part.contents(stage)]
     state += job.engine.contents(stage) if isinstance(job.engine, MismatchEngine) else []
     if job.policy.part.index == 0:
         state.append(Blob("trainer.json", json.dumps(asdict(job.state))))
+        state += job.replay.contents() if job.replay is not None else []
     return Snapshot(job.policy.contents(stage), state, job.policy.part)
 
 
 def restore(job: Job, folder: Path) -> None:
     """Go on from a checkpoint."""
     job.policy.load_weights(folder)
-    for part in (job.learner, job.reference, job.critic):
-        if part is not None:
-            part.load(folder)
+    for part in job.parts:
+        part.load(folder)
+    if job.replay is not None:
+        job.replay.load(folder)
     job.state = restored(json.loads((folder / "trainer.json").read_text()))
     job.stream.restore(job.state.stream)
     if isinstance(job.engine, MismatchEngine):

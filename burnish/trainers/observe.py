@@ -19,8 +19,10 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
 from burnish.run.visits import Visit
 from burnish.trainers.correct import WorstToken
+from burnish.trainers.demonstrated import demonstration_values
 from burnish.trainers.job import Learned
 from burnish.trainers.token_values import token_values
+from burnish.trainers.turns import dialogue, turn_values
 from burnish.training.learner import Update
 
 MAX_SAMPLES = 64
@@ -29,7 +31,7 @@ PREPARED = {"vf_explained_var": "critic/vf_explained_var"}
 
 def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, Any]:
     """All metrics of a training step."""
-    values = reward_values(rollouts) | rollout_values(rollouts)
+    values = reward_values(rollouts) | rollout_values(rollouts) | demonstration_values(rollouts)
     batch, updates = learned.batch, learned.updates
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
@@ -66,6 +68,9 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
         values["reward/mean"] = mean
     if greedy := [t.reward for t in rollouts.greedy if t.reward is not None]:
         values["reward/greedy"] = sum(greedy) / len(greedy)
+    if rollouts.continued:
+        values["rollout/continued"] = float(len(rollouts.continued))
+        values["reward/continued_failed"] = float(sum(t.reward is None for t in rollouts.continued))
     if judged := [t.accuracy for t in scored if t.accuracy is not None]:
         values["reward/accuracy"] = sum(judged) / len(judged)
     for name in sorted({k for t in scored for k in t.parts}):
@@ -81,18 +86,19 @@ def mean_reward(rollouts: Scored) -> float | None:
 
 
 def rollout_values(rollouts: Scored) -> dict[str, float]:
-    """Lengths, truncation, and how many groups had nothing to compare."""
+    """Tokens that were sampled, those for baselines too, lengths, truncation, and how many groups had nothing to compare."""
     lengths = [t.num_actions for t in rollouts.trajectories]
     groups: dict[tuple[str, int], set[float]] = {}
     for t in rollouts.trajectories:
         if t.reward is not None:
             groups.setdefault((t.prompt_id, t.visit), set()).add(t.reward)
     return {
+        "rollout/tokens": float(rollouts.num_tokens),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/truncated": sum(t.truncated for t in rollouts.trajectories) / len(lengths),
+        "rollout/truncated": sum(t.truncated and t.finish != "turns" for t in rollouts.trajectories) / len(lengths),
         "rollout/zero_signal": sum(len(g) == 1 for g in groups.values()) / max(1, len(groups)),
-    }
+    } | turn_values(rollouts.trajectories)
 
 
 def why_no_signal(batch: Batch) -> str:
@@ -143,11 +149,12 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """The first trajectories as rows of the samples table, whole groups first; `trainer_logp` [N] are log-probs of the batch."""
     advantages = _advantages(rollouts, batch)
-    shown = {t.id for t in rollouts.trajectories[:limit]}
+    trajectories = rollouts.grouped[:limit]
+    shown = {t.id for t in trajectories}
     of_tokens = token_values(rollouts.usable, shown, batch, trainer_logp)
     rows = {(d.prompt.row.id, d.visit): d.prompt for d in rollouts.draws}
     table = []
-    for t in rollouts.trajectories[:limit]:
+    for t in trajectories:
         prompt, sequence = rows[t.prompt_id, t.visit], t.sequences[-1]
         written = sequence.tokens[sequence.action_mask].tolist()
         table.append(
@@ -163,11 +170,12 @@ def sample_rows(
                 "parts": t.parts,
                 "advantage": advantages.get(t.id),
                 "truncated": t.truncated,
-                "finish": t.finish,
+                "finish": "demonstration" if t.is_demonstration else t.finish,
                 "length": t.num_actions,
                 "pieces": tokenizer.pieces(written),
                 "logp": sequence.behaviour_logp[sequence.action_mask].tolist(),
                 **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
+                "turns": dialogue(t, tokenizer),
                 "details": t.metadata.get("details"),
                 "error": t.error,
             }

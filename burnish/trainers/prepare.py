@@ -16,8 +16,10 @@ from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
 from burnish.algorithms.correction import BudgetState
 from burnish.algorithms.curriculum import linear_anneal
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
+from burnish.algorithms.filters.pairs import better_of_two, pair_counts
 from burnish.algorithms.kl import kl_reward
 from burnish.algorithms.losses.value import explained_variance
+from burnish.algorithms.replay import behaviour_anchor, is_replayed, new_ones, replay_drift
 from burnish.algorithms.shaping import SHAPERS
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
@@ -27,6 +29,7 @@ from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.trainers.correct import GapReport, corrected, gap_report
 from burnish.trainers.functions import filter_function, function_of, options_of, policy_loss
+from burnish.trainers.process import ProcessRewards
 from burnish.trainers.state import TrainerState, first_state
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
 from burnish.training.learner import Update
@@ -62,12 +65,14 @@ class Recipe:
         self.loss = policy_loss(algorithm, base)
         self.bypass = algorithm.correction.name == "bypass"
         # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
-        self.needs_old = num_updates > 1 or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
+        own_anchor = num_updates == 1 and algorithm.replay is None
+        self.needs_old = not own_anchor or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
         # A KL over the whole vocabulary asks the reference during the update.
         anchored = not isinstance(algorithm.loss, Plugin) and algorithm.loss.anchored
         elsewhere = anchored or "reference" in algorithm.loss.needs or algorithm.kl.reward.coef > 0
         self.needs_ref = elsewhere or "kl" not in self.loss.needs
         self.needs_sum_p2 = bool(algorithm.needs("sum_p2"))
+        self.is_paired = any(name == "pairs" for name, *_ in self.filters)
 
     # --- before the log-probs ---------------------------------------------------------------------------------------------
 
@@ -102,7 +107,8 @@ class Recipe:
         return keep
 
     def select(self, batch: Batch, limit: int | None = None) -> Batch:
-        """The groups the filters keep, at most `limit` of them; `refill.short: fill` makes up for missing ones."""
+        """The groups the filters keep, at most `limit` new ones; `refill.short: fill` makes up for missing ones. Groups that come
+        back are beside the limit."""
         keep = self.wanted(batch)
         groups, num = compact_ids(batch.sequence["group_ids"])
         if limit is not None:
@@ -110,7 +116,8 @@ class Recipe:
             order = kept.nonzero().squeeze(1)
             if self.algorithm.refill.short == "fill":
                 order = torch.cat([order, (~kept).nonzero().squeeze(1)])
-            chosen = torch.zeros_like(kept).index_fill(0, order[:limit], True)
+            back = torch.zeros_like(kept).index_fill(0, groups[is_replayed(batch)], True)
+            chosen = (kept & back).index_fill(0, order[~back[order]][:limit], True)
             keep = chosen[groups]
         return batch.select(keep.nonzero().squeeze(1))
 
@@ -124,8 +131,9 @@ class Recipe:
         critic: AnyCritic | None = None,
         state: TrainerState | None = None,
         warming: bool = False,
+        process: ProcessRewards | None = None,
     ) -> Prepared:
-        """Old and reference log-probs and values where they are needed, token rewards, advantages; and what to log of it.
+        """Old and reference log-probs, values and process rewards where they are needed, token rewards, advantages; and what to log.
 
         `state` has what is steered: the coefficient of the KL in the reward, the mean reward of earlier steps. While the
         critic is `warming` it learns Monte-Carlo returns, whatever its lambda later.
@@ -142,14 +150,26 @@ class Recipe:
         if reference is not None and self.needs_ref:
             same = reference.is_policy and self.needs_old and not self.bypass  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
+        if self.algorithm.replay is not None and self.needs_old:
+            stats |= {} if self.bypass else replay_drift(batch)
+            if "rollout_weight" not in batch.token:  # a correction's weights count the steps in between already
+                batch = batch.with_token(old_logp=behaviour_anchor(batch))
         if critic is not None:
             batch = batch.with_token(values=critic.values(batch))
+        notes = [f"correction: {why}"] if why else []
+        if process is not None:
+            batch, found, told = process(batch)
+            stats |= found
+            notes += told
+        if self.loss.loss_options.get("weight") == "author":
+            batch = batch.with_token(author_logp=batch.token["behaviour_logp"])
         batch = self._token_rewards(batch, state.kl_coef, stats)
         options = dict(self.advantage_options)
         if options.get("baseline") == "ema":
             options["baseline"] = state.reward_mean or 0.0
         if warming:
             options["lam_critic"] = 1.0
+        stats |= pair_counts(batch) if self.is_paired else {}
         estimate = self.advantage(batch, **options)
         if isinstance(estimate, Estimate):
             batch = batch.with_token(returns=estimate.returns)
@@ -157,7 +177,7 @@ class Recipe:
             stats |= {} if math.isnan(explained) else {"vf_explained_var": explained}  # returns that are all alike
             estimate = estimate.advantages
         batch = _with_advantages(batch, estimate, self.algorithm.advantage.name)
-        return Prepared(batch, stats, budget, (f"correction: {why}",) if why else ())
+        return Prepared(batch, stats, budget, tuple(notes))
 
     def trainer_logp(self, batch: Batch, updates: Sequence[Update]) -> Tensor | None:
         """[N] the trainer's log-probs before the first update as far as the step knows them (else nan), where it does."""
@@ -171,25 +191,33 @@ class Recipe:
         """How far the sampler was from the trainer, in the batch that was prepared and in what filters left of it;
         `version` is the trainer's.
 
-        Nothing where the learner's log-probs before the first update are not known: bypass with several updates.
+        Nothing where the learner's log-probs before the first update are not known: bypass with several updates. Samples that come
+        back are left out: that they are of another policy is known.
         """
+        learner = updates[0].logp if len(updates) == 1 else None
+        if self.algorithm.replay is not None:
+            fresh = ~is_replayed(batch)[batch.sequence_ids]
+            learner = None if learner is None else learner[fresh]
+            whole, batch = new_ones(whole), new_ones(batch)
         if self.needs_old and not self.bypass:
             return gap_report(whole, batch, None, self.algorithm.correction, version)
         if len(updates) == 1:
-            return gap_report(whole, batch, updates[0].logp, self.algorithm.correction, version)
+            return gap_report(whole, batch, learner, self.algorithm.correction, version)
         return GapReport()
 
     def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:
-        """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping) or
-        a user's own estimator may look for them.
+        """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping, turns or
+        steps that earned something) or a user's own estimator may look for them.
         """
         term = self.algorithm.kl.reward
         own = isinstance(self.algorithm.advantage, Plugin)
-        if term.coef == 0 and "dense_rewards" not in batch.token and not own:
+        added = [batch.token[name] for name in ("dense_rewards", "step_rewards") if name in batch.token]
+        dense = bool(added) or "turn_reward" in batch.ragged
+        if term.coef == 0 and not dense and not own:
             return batch
         rewards = place_rewards(batch)
-        if "dense_rewards" in batch.token:
-            rewards = rewards + batch.token["dense_rewards"]
+        for column in added:
+            rewards = rewards + column
         if term.coef > 0:
             coef = term.coef if kl_coef is None else kl_coef
             rewards, stats["kl_reward"] = kl_reward(batch, rewards, term.estimator, coef, term.center)
@@ -216,7 +244,8 @@ class Recipe:
                 batch = batch.with_token(loss_mask=loss_mask_from(function(batch, **options), batch, name))
         left = torch.zeros_like(batch.sequence["truncated"])
         left[batch.sequence_ids[batch.loss_mask]] = True
-        return batch.select(left.nonzero().squeeze(1))
+        batch = batch.select(left.nonzero().squeeze(1))
+        return batch.with_sequence(chosen=better_of_two(batch)) if self.is_paired else batch
 
 
 def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:

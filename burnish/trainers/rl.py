@@ -1,7 +1,7 @@
 """The RL loop. Every algorithm, every place to run, every kind of rollout source goes through these lines.
 
     rollouts = gather(...)        from the source: prompts drawn, sampled, scored; group filters; again while they leave too few groups
-    batch = prepare(...)          old and reference log-probs, values, KL, advantages
+    batch = prepare(...)          old and reference log-probs, values, process rewards, KL, advantages
     batch = trim(...)             sample filters
     for mini_batch in ...:        epochs and mini-batches
         update(...)               critic, then policy: exactly one optimizer step of the policy
@@ -22,6 +22,7 @@ from torch.autograd.profiler import record_function
 from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.surprise import surprise
 from burnish.algorithms.losses import NllLoss
+from burnish.algorithms.replay import is_replayed
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
@@ -108,8 +109,8 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
 
 
 def num_kept_groups(batch: Batch, recipe: Recipe) -> int:
-    """Groups that the group filters keep."""
-    return compact_ids(batch.sequence["group_ids"][recipe.wanted(batch)])[1]
+    """New groups that the group filters keep."""
+    return compact_ids(batch.sequence["group_ids"][recipe.wanted(batch) & ~is_replayed(batch)])[1]
 
 
 def learn(job: Job, step: int, batch: Batch) -> Learned:
@@ -121,7 +122,9 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     critic = config.algorithm.critic
     warming = critic is not None and step <= critic.warmup_steps
     try:
-        whole, stats, budget, notes = recipe.prepare(batch, job.learner, job.reference, job.critic, state, warming)
+        whole, stats, budget, notes = recipe.prepare(
+            batch, job.learner, job.reference, job.critic, state, warming, job.process
+        )
     except BudgetError as error:
         raise explained(job, step, error) from error
     for text in notes:
@@ -156,9 +159,9 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
 
 def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
     """What follows the updates of a step: the engine's version, the reference, prompt statistics, controllers."""
-    job.learner.release()
-    if job.critic is not None:
-        job.critic.learner.release()
+    for learner in job.learners:
+        learner.release()
+    job.source.learnt(step, rollouts, learned.batch)
     job.source.load(step)
     if job.reference is not None and job.reference.after_step(job.learner.model, step) and job.reference.restarts:
         job.learner.reset_optimizer()

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from burnish.config.load import dump
+from burnish.config.placement import scores_elsewhere
 from burnish.config.schema import TrainConfig
+from burnish.controller.judge import EngineJudge
 from burnish.controller.memory import planned
 from burnish.controller.placement import check_placement
 from burnish.controller.roles import build_policy, build_scorers
 from burnish.controller.start import open_cluster
+from burnish.rewards.parts import JUDGE, MODEL
 from burnish.rewards.rewards import Rewards
 from burnish.run.directory import RunDirectory, run_name
 from burnish.run.metrics import read
@@ -34,7 +37,8 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
     place = _place(config, name)
-    with RunDirectory.claim(*place) as directory, Rewards(config.reward, base) as rewards:
+    elsewhere = scores_elsewhere(config.placement)
+    with RunDirectory.claim(*place) as directory, Rewards(config.reward, base, elsewhere) as rewards:
         check_placement(config.placement)
         sources = [*config.data.train, *config.data.validation]
         is_here = config.placement.name == "local"
@@ -44,7 +48,10 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         # Where others train, this process holds weights for a warm start only, and then no more.
         model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})
         policy = build_policy(model, sources, config.seed, base)
-        rewards.hand_in(build_scorers(config.reward, policy.tokenizer, base))
+        kinds = (JUDGE,) if elsewhere else (MODEL, JUDGE)
+        scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
+        rewards.hand_in(scorers)
+        notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
         parts = check_parts(config, base, policy, rewards)
         parts.notes = [*notes, *parts.notes]
         parts.memory = MemoryWatch(memory, "training") if memory is not None else None

@@ -1,6 +1,6 @@
-"""What a trainer asks of a learner, a reference and a critic, wherever they are.
+"""What a trainer asks of a learner, a reference, a critic and a process reward model, wherever they are.
 
-`Learner`, `Reference` and `Critic` are these in the trainer's own process; `controller/proxies.py` has those whose work is
+`Learner`, `Reference`, `Critic` and `ProcessModel` are these in the trainer's own process; `controller/proxies.py` has those whose work is
 done by other processes.
 """
 
@@ -100,6 +100,23 @@ class AnyCritic(Protocol):
     def values(self, batch: Batch) -> Tensor: ...
 
     def update(self, mini_batch: Batch) -> Update: ...
+
+    def contents(self, stage: Stage) -> list[Content]: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class AnyProcess(Protocol):
+    """A language model and its frozen start, for process rewards; `ProcessModel` says what each method means."""
+
+    @property
+    def learner(self) -> AnyLearner: ...
+
+    def logprobs(self, batch: Batch) -> Tensor: ...
+
+    def prior(self, batch: Batch) -> Tensor: ...
+
+    def update(self, mini_batch: Batch, loss: Loss) -> Update: ...
 
     def contents(self, stage: Stage) -> list[Content]: ...
 

@@ -54,7 +54,7 @@ def _changes(setup: Setup) -> list[tuple[str, dict[str, Any], bool]]:
         rounded = with_options(optimizer, precision="stochastic")
         found.append((f"{where}.optimizer.precision=stochastic", {"optimizer": rounded}, False))
     if setup.lora is None:
-        reference = setup.reference if setup.reference == "none" else "off"
+        reference = setup.reference if setup.reference in ("none", "teacher") else "off"
         found.append(("model.lora={}", {"lora": Lora(), "reference": reference}, False))
     return found
 

@@ -1,7 +1,7 @@
 """Where a run's memory goes, before anything is loaded.
 
-A run holds most in one of three phases: while it samples (the engine's cache), while the policy learns, while the critic
-does. What is resident is there in all of them: weights, master copies and moments, a reference. The engine's cache is given
+A run holds most in one of its phases: while it samples (the engine's cache), while the policy learns, while the critic or
+the process reward model does. What is resident is there in all of them: weights, master copies and moments, a reference. The engine's cache is given
 back while the learners work.
 """
 
@@ -24,6 +24,7 @@ CONTEXT = int(0.75 * GIB)
 PROCESS = int(0.45 * GIB)
 """What a process with torch in it takes on a CPU before it has a model."""
 SAMPLING, POLICY, CRITIC = "sampling", "the policy learns", "the critic learns"
+PROCESS_MODEL = "the process reward model learns"
 """The phases of a run."""
 
 
@@ -45,9 +46,13 @@ class Setup:
     spread: float = 1.0
     """Tokens of a packing for each row that is computed, at most: above 1 where samples share their prompt."""
     reference: str = "none"
-    """none, off (the policy without its adapter), copy, or ema."""
+    """none, off (the policy without its adapter), copy, ema, or teacher."""
+    teacher: int = 0
+    """Parameters of a teacher."""
     full_kl: bool = False
     critic: Optimizer | None = None
+    process: Optimizer | None = None
+    """Of a process reward model."""
     cache: int = 0
     """Bytes of the engine's cache, which sleeps while the learners work."""
     engine_copy: bool = False
@@ -136,6 +141,13 @@ def plan(setup: Setup) -> Plan:
             critic = replace(critic, weights=own)
         learners[CRITIC] = critic
         others.append(Part("critic", critic.resident, "weights, master copies, moments"))
+    if setup.process is not None:
+        process = footprint(model, setup.process, replace(setup.learning, full_kl=False), setup.on_gpu)
+        if setup.lora is not None:
+            process = replace(process, weights=sum(p.nbytes for p in model.parameters() if p.requires_grad))
+        learners[PROCESS_MODEL] = process
+        start = 0 if setup.lora is not None else process.weights
+        others.append(Part("process reward model", process.resident + start, "weights, copies, moments; its start"))
     resident = [*_parts_of_state(setup, actor), *others]
     phases = {name: _parts_of_learning(setup, name, learners) for name in learners}
     if setup.cache:
@@ -207,6 +219,9 @@ def _gathered(setup: Setup, model: Decoder) -> list[Part]:
 def _reference(setup: Setup, actor: Footprint) -> list[Part]:
     if setup.reference in ("none", "off"):
         return []
+    if setup.reference == "teacher":
+        size = setup.teacher * getattr(torch, setup.dtype).itemsize // setup.shards
+        return [Part("teacher", size, f"{setup.teacher:,} parameters")]
     held = actor.weights if setup.lora is None else actor.gradients or actor.sums
     if setup.reference == "ema" and setup.dtype != "float32":
         return [Part("reference", held + actor.sums, "a copy and its float32 average")]

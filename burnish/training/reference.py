@@ -4,6 +4,7 @@
 - ema: an exponential moving average of the weights, `ref <- (1-eta) ref + eta theta` after every optimizer step (T1,
   2501.11651).
 - hard_sync: a copy of the policy, made again every N steps (R1, 2501.12948; ORZ, 2503.24290).
+- teacher: another model, read from a directory (GKD, 2306.13649).
 - iterate: the policy at the start of the current iteration of N steps, each an optimisation of its own: the trainer
   also resets the optimizer there (Kimi k1.5, 2501.12599).
 
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from burnish.algorithms.kl import ema_update
+from burnish.config.schema import Model
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.ops.kl import Distribution
+from burnish.models.policy import load_policy
 from burnish.run.contents import Content
 from burnish.run.staging import Stage
 from burnish.training.forward import Packing, Piece, batch_outputs
@@ -47,6 +50,8 @@ class Reference:
     """Whether a change begins a new optimisation, without the moments of the old one."""
     is_policy = False
     """Whether it is the policy itself, as it is before a step's first update."""
+    top: int | None = None
+    """How many tokens a KL over the vocabulary tells apart; None is all."""
 
     def __init__(self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO) -> None:
         self.held = hold(model, self.moves)
@@ -70,7 +75,8 @@ class Reference:
         """What the reference says at the wanted tokens of a micro-batch, for a KL over the whole vocabulary."""
         with self._weights() as model:
             assert isinstance(model, Decoder), "the config refuses another model"
-            return model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
+            found = model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
+        return found._replace(top=self.top)
 
     def _weights(self) -> AbstractContextManager[nn.Module]:
         """The model with the reference's weights."""
@@ -189,11 +195,48 @@ class CurrentReference(Reference):
         return True
 
 
+class TeacherReference(Reference):
+    """The model of a directory, in the policy's type and on its device; without one, the model as it is now.
+
+    A teacher may have more rows for tokens that do not exist than the policy has: a KL over the vocabulary leaves them out.
+    """
+
+    num_rows: int | None = None
+    """Tokens that the policy tells apart; None: as many as the teacher."""
+
+    def __init__(
+        self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO, path: str | None = None
+    ) -> None:
+        if path is None:
+            super().__init__(model, token_budget, temperature, ranks)
+            return
+        self.held = Held(load_teacher(model, path))
+        self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
+        distribute(self.held.model, ranks)
+        own, teachers = (m.head_weight.shape[0] if isinstance(m, Decoder) else 0 for m in (model, self.held.model))
+        self.num_rows = own if teachers > own else None
+
+    def distribution(self, piece: Piece) -> Distribution:
+        """As of any reference, over the tokens the policy has."""
+        found = super().distribution(piece)
+        return found if self.num_rows is None else found._replace(weight=found.weight[: self.num_rows])
+
+
+def load_teacher(model: nn.Module, path: str) -> nn.Module:
+    """The model of a directory beside `model`, whose type and device it has; nothing of it is trained."""
+    weight = next(model.parameters())
+    config = Model.model_validate(
+        {"path": path, "dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
+    )
+    return load_policy(config, Path(path), None, 0).module.requires_grad_(False).eval()
+
+
 REFERENCES: dict[str, type[Reference]] = {
     "frozen": Reference,
     "ema": EmaReference,
     "hard_sync": HardSyncReference,
     "iterate": IterateReference,
+    "teacher": TeacherReference,
 }
 
 

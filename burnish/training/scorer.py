@@ -6,6 +6,8 @@
 Where its tokenizer is the policy's, it reads the very tokens the policy read and wrote; otherwise text goes through its
 own chat template. A text it cannot score (longer than its positions, a score that is no number) is a failure of the
 scorer, which leaves the sample without a reward; it is never a 0.
+
+With a `delimiter` it is a process reward model: read at the end of every step, and made one score by an aggregation.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from burnish.algorithms.steps import AGGREGATIONS, aggregate
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options
 from burnish.config.schema import Template
@@ -31,10 +35,13 @@ from burnish.models.score import ScoreModel, load_scorer, score_positions
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.types import Failure, Result, ScoreRequest
 from burnish.training.forward import Packing, batch_outputs
+from burnish.training.steps import step_ends
 
 STATISTICS = "scores.json"
 """Beside a scorer's weights: where its scores of held-out answers lie."""
 DTYPES = ("float32", "bfloat16", "float64")
+EACH = "each"
+"""The aggregation that leaves the score of every step where the step ends."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,11 @@ class ScorerOptions:
     """Subtract the mean of its scores of held-out answers and divide by their standard deviation (`scores.json`)."""
     clip: float | None = None
     """Scores are cut to -clip..clip, after standardising."""
+    delimiter: str | None = None
+    """What stands between the steps of an answer, such as a blank line: each is scored at its end, as the chance 1 / (1 + exp(-score))
+    that it is right, after standardising and clipping. Without one the answer is scored as a whole."""
+    aggregate: str = "min"
+    """The score of an answer from those of its steps: last, min, prod, mean; or each, which rewards every step at its last token."""
 
     @staticmethod
     def of(options: Mapping[str, Any], where: str) -> ScorerOptions:
@@ -65,7 +77,23 @@ class ScorerOptions:
             raise UserError(f"{where}: token_budget should be a whole number above 0, got {made.token_budget!r}")
         if made.clip is not None and not (isinstance(made.clip, int | float) and made.clip > 0):
             raise UserError(f"{where}: clip should be a number above 0, got {made.clip!r}")
+        if made.delimiter is not None and not (isinstance(made.delimiter, str) and made.delimiter):
+            raise UserError(f"{where}: delimiter should be a text, got {made.delimiter!r}")
+        if made.aggregate not in (*AGGREGATIONS, EACH):
+            raise UserError(f"{where}: aggregate {made.aggregate!r} is not one of {', '.join(AGGREGATIONS)}, {EACH}")
+        if made.delimiter is None and "aggregate" in options:
+            raise UserError(
+                f"{where}: aggregate has no effect without delimiter, by which an answer is divided into steps"
+            )
         return made
+
+
+class Text(NamedTuple):
+    """What a scorer reads of an answer and its prompt."""
+
+    tokens: list[int]
+    written: list[bool]
+    """Which of the tokens are the answer's."""
 
 
 class ModelScorer:
@@ -81,26 +109,33 @@ class ModelScorer:
         self.shift, self.scale = _statistics(directory) if options.standardise else (0.0, 1.0)
         self.reads_tokens = self.tokenizer.means_the_same_as(policy_tokenizer)
         """Whether token ids of the policy are its own."""
+        if options.delimiter is not None and options.aggregate == EACH and not self.reads_tokens:
+            raise UserError(
+                f"aggregate: each rewards the policy's tokens, and {directory} has another tokenizer: use last, min, prod or mean"
+            )
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Result | Failure]:
         """The score of each answer, in order. Which others are scored with it changes rounding at most."""
         found: dict[int, Result | Failure] = {}
-        texts: dict[int, list[int]] = {}
+        texts: dict[int, Text] = {}
         # In the order of their ids: how completions happened to end does not decide what is packed together.
         for index in sorted(range(len(requests)), key=lambda i: requests[i].id):
-            tokens = self.tokens_of(requests[index])
-            if isinstance(tokens, Failure):
-                found[index] = tokens
+            text = self.text_of(requests[index])
+            if isinstance(text, Failure):
+                found[index] = text
             else:
-                texts[index] = tokens
-        for index, score in zip(texts, self.scores(list(texts.values())), strict=True):
-            found[index] = self._result(score)
+                texts[index] = text
+        ends = [self.ends_of(text) for text in texts.values()]
+        scores = self.scores([text.tokens for text in texts.values()], ends)
+        for (index, text), where, each in zip(texts.items(), ends, scores, strict=True):
+            found[index] = self._result(text, where, each)
         return [found[index] for index in range(len(requests))]
 
-    def tokens_of(self, request: ScoreRequest) -> list[int] | Failure:
+    def text_of(self, request: ScoreRequest) -> Text | Failure:
         """What is scored: the trajectory's own tokens where they mean the same here, else its text in our template."""
         if self.reads_tokens and request.tokens is not None:
             tokens = [int(token) for token in request.tokens]
+            mask = [True] * len(tokens) if request.written is None else [bool(one) for one in request.written]
         else:
             row = Row(request.id, request.prompt, request.data_source, None, {}, completion=request.completion)
             try:
@@ -113,28 +148,46 @@ class ModelScorer:
         longest = self.model.arch.max_positions
         if len(tokens) > longest:
             return Failure(f"{len(tokens)} tokens are more than the {longest} positions of the reward model")
-        return tokens if tokens else Failure("there is no token to score")
+        return Text(tokens, mask) if tokens else Failure("there is no token to score")
 
-    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The raw score of token sequences."""
+    def ends_of(self, text: Text) -> list[int]:
+        """Where a text is scored: at the ends of its steps, or at its end alone."""
+        tokens = torch.tensor(text.tokens)
+        last = int(score_positions(tokens, torch.tensor([0, len(text.tokens)]), self.tokenizer.pad_id))
+        if self.options.delimiter is None:
+            return [last]
+        return step_ends(text.tokens, text.written, self.tokenizer, self.options.delimiter, last)
+
+    def scores(self, texts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The raw scores of token sequences up to each of these positions, that one included."""
         if not texts:
             return []
         tokens = torch.tensor([token for text in texts for token in text])
         offsets = offsets_from_lengths(torch.tensor([len(text) for text in texts]))
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        mask[score_positions(tokens, offsets, self.tokenizer.pad_id)] = True
+        mask[[start + end for start, some in zip(offsets.tolist(), ends, strict=False) for end in some]] = True
         batch = Batch(tokens, offsets, {"loss_mask": mask}).to(self.device)
         values = batch_outputs(self.model, batch, frozenset({"value"}), self.packing, 1.0, "loss_mask")["value"]
-        scores: list[float] = values[batch.loss_mask].tolist()
-        return scores
+        found = iter(values[batch.loss_mask].tolist())
+        return [list(islice(found, len(some))) for some in ends]
 
-    def _result(self, score: float) -> Result | Failure:
-        if not math.isfinite(score):
-            return Failure(f"the reward model's score is {score}")
-        value = (score - self.shift) / self.scale
+    def _result(self, text: Text, ends: Sequence[int], scores: Sequence[float]) -> Result | Failure:
+        if strange := [score for score in scores if not math.isfinite(score)]:
+            return Failure(f"the reward model's score is {strange[0]}")
+        values = [(score - self.shift) / self.scale for score in scores]
         if self.options.clip is not None:
-            value = max(-self.options.clip, min(self.options.clip, value))
-        return Result(value)
+            values = [max(-self.options.clip, min(self.options.clip, value)) for value in values]
+        if self.options.delimiter is None:
+            return Result(values[0])
+        chances = torch.tensor(values, dtype=torch.float64).sigmoid().tolist()
+        shown = " ".join(f"{chance:.3f}" for chance in chances)
+        told: dict[str, Any] = {"parts": {"steps": float(len(chances))}, "details": f"steps {shown}"}
+        if self.options.aggregate != EACH:
+            return Result(aggregate(chances, self.options.aggregate), **told)
+        # The end of the answer may be a token that nobody wrote; what it earned belongs to the last that was.
+        last = max((position for position, is_written in enumerate(text.written) if is_written), default=0)
+        where = [*ends[:-1], last]
+        return Result(sum(chances), steps=tuple(zip(where, chances, strict=True)), **told)
 
 
 def _statistics(directory: Path) -> tuple[float, float]:

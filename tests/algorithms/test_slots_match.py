@@ -30,8 +30,10 @@ from burnish.config.algorithm import Algorithm
 from burnish.config.critic import Critic
 from burnish.config.load import from_preset
 from burnish.config.presets import PRESETS
+from burnish.config.process import ProcessModel
 from burnish.config.slots import TABLE, Aggregation, Auxiliary, Entropy, Kl, Plugin, Record, Refill, Slot
 from burnish.config.slots.filters import FILTERS
+from burnish.config.slots.replay import Replay
 from burnish.config.slots.terms import EntropyTarget, KlLoss, KlReward, KlTarget
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
@@ -85,7 +87,8 @@ def test_options_are_the_functions_parameters_with_the_same_defaults(slot: str, 
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "ranks"]
     required = {f for f, info in record.model_fields.items() if info.is_required()}
     taken = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty or p.name in required}
-    own = {k: f.get_default(call_default_factory=True) for k, f in record.model_fields.items() if k != "name"}
+    options = {k: f for k, f in record.model_fields.items() if k not in ("name", *record.of_rollouts)}
+    own = {k: f.get_default(call_default_factory=True) for k, f in options.items()}
     assert {k: None if k in required else v or None for k, v in taken.items()} == {
         k: None if k in required else v or None for k, v in own.items()
     }
@@ -124,12 +127,13 @@ def make_batch() -> Batch:
             "sum_p2": torch.rand(size, generator=generator, dtype=torch.float64),
             "critic": numbers(),
             "process_rewards": numbers(),
-            "teacher_logp": old + numbers(0.5),
+            "author_logp": old + numbers(0.5),
             "behaviour_logp": old + numbers(0.5),
             "identity": torch.arange(size),
         },
         sequence={
             "group_ids": torch.tensor([0, 0, 1, 1, 1, 2, 3, 3]),
+            "trajectory_ids": torch.arange(8),
             "key": torch.arange(8) * 977 + 7,
             "reward": torch.tensor([1, 0, 0.3, 0.8, -1, 0.5, 1, 1], dtype=torch.float64),
             "accuracy": torch.tensor([1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.float64),
@@ -155,19 +159,35 @@ def make_pairs() -> Batch:
     )
 
 
-def make_steps() -> Batch:
-    """Trajectories of several sequences, states that come again; and the same sequences as edges of trees."""
+def make_trees() -> Batch:
+    """Two trees of answers: the first token is an edge, the others another; the first answer that has an edge trains it."""
     batch = make_batch()
-    return batch.with_sequence(
+    paths = [[1, 11], [1, 12], [2, 21], [2, 22], [2, 23], [3, 31], [3, 32], [4]]
+    first = torch.tensor([True, False, True, False, False, True, False, True])[batch.sequence_ids]
+    deep = torch.tensor([len(path) - 1 for path in paths])[batch.sequence_ids]
+    edge = torch.minimum(batch.positions - 1, deep)
+    ids = torch.where(batch.action_mask & (first | (edge == deep)), edge, -1)
+    lengths = torch.tensor([len(path) for path in paths])
+    nodes = Ragged(torch.tensor([node for path in paths for node in path]), offsets_from_lengths(lengths))
+    batch = batch.with_token(segment_ids=ids, loss_mask=ids >= 0)
+    batch = batch.with_sequence(
         group_ids=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]),
-        trajectory_ids=torch.tensor([0, 0, 1, 1, 1, 2, 2, 3]),
-        reward=torch.tensor([1, 1, 0, 0, 0, 1, 1, 0.5], dtype=torch.float64),
-        state_ids=torch.tensor([0, 1, 0, 2, 0, 0, 1, 0]),
-        step=torch.tensor([0, 1, 0, 1, 2, 0, 1, 0]),
-        step_reward=torch.tensor([0, 1, 0, 0.5, 0, 0, 1, 0.25], dtype=torch.float64),
-        node_ids=torch.tensor([1, 2, 3, 4, 5, 7, 8, 9]),
-        parent_ids=torch.tensor([0, 0, 1, 1, 1, 6, 6, 7]),
+        reward=torch.tensor([1, 0, 0, 0.5, 1, 1, 1, 0.5], dtype=torch.float64),
     )
+    return Batch(batch.tokens, batch.offsets, batch.token, batch.sequence, {"nodes": nodes})
+
+
+def make_turns() -> Batch:
+    """Every answer in two turns that begin in states which come again."""
+    batch = make_batch()
+    states = torch.tensor([5, 6, 5, 5, 5, 7, 5, 6, 6, 5, 5, 6, 5, 7, 7, 5])
+    columns = {
+        "turn_start": torch.tensor([1, 2] * 8),
+        "turn_state": states,
+        "turn_reward": (torch.arange(16) % 3).double() / 4,
+    }
+    ragged = {name: Ragged(values, torch.arange(0, 17, 2)) for name, values in columns.items()}
+    return Batch(batch.tokens, batch.offsets, batch.token, batch.sequence, ragged)
 
 
 def make_segments() -> Batch:
@@ -180,7 +200,7 @@ def make_segments() -> Batch:
     return Batch(batch.tokens, batch.offsets, batch.token, batch.sequence, {"border_values": borders})
 
 
-BATCHES = {"pairs": make_pairs, "steps": make_steps, "segments": make_segments}
+BATCHES = {"pairs": make_pairs, "trees": make_trees, "segments": make_segments, "turns": make_turns}
 
 
 class Scorer:
@@ -231,13 +251,14 @@ def algorithm_of(base: dict[str, Any]) -> Algorithm:
 
 KL_LOSS = {"kl": {"loss": {"coef": 0.5}, "reference": "frozen"}}
 KL_REWARD = {"kl": {"reward": {"estimator": "k1", "coef": 0.5}, "reference": "frozen"}, "advantage": "reinforce"}
+TAUGHT = {"reward": {"coef": 0.5}, "reference": "teacher"}
 FROZEN = {"kl": {"reference": "frozen"}}
 NORM = {"aggregation": "seq-mean-token-sum-norm"}
 BARE = {"ratio": "none", "clip": "none"}
 WEIGHTS = {"loss": "sg_logprob"}
 GAE = {"advantage": {"name": "gae", "lam": 0.9, "gamma": 0.9}, "critic": {}}
 FADING = {"advantage": {"name": "reinforce", "gamma": 0.5}}
-STEPS, SEGMENTS = {"batch": "steps"}, {"batch": "segments"}
+TREES, SEGMENTS = {"batch": "trees"}, {"batch": "segments"}
 PAIRS = {**BARE, "advantage": "none", "batch": "pairs"}
 COV = {"clip": {"name": "clip_cov", "share": 0.2, "low_cov": 0.05, "high_cov": 5.0, "low": 0.5, "high": 0.5}}
 REPEATS = {"shaping": [{"name": "repetition", "ngram": 2}]}
@@ -306,15 +327,15 @@ MOVES: dict[str, list[Move]] = {
     "GdpoAdvantage.ddof": advantage("gdpo", "ddof", 0),
     "OtbAdvantage.tail": advantage("otb", "tail", "zero"),
     "SoftmeanAdvantage.beta": advantage("softmean", "beta", 3.0),
-    "PrimeRlooAdvantage.process_coef": advantage("prime_rloo", "process_coef", 1.0),
-    "PrimeRlooAdvantage.outcome_coef": advantage("prime_rloo", "outcome_coef", 1.0),
-    "PrimeRlooAdvantage.norm": advantage("prime_rloo", "norm", "none"),
-    "PrimeRlooAdvantage.whiten": advantage("prime_rloo", "whiten", False),
-    "PrimeRlooAdvantage.ddof": advantage("prime_rloo", "ddof", 0),
-    "GigpoAdvantage.omega": advantage("gigpo", "omega", 0.5, **STEPS),
-    "GigpoAdvantage.gamma": advantage("gigpo", "gamma", 0.5, **STEPS),
-    "GigpoAdvantage.normalise": advantage("gigpo", "normalise", "std", **STEPS),
-    "SpoTreeAdvantage.normalise": advantage("spo_tree", "normalise", "std", **STEPS),
+    "PrimeRlooAdvantage.process_coef": advantage("prime_rloo", "process_coef", 1.0, process={}),
+    "PrimeRlooAdvantage.outcome_coef": advantage("prime_rloo", "outcome_coef", 1.0, process={}),
+    "PrimeRlooAdvantage.norm": advantage("prime_rloo", "norm", "none", process={}),
+    "PrimeRlooAdvantage.whiten": advantage("prime_rloo", "whiten", False, process={}),
+    "PrimeRlooAdvantage.ddof": advantage("prime_rloo", "ddof", 0, process={}),
+    "GigpoAdvantage.omega": advantage("gigpo", "omega", 0.5, batch="turns"),
+    "GigpoAdvantage.gamma": advantage("gigpo", "gamma", 0.5, batch="turns"),
+    "GigpoAdvantage.normalise": advantage("gigpo", "normalise", "std", batch="turns"),
+    "SpoTreeAdvantage.normalise": advantage("spo_tree", "normalise", "std", **TREES),
     "PpoClip.low": [({}, "clip.low", [0.1])],
     "PpoClip.high": [({}, "clip.high", [0.28])],
     "PpoClip.dual": [({}, "clip.dual", [1.5])],
@@ -346,7 +367,9 @@ MOVES: dict[str, list[Move]] = {
     "BceLoss.class_weights": [({**BARE, "advantage": "none", "loss": "bce"}, "loss.class_weights", [False])],
     "BceLoss.per_token": [({**BARE, "advantage": "none", "loss": "bce"}, "loss.per_token", [True])],
     "MixedLoss.gamma": [({**BARE, "loss": "mixed_offpolicy"}, "loss.gamma", [0.5])],
-    "MixedLoss.teacher": [({**BARE, "loss": "mixed_offpolicy"}, "loss.teacher", [True])],
+    "MixedLoss.weight": [({**BARE, "loss": "mixed_offpolicy"}, "loss.weight", ["author", "mixture"])],
+    "MixedLoss.focus": [({**BARE, "loss": "mixed_offpolicy"}, "loss.focus", [0.5])],
+    "MixedLoss.clip": [({**BARE, "loss": "mixed_offpolicy"}, "loss.clip", [0.2])],
     "DpoLoss.beta": [({**PAIRS, **FROZEN, "loss": "dpo"}, "loss.beta", [0.5])],
     "DpoLoss.smoothing": [({**PAIRS, **FROZEN, "loss": "dpo"}, "loss.smoothing", [0.1])],
     "DpoLoss.average": [({**PAIRS, **FROZEN, "loss": "dpo"}, "loss.average", [True])],
@@ -362,6 +385,7 @@ MOVES: dict[str, list[Move]] = {
     "DifficultyBandFilter.low": listed("filters", "difficulty_band", "low", 0.4),
     "DifficultyBandFilter.high": listed("filters", "difficulty_band", "high", 0.4),
     "CppoFilter.prune": listed("filters", "cppo", "prune", 0.25),
+    "TreeEdgesFilter.most": listed("filters", "tree_edges", "most", 2, 3, advantage="spo_tree", **TREES),
     "ProbMaskFilter.below": listed("filters", "prob_mask", "below", 0.2),
     "PfPpoFilter.mode": listed("filters", "pf_ppo", "mode", "best_worst", "best_random", "best"),
     "PfPpoFilter.power": listed("filters", "pf_ppo", "power", 0.0),
@@ -395,7 +419,7 @@ MOVES: dict[str, list[Move]] = {
     "SeedCorrection.lower": correction("seed", "lower", 0.9, mode="mask"),
     "SeedCorrection.level": correction("seed", "level", "sequence", "geometric"),
     "SeedCorrection.mode": correction("seed", "mode", "mask"),
-    "SeedCorrection.veto": correction("seed", "veto", 0.7, None, veto=0.5),
+    "SeedCorrection.veto": correction("seed", "veto", 0.9, None, veto=0.7),
     "SeedCorrection.target": correction("seed", "target", "mask", mode="mask"),
     "DecoupledCorrection.weights": correction("decoupled", "weights", "token", "sequence"),
     "DecoupledCorrection.threshold": correction("decoupled", "threshold", 1.2, (0.8, 1.2), weights="token"),
@@ -412,6 +436,8 @@ MOVES: dict[str, list[Move]] = {
     "Aggregation.horizon": [(NORM, "aggregation.horizon", [3])],
     "KlLoss.estimator": [(KL_LOSS, "kl.loss.estimator", ["k1", "abs", "k2", "k1+", "abs+", "k3+"])],
     "KlLoss.coef": [(KL_LOSS, "kl.loss.coef", [0.25])],
+    "TeacherReference.path": [],  # a directory: `tests/training/test_teacher.py`
+    "DistillationAdvantage.outcome": advantage("distillation", "outcome", 0.5, kl=TAUGHT),
     "KlLoss.is_corrected": [(KL_LOSS, "kl.loss.is_corrected", [True])],
     "KlReward.estimator": [(KL_REWARD, "kl.reward.estimator", ["abs", "k2", "k3"])],
     "KlReward.coef": [(KL_REWARD, "kl.reward.coef", [0.25])],
@@ -427,9 +453,9 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "advantage": {
         name: {"advantage": name}
         for name in ADVANTAGES
-        if name not in ("gae", "none", "gigpo", "spo_tree", "spo_chain", "grpo_passk", "opo")
+        if name not in ("gae", "prime_rloo", "none", "gigpo", "spo_tree", "spo_chain", "grpo_passk", "opo")
     }
-    | {"gae": GAE, "opo": {"advantage": "opo"}},
+    | {"gae": GAE, "opo": {"advantage": "opo"}, "prime_rloo": {"advantage": "prime_rloo", "process": {}}},
     "ratio": {name: {"clip": "none", "ratio": name, **FADING} for name in RATIOS if name != "none"}
     | {"none": {**BARE, "loss": "logprob"}},
     "clip": {
@@ -464,7 +490,9 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "budget": named("correction", "budget", k3_kl=0.001),
     },
     "filters": {name: {"filters": [name]} for name in FUNCTIONS["filters"]}
-    | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}},
+    | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}}
+    | {"tree_edges": {"filters": ["tree_edges"], "advantage": "spo_tree", **TREES}}
+    | {"pairs": {**BARE, "advantage": "none", "loss": "simpo", "filters": ["pairs"]}},
     "shaping": {name: {"shaping": [name], "advantage": "reinforce"} for name in SHAPERS if name != "stop_properly"}
     | {"stop_properly": listed("shaping", "stop_properly", "", options={"coef": -0.5}, advantage="reinforce")[0][0]}
     | {"repetition": {**REPEATS, "advantage": "reinforce"}, "repetition_dense": DENSE}
@@ -494,6 +522,7 @@ def current(base: dict[str, Any], path: str) -> Any:
 def all_options() -> list[tuple[str, type[Record], str]]:
     records: list[type[Record]] = [r for records in TABLE.values() for r in records]
     records += [Aggregation, Kl, KlLoss, KlReward, KlTarget, Entropy, EntropyTarget, Auxiliary, Refill, Critic]
+    records += [ProcessModel, Replay]
     return [
         (f"{r.__name__}.{f}", r, f)
         for r in records

@@ -14,12 +14,12 @@ def output(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_table_has_a_row_a_preset_marks_what_waits_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_a_preset_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = output(capsys).splitlines()
     assert header.strip() == "changes in grpo"
-    names = [row.split()[0] for row in rows if row and not row.startswith((" ", "* "))]
-    assert names == [f"{name}*" if from_preset(name).waits else name for name in PRESETS]
-    assert {"prime*", "dpo", "dapo"} <= set(names)
+    names = [row.split()[0] for row in rows if row and not row.startswith((" ", "`"))]
+    assert names == list(PRESETS)
+    assert {"prime", "dpo", "dapo"} <= set(names)
     assert max(map(len, rows)) <= 120
     assert "advantage: grpo(std=none); aggregation: seq-mean-token-sum-norm; kl: none" in "\n".join(rows)
 
@@ -29,7 +29,7 @@ def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back
     text = output(capsys, name)
     algorithm, preset = from_preset(name), PRESETS[name]
     words = " ".join(text.split())
-    for said in (preset.title, preset.paper, preset.solves, preset.note, *algorithm.waits):
+    for said in (preset.title, preset.paper, preset.solves, preset.note):
         assert said in words
     for _, choice in algorithm.choices():
         if choice.name != "none":
@@ -41,7 +41,7 @@ def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back
 
 def test_slots_that_are_off_are_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "vapo").splitlines()
-    assert "off: kl, entropy, filters, refill, shaping, curriculum, correction" in lines
+    assert "off: kl, entropy, filters, refill, replay, shaping, curriculum, correction, process" in lines
     for on in ("critic: warmup_steps=50, optimizer.lr=2e-06", "auxiliary: positive_nll=0.1"):
         assert on in lines
 

@@ -16,6 +16,7 @@ import yaml
 
 from burnish.cli import launch
 from burnish.cli import main as cli
+from burnish.config.placement import RayPlacement
 from tests.controller.toy import TOY
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
@@ -131,8 +132,8 @@ def test_an_address_where_nobody_listens_is_told_at_once(
 # --- the examples --------------------------------------------------------------------------------------------------------
 
 
-def example(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", DOCS, re.DOTALL)
+def example(language: str, begins: str = "") -> str:
+    found = re.findall(rf"```{language}\n({begins}.*?)```", DOCS, re.DOTALL)
     assert len(found) == 1
     return str(found[0])
 
@@ -145,6 +146,11 @@ def launch_line(text: str, **variables: str) -> Any:
     parser = argparse.ArgumentParser()
     launch.add_arguments(parser)
     return parser.parse_intermixed_args(line.split())
+
+
+def test_the_example_of_pools_is_a_placement() -> None:
+    wanted = RayPlacement.model_validate(yaml.safe_load(example("yaml", "placement:"))["placement"])
+    assert [wanted.size(role) for role in ("actor", "rollout", "reference", "critic", "reward")] == [4, 4, 2, 2, 2]
 
 
 def test_the_slurm_example_is_a_script(tmp_path: Path) -> None:
@@ -162,7 +168,7 @@ def test_the_slurm_example_is_a_script(tmp_path: Path) -> None:
 
 
 def test_the_kubernetes_example_is_a_ray_job() -> None:
-    manifest = yaml.safe_load(example("yaml"))
+    manifest = yaml.safe_load(example("yaml", "apiVersion:"))
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
     spec = manifest["spec"]
     cluster = spec["rayClusterSpec"]

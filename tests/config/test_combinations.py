@@ -14,7 +14,10 @@ from burnish.config.schema import TrainConfig
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits"]
 BARE = {"ratio": "none", "clip": "none"}
+ONLINE = {**BARE, "advantage": "none", "loss": "simpo"}
 KL_REWARD = {"reward": {"coef": 0.1}, "reference": "frozen"}
+TAUGHT = ["algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"]
+SHOWN = ["algorithm=luffy", "data.demonstrations_per_group=1", "data.demonstration_column=answer"]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip": "soft", "ratio": "sequence"}, "clip soft bounds ratio token"),
@@ -33,6 +36,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": "gdpo", "shaping": ["signed"]}, "which advantage gdpo does not read"),
     ({"advantage": "gdpo", "kl": KL_REWARD}, "which advantage gdpo does not read"),
     ({"advantage": "remax", "shaping": ["signed"]}, "not shaped"),
+    ({"advantage": "spo_chain", "shaping": ["signed"]}, "answers continued from its borders, which are not shaped"),
+    ({"advantage": "spo_chain", "kl": KL_REWARD}, "answers continued from its borders, which are not shaped"),
+    ({"advantage": "spo_tree", "kl": KL_REWARD}, "would count those with each of them"),
+    ({"advantage": "spo_tree", "filters": ["overlong"]}, "also trains edges that others pass"),
+    ({"advantage": "spo_tree", "filters": ["positives_only"]}, "also trains edges that others pass"),
+    ({"advantage": "spo_tree", "filters": ["cppo"]}, "also trains edges that others pass"),
+    ({"advantage": "spo_tree", "filters": ["pf_ppo"]}, "also trains edges that others pass"),
+    ({"advantage": "spo_chain", "filters": ["tree_edges"]}, "chooses edges of trees, and advantage spo_chain has none"),
     ({**BARE, "loss": "mine.py:f", "advantage": "remax", "shaping": ["signed"]}, "not shaped"),
     ({"shaping": ["repetition_dense"]}, "a return for every token and gamma 1"),
     ({"shaping": ["repetition_dense"], "advantage": {"name": "reinforce", "gamma": 0.9}}, "and gamma 1"),
@@ -44,6 +55,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"filters": [{"name": "difficulty_band", "low": 0, "high": 1}]}, "keeps everything"),
     ({"filters": ["zero_signal"], "refill": {"short": "fill"}}, "put every refused group back"),
     ({"filters": ["zero_signal"], "refill": {"enough": 0.5}}, "there is only one"),
+    ({"filters": ["pairs"]}, "is for a loss that compares two answers, and loss surrogate does not"),
+    ({**ONLINE, "filters": ["pairs", "overlong"]}, "put pairs last"),
+    ({**ONLINE, "filters": ["pairs"], "correction": "decoupled_token_is"}, "whoever wrote them"),
+    ({"replay": {"uses": 4, "max_age": 2}}, "cannot be reached"),
+    ({**BARE, "loss": "logprob", "replay": {}}, "loss logprob has no ratio to count that with"),
+    ({**BARE, "loss": "mixed_offpolicy", "replay": {}}, "bring demonstrations back"),
 ]
 
 
@@ -58,12 +75,52 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
     ("overrides", "words"),
     [
         (["algorithm=dpo"], "use `burnish prefer` with preference.loss=dpo"),
+        (["algorithm=dpo"], "or add pairs to algorithm.filters"),
+        (
+            ["algorithm.replay.max_age=1", "algorithm.replay.uses=2", "rollout.source=ahead"],
+            "lets none come back: set it above 1",
+        ),
+        (["algorithm=online_dpo", "rollout.n=1"], "needs rollout.n of 2 or more"),
         (["algorithm=lcpo"], "set data.budget={}"),
         (["data.budget={}"], "asks for a length that nothing rewards"),
         (["algorithm=sft"], "use `burnish sft`"),
+        (["algorithm=spo_tree", "rollout.n=1"], "needs rollout.n of 2 or more"),
+        (["algorithm=spo_tree", "environment=game.py:Game"], "game.py:Game cannot be brought back to there"),
+        (["algorithm=spo_chain", "rollout.stop=[x]"], "does not see a rollout.stop string that begins before it"),
+        (["algorithm=spo_chain", "rollout.source=async"], "takes new weights in the middle of them: use sync or ahead"),
+        (
+            ["algorithm=spo_chain", "data.demonstrations_per_group=1", "data.demonstration_column=answer"],
+            "a demonstration shares none",
+        ),
         (["algorithm.auxiliary.sft=0.1"], "imitates data.demonstrations, and there are none"),
         (["data.demonstrations.path=a.jsonl"], "set algorithm.auxiliary.sft"),
         (["data.demonstrations_per_update=8"], "no effect without data.demonstrations"),
+        (["algorithm=on_policy_distillation"], "would be its own teacher"),
+        (["algorithm.advantage=distillation"], "learns from a teacher, and algorithm.kl.reference is frozen"),
+        ([*TAUGHT, "algorithm.shaping=[signed]"], "with outcome=0 does not read"),
+        ([*TAUGHT, "algorithm.advantage.outcome=1", "rollout.n=1"], "compares samples of one prompt"),
+        ([*TAUGHT, "algorithm.kl.loss={coef: 1, top: 4}"], "top belongs to estimator full"),
+        (["data.demonstration_column=a"], "no effect without data.demonstrations_per_group"),
+        (["algorithm=luffy"], "set data.demonstrations_per_group=1"),
+        (
+            ["algorithm=luffy", "data.demonstrations_per_group=1"],
+            "give data.demonstrations or data.demonstration_column",
+        ),
+        ([*SHOWN, "algorithm=grpo"], "would take demonstrations for samples of the policy"),
+        ([*SHOWN, "data.demonstrations.path=a.jsonl"], "data.demonstrations are not used"),
+        ([*SHOWN, "algorithm.advantage=spo_chain"], "a demonstration shares none"),
+        (
+            [*SHOWN, "data.budget={}", "algorithm.shaping=[lcpo_exact]"],
+            "asks for lengths that demonstrations were not written to",
+        ),
+        ([*SHOWN, "environment.name=mine.py:Game"], "a demonstration is one answer"),
+        (["algorithm=prime", "reward.parts=[think_format]"], "must know right from wrong"),
+        (["algorithm.advantage=prime_rloo"], "set algorithm.process={}"),
+        (["algorithm.process={}"], "would be trained for nothing"),
+        (
+            ["algorithm=prime", "algorithm.process.optimizer.precision=stochastic"],
+            "algorithm.process.optimizer.precision",
+        ),
         (["algorithm=vc_ppo"], "leaves the policy none of training.steps=100"),
         (["reward.parts=[{name: model, options: {path: x}}]", "placement=ray"], "gives the GPUs to the workers"),
         (["reward.parts=[{name: model, options: {path: x}}]", "algorithm=dapo"], "must know right from wrong"),

@@ -26,7 +26,7 @@ def error_of(*overrides: str) -> str:
         ("rolout.n=1", "rolout: unknown key; did you mean 'rollout'?"),
         (
             "rollout.lr=1",
-            "rollout.lr: unknown key; 'lr' is a key elsewhere: algorithm.critic.optimizer.lr, training.optimizer.lr",
+            "rollout.lr: unknown key; 'lr' is a key elsewhere: algorithm.critic.optimizer.lr, algorithm.process.optimizer.lr, training.optimizer.lr",
         ),
         ("run.qqq=1", "run.qqq: unknown key (keys here: directory, name,"),
         ("data.train.0.pth=x", "data.train.0.pth: unknown key; did you mean 'path'?"),

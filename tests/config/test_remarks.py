@@ -45,3 +45,12 @@ def test_older_weights_that_are_corrected_for_need_no_word(correction: str) -> N
     assert said("rollout.source=ahead", f"algorithm.correction={chosen}") == []
     assert said("rollout.source={name: async, max_staleness: 0}") == []
     assert said("rollout.source=ahead", "algorithm.correction=bypass_ppo_clip", "training.mini_batches=1") == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["algorithm.replay={}", "training.mini_batches=1"], ["algorithm=online_dpo", "rollout.source=ahead"]],
+    ids=["a ratio to those who wrote what comes back", "pairs whoever wrote them"],
+)
+def test_what_does_act_is_not_said_to_do_nothing(overrides: list[str]) -> None:
+    assert said(*overrides) == []

@@ -15,6 +15,9 @@ from burnish.config.preference import PreferConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.config.shrink import shrink
+from burnish.config.stage_shrink import load_small_stages
+from burnish.config.stage_trees import load_stages
+from burnish.config.stages import StagesConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PREFERENCES = ("dpo", "ipo", "kto", "simpo", "orpo")
@@ -179,6 +182,13 @@ def test_nothing_of_a_recipe_s_algorithm_is_dropped(path: Path) -> None:
         )
         assert small_one.loss == whole.loss
         assert (small_one.updates, small_one.data[0].task) == (2, "sort_digits")
+        return
+    if "\nstages:\n" in path.read_text(encoding="utf-8"):
+        wholes, smalls = load(StagesConfig, path), load_small_stages(path)[0]
+        assert list(smalls.config.stages) == list(wholes.config.stages)
+        pairs = zip(*(load_stages(one, path, Path()).values() for one in (wholes, smalls)), strict=True)
+        algorithms = [[one.config.algorithm for one in two] for two in pairs if isinstance(two[0].config, TrainConfig)]
+        assert all(choices(before) == choices(after) for before, after in algorithms)
         return
     full, shrunk = load(TrainConfig, path).config, load_small(TrainConfig, path)[0].config
     assert choices(shrunk.algorithm) == choices(full.algorithm)

@@ -47,6 +47,10 @@ def digits(data_source, solution_str, ground_truth, extra_info):
     return 0.2 * sum(c.isdigit() for c in solution_str)
 """
 RAY = ("placement=ray", "placement.timeout_s=30")
+POOLS = (
+    'placement.pools={"policy":{"places":1},"checks":{"places":1}}',
+    'placement.roles={"actor":"policy","rollout":"policy","reward":"checks"}',
+)
 ASYNC = ("rollout.source=async",)
 VICTIMS: dict[str, tuple[str, ...]] = {
     "driver": (),
@@ -54,8 +58,11 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "rollout": (*RAY, "placement.engines=2"),
     "trainer": (*RAY, "placement.workers=2"),
     "ray_driver": RAY,
+    "ray_reward": (*RAY, *POOLS),
     "async_driver": ASYNC,
     "async_reward": ASYNC,
+    "async_rollout": (*RAY, *ASYNC, "placement.layout=split"),
+    "async_trainer": (*RAY, *ASYNC, "placement.layout=split"),
 }
 """The overrides under which there is such a process."""
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
@@ -228,7 +235,7 @@ def disturbed(runner: Runner, folder: Path, victim: str, number: int, seed: int,
         found = result(folder)
         ids = [id for _, some in found.used for id in some]
         problems += ["a sample was used twice"] if len(set(ids)) < len(ids) else []
-        problems += compared(found, expected, is_sync=VICTIMS[victim] != ASYNC)
+        problems += compared(found, expected, is_sync=not set(ASYNC) <= set(VICTIMS[victim]))
     return Disturbed(was_hit, code, time.monotonic() - started, problems)
 
 
@@ -277,10 +284,11 @@ def find(supervisor: int, victim: str) -> list[int]:
     below = descendants(supervisor)
     if victim.endswith("driver"):
         return below[:1]
-    if victim.endswith("reward"):
+    if victim in ("reward", "async_reward"):
         return [pid for pid in below if "burnish.rewards.worker" in _link(pid, "cmdline")]
-    group = {"rollout": "rollout", "trainer": "actor"}[victim]
-    return [pid for pid in below if f"/workers/{group}-" in _link(pid, "fd/1")]
+    group = {"rollout": "rollout", "trainer": "actor", "reward": "reward"}[victim.rpartition("_")[2]]
+    theirs = [pid for pid in below if f"/workers/{group}-" in _link(pid, "fd/1")]
+    return [pid for pid in theirs if "burnish.rewards.worker" not in _link(pid, "cmdline")]  # which a worker started
 
 
 def _link(pid: int, what: str) -> str:

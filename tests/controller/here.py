@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.controller.group import Gone, Order, Traffic
+from burnish.controller.backend import Gone, Order, Traffic
 from burnish.controller.keeping import Keeper
 from burnish.controller.splitting import filled
 from burnish.core.wire import decode, encode, num_bytes
@@ -75,7 +75,7 @@ class HereBackend:
         if token.error is not None:
             raise token.error
         self.traffic.bytes_in += num_bytes(token.value)
-        return decode(token.value)
+        return token.value
 
     def describe(self, rank: int) -> str:
         return f"last words of {rank}"

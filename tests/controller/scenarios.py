@@ -27,6 +27,7 @@ from burnish.controller.group import WorkerGroup
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.rollout.remote import RemoteEngine
+from burnish.run.run import Run
 from burnish.trainers.session import checked_run, execute
 from tests.controller.echo import Echo
 from tests.controller.pool import Pool, PooledCluster
@@ -41,6 +42,42 @@ MIXED = [
     "training.steps=3",
 ]
 """A critic, a reference that follows the policy, and one that is asked during the update."""
+PROCESS = [
+    "algorithm={preset: prime, filters: [], refill: {oversample: 1, short: partial}}",
+    "algorithm.process={mini_batches: 2, optimizer: {lr: 0.01}}",
+    "algorithm.kl={loss: {coef: 0}, reference: none}",
+    "warm_start={data: {task: sort_digits, options: {num: 200, clean: true, min_digits: 2, max_digits: 3}}, batch_size: 32}",
+    "warm_start={updates: 80, optimizer: {lr: 0.01}}",
+    "training.steps=4",
+    "run.save_every=2",
+    "run.save=wait",
+]
+"""A process reward model, of a policy that is right now and then."""
+GAME = [
+    "data.train=[{task: guess_number, limit: 12, options: {numbers: 3}}]",
+    "environment={name: guess_number, max_turns: 2}",
+    "reward.parts=[task]",
+    "algorithm={preset: gigpo, kl: {loss: {coef: 0.1}, reference: frozen}}",
+    "warm_start={data: {task: guess_number, options: {num: 200, numbers: 3, guesses: 2}}, batch_size: 32}",
+    "warm_start={updates: 60, optimizer: {lr: 0.01}}",
+    "training.steps=4",
+    "training.optimizer.lr=0.001",
+]
+"""Episodes of several turns, whose turns are compared by state."""
+APART = [
+    "algorithm=ppo",
+    "algorithm.kl.reference=frozen",
+    "algorithm.kl.loss.coef=0.1",
+    "training.steps=4",
+    "run.save_every=2",
+]
+"""A critic, and a reference that stands still."""
+POOLS = [
+    "placement=ray",
+    "placement.pools={policy: {places: 1}, others: {places: 1}, checks: {places: 1}}",
+    "placement.roles={actor: policy, rollout: policy, reference: others, critic: others, reward: checks}",
+]
+"""Both in a pool of their own, and the reward in another."""
 Facts = dict[str, Any]
 fresh = ray_cluster.Cluster
 
@@ -65,6 +102,9 @@ def equal(folder: Path, facts: Facts) -> None:
     for name, where in places.items():
         run(folder, name, *where)
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
+    run(folder, "one-apart", *APART)
+    facts["killed critic"] = struck(folder, "ray-apart", "critic", 0, 3, *APART, *POOLS)
+    run(folder, "ray-apart", *APART, *POOLS)
 
 
 def long(folder: Path, facts: Facts) -> None:
@@ -80,6 +120,33 @@ def numbers(folder: Path, facts: Facts) -> None:
     for name, where in (("one", []), ("two", placed(2, 2))):
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
         run(folder, f"{name}-mixed", *MIXED, *where)
+
+
+def process(folder: Path, facts: Facts) -> None:
+    """A process reward model in one process and divided over two; and one that one worker goes on with when two have come half way."""
+    run(folder, "one", *PROCESS)
+    run(folder, "two", *PROCESS, *placed(2, 1))
+    commit = Run.commit
+
+    def broken(owner: Run, step: int, *rest: Any) -> None:
+        if step == 3:
+            raise InterruptedError
+        commit(owner, step, *rest)
+
+    Run.commit = broken  # type: ignore[method-assign]
+    try:
+        run(folder, "half", *PROCESS, *placed(2, 1))
+    except InterruptedError:
+        facts["half"] = True
+    finally:
+        Run.commit = commit  # type: ignore[method-assign]
+    run(folder, "half", *PROCESS, *placed(1, 1))
+
+
+def games(folder: Path, facts: Facts) -> None:
+    """Episodes of several turns in one process, and with two workers and two engines."""
+    run(folder, "one", *GAME)
+    run(folder, "two", *GAME, *placed(2, 2))
 
 
 def own_processes(folder: Path, facts: Facts) -> None:
@@ -105,14 +172,15 @@ def killed_engine(folder: Path, facts: Facts) -> None:
 
 def relayed(folder: Path, facts: Facts) -> None:
     """Messages by way of relays, as in large groups; an engine is killed meanwhile."""
-    usual = ray_group.RELAYS_FROM, ray_group.FAN_OUT
-    ray_group.RELAYS_FROM, ray_group.FAN_OUT = 1, 2
+    backend = ray_group.RayBackend
+    usual = backend.relays_from, backend.fan_out
+    backend.relays_from, backend.fan_out = 1, 2
     victims: list[int] = []
     try:
         with at_deal(3, signal.SIGKILL, victims):
             run(folder, "relayed", *placed(2, 2))
     finally:
-        ray_group.RELAYS_FROM, ray_group.FAN_OUT = usual
+        backend.relays_from, backend.fan_out = usual
     facts["relayed"] = sorted(path.name for path in (folder / "relayed" / "workers").glob("*relay*"))
 
 
@@ -140,13 +208,19 @@ def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None
 
 def killed_trainer(folder: Path, facts: Facts) -> None:
     """A rank that trains is killed: the run says so at once, and goes on from its checkpoint, here in one process."""
-    name, started = "resumed", 0.0
+    facts["killed trainer"] = struck(folder, "resumed", "actor", 1, 6, *placed(2, 1))
+    run(folder, "resumed")
+
+
+def struck(folder: Path, name: str, role: str, rank: int, step: int, *overrides: str) -> Facts:
+    """A run that ends because a rank is killed after a step: what was said, and how long after it."""
+    started = 0.0
 
     def kill(engine: RemoteEngine) -> None:
         nonlocal started
-        if engine.version == 6:
+        if engine.version == step:
             started = time.monotonic()
-            os.kill(actor_pid(), signal.SIGKILL)
+            os.kill(next(b for b in backends if b.name == role).pid(rank), signal.SIGKILL)
 
     original = RemoteEngine.load
     backends: list[Any] = []
@@ -156,9 +230,6 @@ def killed_trainer(folder: Path, facts: Facts) -> None:
         backends.append(backend)
         begin(backend)
 
-    def actor_pid() -> int:
-        return int(next(b for b in backends if b.name == "actor").pid(1))
-
     def load(engine: RemoteEngine, version: int, named_tensors: Any) -> None:
         original(engine, version, named_tensors)
         kill(engine)
@@ -166,13 +237,13 @@ def killed_trainer(folder: Path, facts: Facts) -> None:
     ray_group.RayBackend.start = starting  # type: ignore[method-assign]
     RemoteEngine.load = load  # type: ignore[method-assign]
     try:
-        run(folder, name, *placed(2, 1))
+        run(folder, name, *overrides)
     except UserError as error:
-        facts["killed trainer"] = {"said": str(error), "seconds": time.monotonic() - started}
+        return {"said": str(error), "seconds": time.monotonic() - started}
     finally:
         RemoteEngine.load = original  # type: ignore[method-assign]
         ray_group.RayBackend.start = begin  # type: ignore[method-assign]
-    run(folder, name)
+    raise AssertionError("the run went on without it")
 
 
 def refused(folder: Path, facts: Facts) -> None:
@@ -193,13 +264,13 @@ def taken(folder: Path, facts: Facts) -> None:
     """Room that the cluster has, and somebody else holds."""
     group = ray.util.placement_group([{"CPU": 3}])
     assert group.wait(10)
-    waits, ray_group.PLACED_S = ray_group.PLACED_S, 0.5
+    waits, ray_cluster.PLACED_S = ray_cluster.PLACED_S, 0.5
     try:
         run(folder, "taken", *placed(2, 2))
     except UserError as error:
         facts["taken"] = str(error)
     finally:
-        ray_group.PLACED_S = waits
+        ray_cluster.PLACED_S = waits
         ray.util.remove_placement_group(group)
 
 
@@ -219,10 +290,10 @@ def actors(folder: Path, facts: Facts) -> None:
             "out": backend.traffic.bytes_out,
             "in": backend.traffic.bytes_in,
         }
-        relays, ray_group.FAN_OUT = ray_group.FAN_OUT, 1
+        relays, backend.fan_out = backend.fan_out, 1
         backend._relays = [backend._new_relay(rank) for rank in range(2)]
         seen["relayed"] = [group.who(), bool(torch.equal(group.twice(batch), batch.tokens * 2)), group.own([5, 6])]
-        backend._relays, ray_group.FAN_OUT = [], relays
+        backend._relays, backend.fan_out = [], relays
         for what in ("user", "bug"):
             try:
                 group.fail(what)
@@ -245,7 +316,20 @@ def actors(folder: Path, facts: Facts) -> None:
             seen["lost"] = [type(error).__name__, str(error), time.monotonic() - started]
 
 
-SCENARIOS = (equal, long, numbers, killed_engine, relayed, killed_trainer, refused, taken, actors, own_processes)
+SCENARIOS = (
+    equal,
+    long,
+    numbers,
+    process,
+    games,
+    killed_engine,
+    relayed,
+    killed_trainer,
+    refused,
+    taken,
+    actors,
+    own_processes,
+)
 
 
 def main(folder: Path, names: list[str]) -> int:

@@ -40,7 +40,7 @@ def test_drivers_and_reward_workers_that_are_killed_or_stopped_change_nothing(tm
 
 
 @pytest.mark.slow  # each run has a Ray of its own: one to four minutes for the three runs of a victim
-@pytest.mark.parametrize("victim", ["rollout", "trainer", "ray_driver"])
+@pytest.mark.parametrize("victim", ["rollout", "trainer", "ray_driver", "ray_reward", "async_rollout", "async_trainer"])
 def test_workers_of_ray_that_are_killed_or_stopped_change_nothing(tmp_path: Path, victim: str) -> None:
     pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
     disturb(tmp_path, victim)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.controller.division import FEW_PARTS, divide, emptiest_first
 from burnish.controller.group import WorkerGroup
 from burnish.controller.keeping import Keeper
 from burnish.controller.local import LocalBackend
-from burnish.controller.splitting import FEW_PARTS, divide, divided, emptiest_first, join_parts
+from burnish.controller.splitting import divided, join_parts
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.core.spread import Spread, spread

@@ -13,19 +13,23 @@ from burnish.config.errors import UserError
 from burnish.config.explain import plan_text
 from burnish.config.load import load
 from burnish.config.placement import LocalPlacement, RayPlacement
+from burnish.config.pools import ACTOR, ROLLOUT
 from burnish.config.schema import TrainConfig
 from burnish.controller import placement
-from burnish.controller.placement import ACTOR, ROLLOUT, check, check_placement, lay_out
+from burnish.controller.placement import check, check_placement, lay_out
+from burnish.controller.rollout_worker import RolloutWorker
 from burnish.controller.start import open_cluster
-from burnish.controller.workers import RolloutWorker, TrainingWorker
+from burnish.controller.workers import TrainingWorker
 from tests.controller.toy import TOY, config_of
 
 BASIC = ["model.new.num_layers=1", "data.train.task=sort_digits"]
+IN_ONE = ["placement=ray", "placement.pools={a: {}}", "placement.roles={actor: a, rollout: a}"]
+APART = ["placement=ray", "placement.pools={a: {}, b: {}}", "placement.roles={actor: a, rollout: b, reference: b}", "algorithm.kl.loss.coef=0.1"]  # fmt: skip
 
 
 def bundles(layout: str, workers: int, engines: int, on_gpu: bool = False) -> tuple[int, list[int], list[int]]:
     made = lay_out(RayPlacement(workers=workers, engines=engines, layout=layout), on_gpu)
-    return made.num_bundles, *([seat.bundle for seat in made.seats[group]] for group in (ACTOR, ROLLOUT))
+    return len(made.bundles), *([seat.bundle for seat in made.seats[group]] for group in (ACTOR, ROLLOUT))
 
 
 def test_colocated_processes_share_bundles_and_split_ones_do_not() -> None:
@@ -36,16 +40,54 @@ def test_colocated_processes_share_bundles_and_split_ones_do_not() -> None:
 
 def test_who_shares_a_bundle_asks_for_his_part_of_it() -> None:
     made = lay_out(RayPlacement(workers=1, engines=2, cpus=4), on_gpu=True)
-    assert made.bundle == {"CPU": 4, "GPU": 1}
+    assert made.bundles == [{"CPU": 4, "GPU": 1}] * 2
     assert [seat.resources for seat in made.seats[ACTOR]] == [{"CPU": 2, "GPU": 0.5}]
     assert [seat.resources for seat in made.seats[ROLLOUT]] == [{"CPU": 2, "GPU": 0.5}, {"CPU": 4, "GPU": 1}]
     for k in range(2):
         assert sum(s.resources["CPU"] for seats in made.seats.values() for s in seats if s.bundle == k) == 4
 
 
+POOLS = {"train": {"places": 2, "cpus": 2}, "more": {"places": 1}, "checks": {"places": 2, "gpu": False}}
+ROLES = {"actor": "train", "rollout": "train", "reference": "more", "critic": "more", "reward": "checks"}
+POOLED = {"pools": POOLS, "roles": ROLES}
+
+
+def test_roles_of_a_pool_take_turns_and_pools_are_apart() -> None:
+    wanted = RayPlacement(**POOLED)
+    made = lay_out(wanted, on_gpu=True)
+    assert made.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 1, "GPU": 1}] + [{"CPU": 1}] * 2
+    assert {role: [seat.bundle for seat in seats] for role, seats in made.seats.items()} == {
+        "actor": [0, 1],
+        "rollout": [0, 1],
+        "reference": [2],
+        "critic": [2],
+        "reward": [3, 4],
+    }
+    assert made.seats["critic"][0].resources == {"CPU": 0.5, "GPU": 0.5}
+    assert made.seats["reward"][0].resources == {"CPU": 1}
+    assert wanted.take_turns("actor", "rollout")
+    assert not wanted.take_turns("reference", "rollout")
+    assert [wanted.size(role) for role in ROLES] == [2, 2, 1, 1, 2]
+    assert [wanted.cpus_of(role) for role in ROLES] == [2, 2, 1, 1, 1]
+
+
+def test_a_reference_in_the_actors_pool_is_in_its_processes() -> None:
+    made = lay_out(RayPlacement(pools={"all": {}}, roles={"actor": "all", "rollout": "all", "reference": "all"}), False)
+    assert set(made.seats) == {"actor", "rollout"}
+
+
 @pytest.mark.parametrize(
     ("options", "on_gpu", "nodes", "words"),
     [
+        (
+            POOLED,
+            False,
+            [{"CPU": 4}],
+            r"needs 7 CPUs \(pool train for actor, rollout: 2 places of 2 CPUs; pool more for reference, critic: 1 place of 1 CPU; "
+            r"pool checks for reward: 2 places of 1 CPU\), it has 4: lower the places or cpus of placement.pools",
+        ),
+        (POOLED, True, [{"CPU": 8, "GPU": 2}], r"needs 3 GPUs .*it has 2"),
+        (POOLED, False, [{"CPU": 3}] * 1 + [{"CPU": 1}] * 9, r"needs 2 places of 2 CPU, .* has 1 such places"),
         (
             {"engines": 2, "layout": "split"},
             False,
@@ -113,6 +155,18 @@ def test_one_process_needs_no_cluster() -> None:
         (["placement=ray", "model.device=cuda:1"], "Ray gives each process its GPU"),
         (["placement=ray", "placement.workers=2", "training.compile=true"], "training.compile needs placement.workers=1"),
         (["placement=ray", "placement.layout=spilt"], "did you mean 'split'"),
+        (["placement=ray", "placement.roles={actor: a}"], "roles.actor=a: there is no such pool"),
+        (["placement=ray", "placement.pools={train: {}}", "placement.roles={actor: trian}"], "did you mean 'train'"),
+        (["placement=ray", "placement.pools={a: {}}", "placement.roles={actor: a}"], "roles.rollout must name the pool"),
+        ([*IN_ONE, "placement.pools={a: {}, b: {}}"], "pools.b has no effect: no role works there"),
+        ([*IN_ONE, "placement.workers=2"], "workers has no effect with pools"),
+        ([*IN_ONE, "placement.roles.critic=a"], "placement.roles.critic has no effect: the algorithm has no critic"),
+        ([*IN_ONE, "placement.roles.reference=a", "algorithm.kl.reference=none", "algorithm.kl.loss.coef=0"], "placement.roles.reference has no effect"),
+        ([*APART, "algorithm.kl.reference=ema"], "algorithm.kl.reference=ema follows the policy's weights"),
+        ([*APART, "algorithm.kl.loss.estimator=full"], "compares whole distributions inside the policy's update"),
+        ([*APART, "placement.pools={a: {gpu: false}, b: {}}"], "leaves the actor without a GPU"),
+        ([*IN_ONE, "placement.pools={a: {places: 3}}", "parallel.replicate=2"], "placement.pools.a.places=3: parallel: .* does not make 3 processes"),
+        ([*IN_ONE, "rollout.source=ahead"], "one pool lets them take turns: give them pools of their own"),
     ],
 )  # fmt: skip
 def test_what_would_have_no_effect_or_cannot_be_done_is_refused(overrides: list[str], words: str) -> None:
@@ -131,6 +185,8 @@ def test_the_plan_of_a_dry_run_names_the_processes() -> None:
     config = load(TrainConfig, None, [*BASIC, "placement=ray", "placement.engines=2"]).config
     assert "processes         1 worker and 2 engines, colocated, 1 CPU each" in plan_text(config)
     assert "processes" not in plan_text(load(TrainConfig, None, BASIC).config)
+    config = load(TrainConfig, None, [*BASIC, *IN_ONE]).config
+    assert "processes         pool a for actor, rollout: 1 place of 1 CPU" in plan_text(config)
 
 
 def test_a_process_computes_with_as_many_threads_as_it_has_cpus(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """The same recipe and seed in one process, with one worker of Ray's and with two: the same tokens, the same numbers.
 
-A Ray of its own and six short runs: about half a minute.
+A Ray of its own and nine short runs: about half a minute.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_in_float64_tokens_and_losses_are_those_of_one_process_for_ten_steps(fol
 def test_in_float32_the_first_step_is_that_of_one_process(folder: Path, name: str) -> None:
     assert len(numbers(folder, f"{name}-float32")) == 1
     assert_same(folder, f"{name}-float32", "one-float32", 1e-5)
+
+
+def test_with_reference_critic_and_reward_in_pools_of_their_own_numbers_are_those_of_one_process(folder: Path) -> None:
+    assert [row["step"] for row in numbers(folder, "one-apart")] == [1, 2, 3, 4]
+    assert_same(folder, "ray-apart", "one-apart", 1e-9)
+    logs = {path.name for path in (folder / "ray-apart" / "workers").glob("*.log")}
+    assert logs == {f"{role}-0.log" for role in ("actor", "rollout", "reference", "critic", "reward")}
+    # It was killed after the third step, and the run went on from its checkpoint.
+    said = json.loads((folder / "facts.json").read_text())["killed critic"]["said"]
+    assert said.startswith("critic rank 0 of 1 has ended")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -20,7 +20,14 @@ from burnish.core.batch import Batch
 from burnish.core.engine import SamplingOptions
 from burnish.core.workers import WorkerLost
 from burnish.rollout import remote
-from burnish.rollout.messages import by_prompt, pack_completions, pack_requests, unpack_completions, unpack_requests
+from burnish.rollout.messages import (
+    by_prompt,
+    one_of_each,
+    pack_completions,
+    pack_requests,
+    unpack_completions,
+    unpack_requests,
+)
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.sync.buckets import Publication, Publisher
 from burnish.rollout.sync.verify import SyncError
@@ -135,7 +142,7 @@ def test_what_an_engine_took_with_it_counts_as_stopped_before_its_first_token(tm
     asked = requests(6)
     expected = run(parts.local, asked)
     parts.engine.submit(asked)
-    lost = sorted(parts.engine.members[1].running)
+    lost = sorted(request.id for request in parts.engine.members[1].running.values())
     parts.backend.dead.add(1)
     kept = parts.engine.abort(lost[:2], keep=True)
     assert sorted(c.id for c in kept) == lost[:2]
@@ -161,6 +168,7 @@ def test_an_engine_that_ends_while_it_takes_weights_is_sent_them_again(tmp_path:
     parts.backend.dead.add(0)
     learn(parts.trainer)
     parts.engine.load(1, ())
+    parts.engine.confirm()
     assert parts.backend.restarted == [0]
     assert [member.has_weights for member in parts.engine.members] == [True, True]
     assert {version for _, _, version in run(parts.engine, requests(4)).values()} == {1}
@@ -229,6 +237,9 @@ def synced(folder: Path, backend: type[HereBackend], *overrides: str) -> None:
     run(parts.engine, requests(2))
     learn(parts.trainer)
     parts.engine.load(1, ())
+    parts.engine.submit(requests(2))
+    for completion in parts.engine.stream():
+        raise AssertionError(f"{completion.id} was handed over")
 
 
 @pytest.mark.parametrize(
@@ -252,6 +263,43 @@ def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path, backend: type[
         synced(tmp_path, backend, f"placement.sync={sync}")
 
 
+@pytest.mark.parametrize("source", ["sync", "ahead"])
+def test_where_the_learner_goes_on_meanwhile_weights_are_verified_before_it_does(tmp_path: Path, source: str) -> None:
+    parts = parts_of(tmp_path, f"rollout.source={source}", "placement.layout=split", backend=OneBitWrong)
+    run(parts.engine, requests(2))
+    learn(parts.trainer)
+    if source == "sync":  # it waits for what is sampled, and asks before it moves
+        parts.engine.load(1, ())
+        with pytest.raises(SyncError):
+            parts.engine.sleep()
+    else:
+        with pytest.raises(SyncError):
+            parts.engine.load(1, ())
+
+
+def test_the_trainer_scores_the_probe_once_however_engines_continue_it(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    run(parts.engine, requests(2))
+    asked: list[tuple[int, ...]] = []
+    score = parts.trainer.score
+
+    def counted(prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        asked.append(tuple(tokens))
+        return score(prompt, tokens)
+
+    parts.trainer.score = counted  # type: ignore[method-assign]
+    parts.engine.load(1, ())
+    assert len(asked) == 1  # what it was the last time, before any engine has answered
+    parts.engine.confirm()
+    assert len(asked) == 1
+    with torch.no_grad():  # another token is the likeliest now
+        parts.trainer.policy.module.head.weight.mul_(-1)
+    parts.engine.load(2, ())
+    parts.engine.confirm()
+    assert len(asked) == 3
+    assert asked[0] == asked[1] != asked[2]
+
+
 def test_an_engine_that_was_left_out_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(tmp_path, engines=3)
     run(parts.engine, requests(2))
@@ -263,8 +311,9 @@ def test_an_engine_that_was_left_out_stops_the_run(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(parts.engine.workers, "send_same", forgetful)
     learn(parts.trainer)
     words = r"engine 2 was not sent version 1 of the weights: tensor embedding\.weight and \d+ more there are old"
+    parts.engine.load(1, ())
     with pytest.raises(SyncError, match=words):
-        parts.engine.load(1, ())
+        parts.engine.confirm()
 
 
 def test_a_change_to_another_version_than_the_engine_has_is_refused(tmp_path: Path) -> None:
@@ -272,8 +321,9 @@ def test_a_change_to_another_version_than_the_engine_has_is_refused(tmp_path: Pa
     run(parts.engine, requests(1))
     parts.trainer.publish(1, False)  # nobody takes it
     learn(parts.trainer)
+    parts.engine.load(2, ())
     with pytest.raises(RuntimeError, match="changed since version 1 is of no use to an engine with version 0"):
-        parts.engine.load(2, ())
+        parts.engine.confirm()
 
 
 def test_nothing_is_loaded_under_running_requests(tmp_path: Path) -> None:
@@ -332,24 +382,29 @@ def test_at_a_small_learning_rate_in_bfloat16_a_delta_is_less_than_a_third_and_e
 
 def test_requests_and_completions_travel_as_they_are(tmp_path: Path) -> None:
     asked = requests(3) + requests(1, sampling=replace(OPTIONS, raw_logprobs=True, top_k=3), first=9)
-    asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2)
-    back = unpack_requests(pack_requests(by_prompt(asked)))
-    assert sorted(back, key=lambda request: request.id) == sorted(asked, key=lambda request: request.id)
-    assert [request.id for request in back[:3]] == ["0.0", "0.1", "9.0"]  # equal prompts together
+    asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2, goes_on=True)
+    together = [request for group in by_prompt(asked) for request in group]
+    assert [request.id for request in together[:3]] == ["0.0", "0.1", "9.0"]  # equal prompts together
+    assert sorted(request.id for request in together) == sorted(request.id for request in asked)
+    assert {request.id for request in one_of_each(by_prompt(asked))} == {"0.0", "1.0", "2.0", "9.0", "9.1"}
+    back = unpack_requests(pack_requests(by_prompt(asked), first=70))
+    assert back == [replace(request, id=str(number)) for number, request in enumerate(together, 70)]
     assert unpack_requests(pack_requests([])) == []
     parts = parts_of(tmp_path)
     engine = parts.local
     assert isinstance(engine, NativeEngine)
-    engine.submit([replace(request, generated=0) for request in asked])
+    engine.submit([replace(request, generated=0, id=str(k)) for k, request in enumerate(asked)])
     done = list(engine.stream())
-    back = unpack_completions(pack_completions(done))
+    packed = pack_completions(done)
+    assert packed.numbers == [int(one.id) for one in done]
+    back = unpack_completions(packed, [one.id for one in done])
     for one, other in zip(done, back, strict=True):
         assert (one.id, one.finish, one.version) == (other.id, other.finish, other.version)
         for name in ("tokens", "logp", "raw_logp"):
             mine, theirs = getattr(one, name), getattr(other, name)
             assert (mine is None) == (theirs is None)
-            assert mine is None or (mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist())
-    assert unpack_completions(pack_completions([])) == []
+            assert mine is None or (mine.dtype.kind == theirs.dtype.kind and mine.tolist() == theirs.tolist())
+    assert unpack_completions(pack_completions([]), []) == []
 
 
 def test_an_engine_that_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from burnish.controller import roles
 from burnish.controller.group import WorkerGroup
 from burnish.controller.local import LocalBackend
 from burnish.controller.proxies import Ledger
+from burnish.controller.rollout_worker import RolloutWorker
 from burnish.controller.start import build_remote_engine
-from burnish.controller.workers import RolloutWorker, TrainingWorker
+from burnish.controller.workers import TrainingWorker
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.rollout.remote import RemoteEngine
 from tests.controller.here import HereBackend

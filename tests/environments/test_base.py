@@ -58,6 +58,11 @@ def test_a_single_turn_is_the_prompt_and_the_end(tokenizer: Tokenizer, prompt: P
     assert environment.observe([3, 5], "13") == Done(reward=None)
 
 
+def test_the_samples_of_a_prompt_begin_with_the_very_same_tokens(tokenizer: Tokenizer, prompt: Prompt) -> None:
+    one, other = (environment_factory(Environment(), tokenizer)(prompt).start() for _ in range(2))
+    assert one.tokens is other.tokens  # to see that they are equal takes no look at them
+
+
 def test_an_environment_from_a_file_gets_its_options_and_its_own_state(
     folder: Path, tokenizer: Tokenizer, prompt: Prompt
 ) -> None:

@@ -164,3 +164,22 @@ def test_a_chat_without_a_template_and_a_refused_chat_are_errors() -> None:
 def test_an_alphabet_with_a_character_twice_is_refused() -> None:
     with pytest.raises(UserError, match="twice"):
         Tokenizer.from_characters("aba")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_a_tokenizer_that_is_not_mistrals_raises_no_alarm_about_mistral(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.utils import logging
+
+    heard: list[str] = []
+    logger = logging.get_logger("transformers.tokenization_utils_tokenizers")
+    monkeypatch.setattr(logger, "warning", lambda text, *_: heard.append(text))
+    real("qwen2.5").save(tmp_path)  # only large vocabularies are suspected
+    heard.clear()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    loaded = Tokenizer.load(tmp_path)
+    assert ["incorrect regex" in text for text in heard] == [True] * (kind == "mistral")
+    loaded.save(tmp_path / "again")
+    if kind == "qwen2":
+        assert "mistral" not in (tmp_path / "again/tokenizer_config.json").read_text()

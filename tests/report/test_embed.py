@@ -61,6 +61,15 @@ def test_a_completion_that_differs_from_its_pieces_is_kept_beside_them(tmp_path:
     assert texts["whole"] == ["whole", None]
 
 
+def test_turns_say_who_said_what(tmp_path: Path) -> None:
+    said = [{"who": "model", "text": "5", "state": "3-9", "reward": 0.5}, {"who": "environment", "text": "6-9?"}]
+    rows = [row(0, "56-9?", turns=json.dumps(said)), row(1, "b"), row(2, "c", turns="not JSON")]
+    write_samples(tmp_path, 1, "train", rows)
+    (texts,) = texts_of(tmp_path)
+    first = [["model", "5", "3-9", 0.5], ["environment", "6-9?", None, None]]
+    assert texts["turns"] == [first, None, [["", "not JSON", None, None]]]
+
+
 def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, "train", [row(0, "a", reward=float("nan"), parts={"x": float("inf")})])
     groups, _ = collect(tmp_path)

@@ -46,7 +46,15 @@ def row(step: int, index: int, noise: np.random.Generator) -> dict[str, Any]:
         "logp": (-noise.exponential(1.0, len(pieces))).tolist(),
         "advantages": noise.normal(0, 1, len(pieces)).tolist() if index % 2 else None,
         "gap": noise.normal(0, 0.01, len(pieces)).tolist(),
+        "turns": json.dumps(SAID) if (step, index) == (40, 9) else None,
     }
+
+
+SAID = [
+    {"who": "model", "text": "word5", "state": "3-9", "reward": 0.5},
+    {"who": "environment", "text": "<b>6-9?</b>"},
+    {"who": "model", "text": "word8", "state": "6-9", "reward": 0.0},
+]
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +218,18 @@ def test_a_group_is_shown_side_by_side(browser: Browser, page: Path) -> None:
     assert enter(browser, unit="groups").startswith("2,000 of")
     assert browser.run("document.querySelector('.row').querySelectorAll('.dot-reward').length") == 4
     assert browser.run("document.querySelector('.row').getAttribute('aria-setsize')") == "500"
+
+
+def test_turns_show_who_said_what(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    assert enter(browser, search="number 2 of step 40").startswith("4 of 2,000 samples")
+    assert browser.run("document.querySelectorAll('.said').length") == 0
+    browser.run("document.querySelectorAll('.toggle button')[1].click()")
+    browser.wait("document.querySelectorAll('.said').length === 3")
+    shown = browser.run("[...document.querySelectorAll('.said')].map((head) => head.textContent)")
+    assert shown == ["model in 3-9, reward 0.5", "environment", "model in 6-9"]
+    assert browser.run("document.querySelector('.heard').textContent") == "<b>6-9?</b>"
+    assert browser.problems == []
 
 
 def test_hostile_text_is_text(browser: Browser, page: Path) -> None:

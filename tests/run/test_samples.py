@@ -29,6 +29,7 @@ def row(**changes: object) -> dict[str, object]:
         "finish": None,
         "advantages": None,
         "gap": None,
+        "turns": None,
         "details": None,
         "error": None,
     } | changes

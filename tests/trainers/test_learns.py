@@ -65,3 +65,28 @@ def test_every_kind_of_algorithm_learns_from_the_same_warm_start(name: str, tmp_
     (row,) = json.loads(out.read_text())["rows"]
     assert 0.3 <= row["greedy_before"] <= 0.5
     assert row["greedy_after"] >= 0.85
+
+
+PREFERENCES = {
+    "online_dpo": ["algorithm.kl={reference: frozen}", "algorithm.filters=[pairs]"],
+    "sppo": ["algorithm.kl={reference: {name: iterate, every: 1}}", "algorithm.filters=[]", "algorithm.loss.eta=10"],
+    "pf_ppo": ["algorithm.filters=[pf_ppo]", "algorithm.shaping=[signed]", "algorithm.critic.optimizer.lr=1.0e-3"],
+}
+
+
+@pytest.mark.slow  # half a minute each
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_pairs_wins_and_filtered_samples_that_come_back_are_learnt_from(name: str, tmp_path: Path) -> None:
+    rows = train(
+        "sort_digits.yaml", tmp_path, f"algorithm={name}", *PREFERENCES[name], "warm_start.updates=100",
+        "rollout.prompts=32", "training.steps=30", "training.optimizer.lr=5.0e-4",
+        "validation.limit=200", "validation.every=0", "run.threads=1",
+    )  # fmt: skip
+    before, after = rows[0]["validation/greedy/accuracy"], rows[-1]["validation/greedy/accuracy"]
+    assert after > before + 0.15, (before, after)
+    steps = rows[1:]
+    if name == "online_dpo":
+        assert all(row["pairs/made"] + row["pairs/ties"] + row["pairs/identical"] == 32 for row in steps)
+        assert all(row["rollout/sequences_used"] == 2 * row["pairs/made"] for row in steps)
+    if name == "pf_ppo":
+        assert all(row["replay/groups"] == 16 for row in steps[1:])

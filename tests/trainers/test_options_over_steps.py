@@ -21,8 +21,13 @@ STEERED = ["algorithm=ppo", "algorithm.kl.reward.coef=0.5", "algorithm.kl.adapti
 STEERED_ENTROPY = ["algorithm.entropy={coef: 0.01, adaptive: {target: 5.0}}"]
 FILTERED = ["algorithm.filters=[{name: difficulty_band, low: 0.3, high: 0.7}]"]
 REFILLED = [*FILTERED, "algorithm.refill={rounds: 3}"]
+REPLAYED = ["algorithm.replay={share: 0.5, uses: 3, max_age: 2}"]
 BUCKETS = ["algorithm.curriculum={name: easy_to_hard, column: length, buckets: 2, steps: 2}"]
 HARD = ["algorithm.curriculum={name: hard_only, start: 3, below: 0.6, steps: 1}"]
+PRIME = [
+    "algorithm={preset: prime, filters: [], refill: {oversample: 1, short: partial}}",
+    "algorithm.process.optimizer.lr=0.01",
+]
 PRIORITISED = ["algorithm.curriculum=prioritised"]
 IMITATED = [
     "algorithm.auxiliary.sft=0.1",
@@ -39,7 +44,20 @@ FAULTS = [
     "{name: extra_bos, token: 1}",
 ]
 
+CHAIN = ["algorithm=spo_chain", "algorithm.advantage={name: spo_chain, every: 2, rollouts: 2}"]
+TREE = [
+    "algorithm=spo_tree",
+    "algorithm.advantage={name: spo_tree, branches: [2], segment: 2}",
+    "algorithm.replay=null",
+]
+
 OVER_STEPS: dict[str, tuple[list[str], str]] = {
+    "SpoChainAdvantage.below": (CHAIN, "algorithm.advantage.below=0.5"),
+    "SpoChainAdvantage.every": (CHAIN, "algorithm.advantage.every=1"),
+    "SpoChainAdvantage.rollouts": (CHAIN, "algorithm.advantage.rollouts=3"),
+    "SpoTreeAdvantage.branches": (TREE, "algorithm.advantage.branches=[3]"),
+    "SpoTreeAdvantage.segment": (TREE, "algorithm.advantage.segment=1"),
+    "KlLoss.top": ([*KL, "algorithm.kl.loss.estimator=full"], "algorithm.kl.loss.top=2"),
     "Kl.reference": (KL, "algorithm.kl.reference=ema"),
     "EmaReference.eta": ([*KL, "algorithm.kl.reference=ema"], "algorithm.kl.reference.eta=0.5"),
     "HardSyncReference.every": (
@@ -57,10 +75,21 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "Refill.rounds": (REFILLED, "algorithm.refill.rounds=1"),
     "Refill.oversample": (REFILLED, "algorithm.refill.oversample=2"),
     "Refill.enough": (REFILLED, "algorithm.refill.enough=0.25"),
+    "Replay.share": (REPLAYED, "algorithm.replay.share=0.25"),
+    "Replay.uses": (REPLAYED, "algorithm.replay.uses=2"),
+    "Replay.max_age": ([*REPLAYED, "algorithm.replay.uses=2"], "algorithm.replay.max_age=1"),
+    "Replay.capacity": (REPLAYED, "algorithm.replay.capacity=2"),
+    "Replay.pick": (REPLAYED, "algorithm.replay.pick=oldest"),
     "Critic.warmup_steps": (PPO, "algorithm.critic.warmup_steps=2"),
     "Critic.updates": (PPO, "algorithm.critic.updates=3"),
     "Critic.clip": ([*PPO, "algorithm.critic={updates: 8, optimizer: {lr: 0.05}}"], "algorithm.critic.clip=0.01"),
     "Critic.optimizer": (PPO, "algorithm.critic.optimizer.lr=0.1"),
+    "ProcessModel.path": (PRIME, "algorithm.process.path=ANOTHER"),
+    "ProcessModel.beta": (PRIME, "algorithm.process.beta=0.5"),
+    "ProcessModel.loss": (PRIME, "algorithm.process.loss=contrast"),
+    "ProcessModel.update": (PRIME, "algorithm.process.update=after"),
+    "ProcessModel.mini_batches": (PRIME, "algorithm.process.mini_batches=2"),
+    "ProcessModel.optimizer": (PRIME, "algorithm.process.optimizer.lr=0.1"),
     "PrioritisedCurriculum.ema": (PRIORITISED, "algorithm.curriculum.ema=1"),
     "PrioritisedCurriculum.warmup_steps": (PRIORITISED, "algorithm.curriculum.warmup_steps=3"),
     "EasyToHardCurriculum.column": (
@@ -88,6 +117,7 @@ def finished(folder: Path, warm: Path, overrides: list[str]) -> tuple[list[dict[
 @pytest.mark.parametrize("key", OVER_STEPS)
 def test_the_option_changes_the_run(key: str, tmp_path: Path, warm: Path) -> None:
     base, move = OVER_STEPS[key]
+    move = move.replace("ANOTHER", str(warm.parent / "checkpoints" / "step-000001"))  # the same model a step later
     assert finished(tmp_path / "base", warm, base) != finished(tmp_path / "moved", warm, [*base, move])
 
 

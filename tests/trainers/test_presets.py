@@ -101,7 +101,7 @@ def test_an_algorithm_parts_from_grpo_where_its_slots_say(name: str) -> None:
 PARTS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("ratio", "clip", "loss", "aggregation", "kl", "entropy", "auxiliary", "shaping")},
     "policy": ("ratio", "clip", "loss"),
-    "advantage": ("advantage", "critic"),
+    "advantage": ("advantage", "critic", "process"),
     "filters": ("filters", "refill"),
 }
 """Slots, with those that may not make sense without each other."""
@@ -115,11 +115,14 @@ def test_every_slot_of_a_preset_matters(name: str) -> None:
         others = {s: slot(grpo, s) for s in slots if slot(algorithm, s) != slot(grpo, s)}
         if not others or (part == "policy" and len(others) == 1):
             continue
+        if part == "filters" and any(f.name == "pairs" for f in algorithm.filters):
+            continue  # without its pairs the loss cannot be computed
         try:
             changed = Algorithm.model_validate({**algorithm.model_dump(), **others})
         except ValidationError:
-            # Ratio, clip and loss go together; some losses, and rewards of single tokens, go with some advantages.
+            # Ratio, clip and loss go together; some losses, rewards of single tokens and edges of trees go with some advantages.
             chosen = algorithm.loss.advantages is not None or any(s.dense for s in algorithm.shaping)
+            chosen = chosen or any("tree" in f.needs for f in algorithm.filters)
             assert part in ("ratio", "clip", "loss") or (chosen and part in ("policy", "advantage"))
             continue
         late = part == "kl" and (algorithm.kl.loss, algorithm.kl.reward) == (grpo.kl.loss, grpo.kl.reward)
@@ -132,7 +135,7 @@ def test_every_slot_of_a_preset_matters(name: str) -> None:
 
 def plain(algorithm: Algorithm, **slots: Any) -> Algorithm:
     """The algorithm with the plain policy gradient as its loss."""
-    return Algorithm.model_validate({**algorithm.model_dump(), **BARE, "loss": "logprob", **slots})
+    return Algorithm.model_validate({**algorithm.model_dump(), **BARE, "loss": "logprob", "replay": None, **slots})
 
 
 SURROGATES = [n for n in [*PRESETS, *OTHERS] if algorithm_of(n).loss.name in ("surrogate", "sg_logprob")]
@@ -158,8 +161,9 @@ def test_the_ratio_of_whole_sequences_is_plain_policy_gradient_summed_over_token
 
 def test_every_slot_has_its_place_in_the_table() -> None:
     nested = {f"kl.{name}" for name in Kl.model_fields}
-    elsewhere = {"preset", "refill", "curriculum", "kl.adaptive"}  # what they act on is not here: draws and controllers
-    assert FIRST.keys() | elsewhere | {"critic"} == nested | (Algorithm.model_fields.keys() - {"kl"})
+    # What these act on is not here: draws and controllers.
+    elsewhere = {"preset", "refill", "replay", "curriculum", "kl.adaptive"}
+    assert FIRST.keys() | elsewhere | {"critic", "process"} == nested | (Algorithm.model_fields.keys() - {"kl"})
 
 
 def test_the_same_slots_under_another_name_are_the_same_algorithm() -> None:

@@ -46,6 +46,7 @@ RUNS: dict[str, list[str]] = {
         "algorithm.entropy={coef: 0.01, adaptive: {target: 0.6}}",
         "algorithm.curriculum={name: prioritised, warmup_steps: 1}",
         "algorithm.auxiliary.sft=0.1",
+        "algorithm.replay={share: 0.7, uses: 3, max_age: 3, capacity: 5, pick: random}",
         "data.demonstrations={task: sort_digits, options: {num: 64, clean: true, min_digits: 2, max_digits: 3}}",
         "data.demonstrations_per_update=4",
     ],
@@ -66,9 +67,17 @@ RUNS: dict[str, list[str]] = {
         "model.dtype=bfloat16",
         "training.optimizer.precision=stochastic",
     ],
+    "process": [
+        "algorithm=prime",
+        "algorithm.kl={loss: {coef: 0.1}, reference: {name: ema, eta: 0.2}}",
+        "algorithm.refill={oversample: 1, short: partial}",
+        "algorithm.process={mini_batches: 2, optimizer: {lr: 0.01, schedule: linear}}",
+        "data.validation={task: sort_digits, options: {min_digits: 2, max_digits: 3}}",
+        "validation={limit: 8, every: 2}",
+    ],
 }
 """Between them: a critic with its warm-up, each reference that moves (with and without a reset of the optimizer), both
-controllers, refills, every curriculum, stages of the rollout, greedy baselines, demonstrations, a stale sampler corrected,
+controllers, a process reward model, refills, groups that come back, every curriculum, stages of the rollout, greedy baselines, demonstrations, a stale sampler corrected,
 optimizers with state in host memory, with momentum alone, with weights rounded at random.
 """
 
@@ -215,6 +224,8 @@ def test_everything_that_has_a_state_is_in_use(kind: str, unbroken: Path) -> Non
         assert all("actor/second_loss" in row for row in rows[2:])
         assert load_file(folder / "critic" / "model.safetensors")["head"].any()
         assert state["kl_coef"] != pytest.approx(0.1)
+        assert len(load_file(folder / "replay.safetensors")["entries"]) > 1
+        assert max(row.get("replay/age_max", 0) for row in rows) > 1
         assert state["entropy_coef"] != pytest.approx(0.01)
         assert curriculum["num_draws"] > 0
         assert len({success for success, *_ in statistics.values()}) > 3
@@ -222,6 +233,13 @@ def test_everything_that_has_a_state_is_in_use(kind: str, unbroken: Path) -> Non
         assert 0 < len(curriculum["hard"]) < 12
         assert curriculum["position"] > 0
         assert all("reward/greedy" in row for row in rows)
+    if kind == "process":
+        made = {p.name for p in (folder / "process").iterdir()}
+        assert made == {"model.safetensors", "optimizer.safetensors", "optimizer.json"}
+        assert json.loads((folder / "process" / "optimizer.json").read_text())["updates"] > STEPS
+        assert all(0 <= row["process/accuracy"] <= 1 for row in rows[1:])
+        assert "validation/greedy/process_accuracy" in rows[-1]
+        return
     if kind == "iterate":
         assert min(curriculum["positions"]) > 0
         assert made == {6}, "two updates in each step since the reset after the fifth"

@@ -86,6 +86,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: i
         learner=Model(-0.5),
         reference=Model(-0.75) if chosen.kl.reference.name != "none" else None,
         critic=None,
+        process=None,
         demonstrations=None,
     )
 

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages import ADVANTAGES
+from burnish.algorithms.aggregation import aggregation_weights
 from burnish.algorithms.clips import CLIPS
 from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
 from burnish.algorithms.losses import LOSSES, Loss
@@ -36,10 +37,12 @@ from burnish.models.value import ValueModel
 from burnish.rollout.scored import Scored
 from burnish.trainers import rl
 from burnish.trainers.prepare import Recipe
+from burnish.trainers.process import ProcessRewards
 from burnish.trainers.state import first_state
 from burnish.training.critic import Critic
 from burnish.training.learner import Learner, Update
-from burnish.training.reference import REFERENCES, make_reference
+from burnish.training.process import ProcessModel
+from burnish.training.reference import REFERENCES, Reference, make_reference
 
 STEPS, EPOCHS, PROMPTS, MAX_TOKENS = (399, 400, 401), 2, 5, 8
 BARE: dict[str, Any] = {"ratio": "none", "clip": "none"}
@@ -56,7 +59,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 """What no preset chooses, beside GRPO's other slots."""
 BATCHES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
-    **dict.fromkeys(("gigpo", "spo_tree"), "steps"),
+    "spo_tree": "trees",
+    "gigpo": "turns",
     "spo_chain": "segments",
 }
 """Algorithms whose rollouts are not independent samples of a prompt."""
@@ -86,7 +90,7 @@ def rollouts(kind: str) -> Batch:
             "action_mask": mask,
             "loss_mask": mask.clone(),
             "process_rewards": rand(size) - 0.5,
-            "teacher_logp": -2 * rand(size),
+            "author_logp": -2 * rand(size),
             "behaviour_logp": torch.where(mask, -1.5, 0.0).double(),
             "segment_ids": torch.where(mask, torch.arange(size) - offsets[:-1].repeat_interleave(written + 1) > 2, -1),
         },
@@ -108,10 +112,26 @@ def rollouts(kind: str) -> Batch:
     if kind == "pairs":
         pairs = {"chosen": number % 2 == 0, "desirable": number % 2 == 0, "mismatched": number % 6 > 3}
         return batch.with_sequence(group_ids=number // 2, **pairs)
-    if kind == "steps":
-        steps = {"trajectory_ids": number // 2, "step": number % 2, "state_ids": number % 3, "step_reward": rand(num)}
-        tree = {"node_ids": number * 2 + 1, "parent_ids": number // 3 * 100}
-        return batch.with_sequence(group_ids=number // 6, reward=right[number // 2], **steps, **tree)
+    if kind == "turns":
+        spans = {
+            "turn_start": 1 + torch.arange(2 * num) % 2,
+            "turn_state": torch.arange(2 * num) % 3,
+            "turn_reward": rand(2 * num),
+        }
+        ragged = {name: Ragged(values, torch.arange(0, 2 * num + 1, 2)) for name, values in spans.items()}
+        return replace(batch, ragged=ragged)
+    if (
+        kind == "trees"
+    ):  # nodes with two answers, two and one, and an answer that ends early; the first token is an edge
+        deep, first = (number % 6 < 5)[batch.sequence_ids].long(), (number % 2 == 0)[batch.sequence_ids]
+        edge = torch.minimum(batch.positions - 1, deep)
+        ids = torch.where(mask & (first | (edge == deep)), edge, -1)
+        paths = [[100 + k // 2, k] if k % 6 < 5 else [k] for k in range(num)]
+        lengths = torch.tensor([len(path) for path in paths])
+        flat = torch.tensor([node for path in paths for node in path])
+        nodes = {"nodes": Ragged(flat, offsets_from_lengths(lengths))}
+        batch = batch.with_token(segment_ids=ids, loss_mask=ids >= 0).with_sequence(group_ids=number // 6)
+        return replace(batch, ragged=nodes)
     return batch
 
 
@@ -171,6 +191,11 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         optimizer = Optimizer(lr=0.01, clip_norm=1e9)
         critic = Critic(ValueModel(model_of(0)), optimizer, 100, 1000, algorithm.critic.clip)
         torch.nn.init.normal_(critic.model.head, generator=torch.Generator().manual_seed(0))
+    process = None
+    if algorithm.process is not None:
+        model, optimizer = copy.deepcopy(model_of(1)), Optimizer(lr=0.01, clip_norm=1e9)
+        made = ProcessModel(model, Reference(model_of(0), 1000, 1.0), optimizer, 100, 1000)
+        process = ProcessRewards(made, algorithm.process)
     return SimpleNamespace(
         config=SimpleNamespace(
             training=Training(epochs=EPOCHS),
@@ -183,10 +208,18 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         learner=learner,
         reference=reference,
         critic=critic,
-        demonstrations=None,
-        source=SimpleNamespace(load=lambda version: None, waiting=list),
+        process=process,
+        learners=[learner],
+        demonstrations=functools.partial(imitated, algorithm.auxiliary.sft) if algorithm.auxiliary.sft > 0 else None,
+        source=SimpleNamespace(learnt=lambda *step: None, load=lambda version: None, waiting=list),
         stream=SimpleNamespace(observe=lambda trajectories: None, state=dict),
     )
+
+
+def imitated(coef: float, number: int) -> Batch:
+    """Answers to imitate in every update, with their weights."""
+    batch = rollouts("").select(torch.arange(3))
+    return batch.with_token(weight=coef * aggregation_weights(batch, "token-mean"))
 
 
 def run(algorithm: Algorithm, kind: str, steps: tuple[int, ...] = STEPS) -> Trace:

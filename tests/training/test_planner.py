@@ -192,6 +192,15 @@ def test_a_critic_has_a_learner_of_its_own_and_shares_what_is_frozen() -> None:
     assert more < 0.3 * GIB
 
 
+def test_a_process_reward_model_has_a_learner_and_a_start_of_its_own_and_shares_what_is_frozen() -> None:
+    alone, both = plan(on_gpu(OF_1_5B)), plan(on_gpu(OF_1_5B, process=Optimizer()))
+    assert both.total - alone.total == pytest.approx(20 * OF_1_5B.num_parameters, rel=0.01)
+    assert "process reward model" in [part.name for part in both.resident]
+    adapters = on_gpu(OF_1_5B, lora=Lora(rank=8))
+    more = plan(replace(adapters, process=Optimizer())).total - plan(adapters).total
+    assert more < 0.3 * GIB
+
+
 def test_a_cache_that_is_larger_than_the_learners_work_makes_sampling_the_peak() -> None:
     small, large = (plan(on_gpu(OF_1_5B, cache=size * GIB)) for size in (10, 60))
     assert (small.phase, large.phase) == (POLICY, SAMPLING)

@@ -60,12 +60,12 @@ def test_tokens_of_the_same_tokenizer_are_read_as_they_are(scorer_at: Path) -> N
     given = [*tokenizer.encode("21>12"), tokenizer.eos_ids[0]]
     # The text says something else: only the tokens count.
     (by_tokens,) = model([request("a", "999", given)])
-    (raw,) = model.scores([given])
+    ((raw,),) = model.scores([given], [[len(given) - 1]])
     assert value(by_tokens) == raw
     (by_text,) = model([request("a", "12")])  # without tokens, the text in the scorer's own template: the same sequence
     assert value(by_text) == raw
     (unfinished,) = model([request("a", "12", truncated=True)])
-    assert value(unfinished) == pytest.approx(model.scores([given[:-1]])[0], abs=1e-6)
+    assert value(unfinished) == pytest.approx(model.scores([given[:-1]], [[len(given) - 2]])[0][0], abs=1e-6)
 
 
 def test_another_tokenizer_means_text_in_the_scorers_template(scorer_at: Path) -> None:
@@ -75,7 +75,7 @@ def test_another_tokenizer_means_text_in_the_scorers_template(scorer_at: Path) -
     foreign = [*other.encode("21>12"), other.eos_ids[0]]
     own = [*model.tokenizer.encode("21>12"), model.tokenizer.eos_ids[0]]
     assert foreign != own
-    assert value(model([request("a", "12", foreign)])[0]) == model.scores([own])[0]
+    assert value(model([request("a", "12", foreign)])[0]) == model.scores([own], [[len(own) - 1]])[0][0]
 
 
 def test_standardising_and_clipping(scorer_at: Path) -> None:

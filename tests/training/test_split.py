@@ -66,7 +66,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "loss sppo_sq": {**BARE, "advantage": "win_rate", "loss": "sppo_sq"},
     "loss dro": {**BARE, "loss": "dro"},
     "loss bce": {**PAIRS, "loss": {"name": "bce", "normalise": "grpo"}},
-    "loss mixed_offpolicy": {**BARE, "loss": {"name": "mixed_offpolicy", "teacher": True}},
+    "loss mixed_offpolicy": {**BARE, "loss": {"name": "mixed_offpolicy", "weight": "author"}},
     "loss nll": {**PAIRS, "loss": "nll"},
     "loss dpo": {**PAIRS, **FROZEN, "loss": {"name": "dpo", "smoothing": 0.1}},
     "loss ipo": {**PAIRS, **FROZEN, "loss": "ipo"},
@@ -116,7 +116,7 @@ def make(make_batch: MakeBatch) -> Make:
         number, generator = torch.arange(batch.num_sequences), torch.Generator().manual_seed(1)
         batch = batch.with_sequence(
             chosen=number % 2 == 0, desirable=number % 3 == 0, mismatched=number % 4 == 1, demonstration=number % 3 == 1
-        ).with_token(teacher_logp=-2 * torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64))
+        ).with_token(author_logp=-2 * torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64))
         return weighted(batch, algorithm, horizon=6), policy_loss(algorithm, None)
 
     return build

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.agents import gigpo
 from burnish.algorithms.advantages.critic import Estimate, gae, length_adaptive_lambda
+from burnish.algorithms.advantages.distillation import distillation
 from burnish.algorithms.advantages.groups import (
     gpg,
     grpo,
@@ -73,5 +74,6 @@ ADVANTAGES: dict[str, Callable[..., Tensor | Estimate]] = {
     "gigpo": gigpo,
     "spo_chain": spo_chain,
     "spo_tree": spo_tree,
+    "distillation": distillation,
     "none": none,
 }

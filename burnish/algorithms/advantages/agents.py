@@ -1,4 +1,4 @@
-"""Advantages for agents whose steps are sequences of their own: credit for the episode and for each step."""
+"""Advantages for agents of several turns: credit for the episode and for each turn."""
 
 from __future__ import annotations
 
@@ -8,33 +8,45 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.groups import Groups, group_rewards, normalised
+from burnish.algorithms.advantages.rewards import place_rewards, token_rewards
+from burnish.algorithms.advantages.turns import turns_of
 from burnish.algorithms.recurrence import recurrence
+from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.segments import compact_ids, offsets_from_lengths, segment_count
+from burnish.core.segments import compact_ids, offsets_from_lengths, segment_count, segment_sum
 
 
 def gigpo(batch: Batch, omega: float = 1.0, gamma: float = 0.95, normalise: Literal["none", "std"] = "none") -> Tensor:
-    """[S] the episode relative to its group plus omega times the step relative to all steps from the same state.
+    """[N] the episode relative to its group plus omega times the turn relative to all turns from the same state.
 
-        A = (R - mean_g)/F + omega (Rs_k - mean_anchor)/F;   Rs_k = sum_{j>=k} gamma^(j-k) r_j over the trajectory's steps
+        A = (R - mean_g)/F + omega (Rs_k - mean_anchor)/F;   Rs_k = sum_{j>=k} gamma^(j-k) r_j over the trajectory's turns
 
-    Every sequence is one step of its trajectory: `step` [S] its number, `step_reward` [S] what it earned, `state_ids` [S]
-    the state it acted in. An anchor is all steps of a group in one state, at any time; a step alone in its state gets 0
-    from it. F is 1, or the deviation + 1e-6. GiGPO (2505.10978).
+    The ragged columns of the turns say where each begins, what it earned and the state it acted in; a reward that no turn
+    earned is the last one's. An anchor is all turns of a group in one state, at any time; a turn alone in its state gets 0 from
+    it. F is 1, or the deviation + 1e-6. GiGPO (2505.10978).
     """
+    if "turn_state" not in batch.ragged:
+        raise UserError(
+            "advantage gigpo compares the turns of a group that begin in the same state, and the environment reports none: give every "
+            "Turn a state (text, equal where the model knows the same), or use grpo"
+        )
     owner, rewards, groups = group_rewards(batch)
     std = "group" if normalise == "std" else "none"
-    episode = normalised(rewards, groups, std, eps=1e-6)[owner]
-    states, num_states = compact_ids(batch.sequence["state_ids"])
-    anchors, num = compact_ids(groups.ids[owner] * num_states + states)
-    step = normalised(step_returns(batch, owner, gamma), Groups(anchors, num), std, eps=1e-6, singleton="zero")
-    return episode + omega * step
+    episode = normalised(rewards, groups, std, eps=1e-6)
+    turns = turns_of(batch)
+    trajectory = owner[turns.sequence]
+    states, num_states = compact_ids(batch.ragged["turn_state"].values)
+    anchors, num = compact_ids(groups.ids[trajectory] * num_states + states)
+    placed = token_rewards(batch) if "token_rewards" in batch.token else place_rewards(batch)
+    earned = segment_sum(placed[turns.where], turns.of_token, turns.num)
+    returns = turn_returns(earned, trajectory, gamma)
+    step = normalised(returns, Groups(anchors, num), std, eps=1e-6, singleton="zero")
+    advantages = episode[trajectory] + omega * step
+    return advantages.new_zeros(batch.num_tokens).index_copy_(0, turns.where, advantages[turns.of_token])
 
 
-def step_returns(batch: Batch, owner: Tensor, gamma: float) -> Tensor:
-    """[S] the discounted return from each step to the end of its trajectory, whatever the order of the sequences."""
-    order = torch.argsort(batch.sequence["step"], stable=True)
-    order = order[torch.argsort(owner[order], stable=True)]
-    offsets = offsets_from_lengths(segment_count(owner, int(owner.max()) + 1))
-    rewards = batch.sequence["step_reward"]
-    return torch.empty_like(rewards).index_copy(0, order, recurrence(rewards[order], offsets, gamma))
+def turn_returns(earned: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
+    """[K] the discounted return from each turn to the end of its trajectory, whose turns are in order."""
+    order = torch.argsort(trajectory, stable=True)
+    offsets = offsets_from_lengths(segment_count(trajectory, int(trajectory.max()) + 1))
+    return torch.empty_like(earned).index_copy_(0, order, recurrence(earned[order], offsets, gamma))

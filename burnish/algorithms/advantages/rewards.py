@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burnish.algorithms.advantages.turns import with_turn_rewards
 from burnish.algorithms.advantages.written import Written, written
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum
@@ -46,9 +47,9 @@ def rewards_at(batch: Batch, tokens: Written) -> Tensor:
 
 
 def place_rewards(batch: Batch) -> Tensor:
-    """[N] outcome rewards: each sequence's on the last token the model wrote in it."""
+    """[N] outcome rewards: each sequence's on the last token the model wrote in it, but what a turn earned on the turn's last."""
     tokens = written(batch)
     last = tokens.last if tokens.where is None else tokens.where[tokens.last]
     rewards = batch.sequence["reward"].new_zeros(batch.num_tokens)
     rewards[last] = batch.sequence["reward"]
-    return rewards
+    return with_turn_rewards(batch, rewards, last) if "turn_reward" in batch.ragged else rewards

@@ -59,44 +59,66 @@ def spo_chain(batch: Batch) -> Tensor:
     after[:-1] = values[1:]
     some = offsets.diff() > 0
     after[offsets[1:][some] - 1] = batch.sequence["reward"][some].to(values.dtype)
-    ids = batch.token["segment_ids"]
-    where = ((ids >= 0) & batch.action_mask).nonzero().squeeze(1)
-    of_token = torch.repeat_interleave(offsets[:-1], batch.lengths)[where] + ids[where]
-    if bool((of_token >= torch.repeat_interleave(offsets[1:], batch.lengths)[where]).any()):
-        raise ValueError("a token's segment_ids is past the last of its sequence's border_values")
-    rise = (after - values)[of_token]
-    return values.new_zeros(batch.num_tokens).index_copy(0, where, rise)
+    where, of_token = tokens_of_segments(batch, borders)
+    return values.new_zeros(batch.num_tokens).index_copy(0, where, (after - values)[of_token])
 
 
 def spo_tree(batch: Batch, normalise: Literal["none", "std"] = "none") -> Tensor:
-    """[S] the value of a node of a tree of rollouts minus that of its parent: A = V(child) - V(parent). SPO-tree (2505.23564).
+    """[N] the value of a node of a tree of rollouts minus that of its parent: A = V(child) - V(parent). SPO-tree (2505.23564).
 
-    Every sequence is the edge into one node: `node_ids` [S] that node, `parent_ids` [S] the node it was continued from
-    (a root has no sequence, so its id stands only there). A leaf's value is its reward, any other node's the mean of its
-    children. `normalise="std"` divides by the siblings' population deviation + 1e-8.
+    Every sequence is a path from the root, the end of the prompt, to a leaf: the ragged column `nodes` has the nodes it passes, and
+    `segment_ids` which of the edges into them a token is on (-1 where another sequence trains that edge; advantage 0 there). A
+    leaf's value is its reward, any other node's the mean of its children. `normalise="std"` divides by the siblings' population
+    deviation + 1e-8.
     """
-    edges = batch.num_sequences
-    nodes, num = compact_ids(torch.cat([batch.sequence["node_ids"], batch.sequence["parent_ids"]]))
-    child, parent = nodes[:edges], nodes[edges:]
-    if bool((segment_count(child, num) > 1).any()):
-        raise ValueError("two sequences have the same node_ids; a node of the tree has one edge into it")
-    siblings = Groups(parent, num)
-    value = _node_values(child, parent, num, batch.sequence["reward"])
-    advantages = value[child] - value[parent]
+    paths = batch.ragged["nodes"]
+    node, parent, num = _tree(batch, paths)
+    above = torch.full((num,), -1, device=node.device).index_copy(0, node, parent)
+    edges = (above >= 0).nonzero().squeeze(1)
+    leaves = node[paths.offsets[1:] - 1]
+    if bool((above[node] != parent).any()) or bool((segment_count(leaves, num) > 1).any()):
+        raise ValueError("the paths are not of trees: a node has two parents, or two paths end in one leaf")
+    rewards = batch.sequence["reward"]
+    value = _node_values(edges, above[edges], rewards.new_zeros(num).index_copy(0, leaves, rewards))
+    siblings = Groups(above[edges], num)
+    rise = value[edges] - value[above[edges]]
     if normalise == "std":
-        advantages = advantages / (siblings.mean(advantages**2).sqrt() + 1e-8)
-    return torch.where(siblings.is_constant(value[child]), torch.zeros_like(advantages), advantages)
+        rise = rise / (siblings.mean(rise**2).sqrt() + 1e-8)
+    rise = torch.where(siblings.is_constant(value[edges]), torch.zeros_like(rise), rise)
+    where, of_token = tokens_of_segments(batch, paths)
+    of_node = value.new_zeros(num).index_copy(0, edges, rise)
+    return value.new_zeros(batch.num_tokens).index_copy(0, where, of_node[node[of_token]])
 
 
-def _node_values(child: Tensor, parent: Tensor, num: int, rewards: Tensor) -> Tensor:
+def tokens_of_segments(batch: Batch, segments: Ragged) -> tuple[Tensor, Tensor]:
+    """The tokens [M] that are in a segment by `segment_ids`, and the place of each one's segment among all of `segments`."""
+    ids = batch.token["segment_ids"]
+    where = ((ids >= 0) & batch.action_mask).nonzero().squeeze(1)
+    sequence = batch.sequence_ids[where]
+    of_token = segments.offsets[:-1][sequence] + ids[where]
+    if bool((of_token >= segments.offsets[1:][sequence]).any()):
+        raise ValueError("a token's segment_ids is past the last segment of its sequence")
+    return where, of_token
+
+
+def _tree(batch: Batch, paths: Ragged) -> tuple[Tensor, Tensor, int]:
+    """Of every step of every path the node it comes to and the one it comes from, numbered from 0, roots too; and how many."""
+    groups, _ = compact_ids(batch.sequence["group_ids"])
+    parent = paths.values.roll(1)
+    parent[paths.offsets[:-1]] = -1 - groups  # a root of its own for each group
+    ids, num = compact_ids(torch.cat([paths.values, parent]))
+    return ids[: paths.values.shape[0]], ids[paths.values.shape[0] :], num
+
+
+def _node_values(child: Tensor, parent: Tensor, rewards: Tensor) -> Tensor:
     """[nodes] leaves first, then whatever has all its children's values: one pass a level of the tree."""
+    num, value = rewards.shape[0], rewards
     children = segment_count(parent, num)
     known = children == 0
-    value = rewards.new_zeros(num).index_copy(0, child, rewards)
     while not bool(known.all()):
         ready = ~known & (segment_sum(known[child].long(), parent, num) == children)
         if not bool(ready.any()):
-            raise ValueError("node_ids and parent_ids go round in a circle; they must be trees")
+            raise ValueError("the paths go round in a circle; they must be trees")
         value = torch.where(ready, segment_mean(value[child], parent, num), value)
         known = known | ready
     return value

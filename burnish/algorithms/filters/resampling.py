@@ -13,6 +13,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import trajectory_groups
 from burnish.algorithms.filters.columns import first_index, lexsort
+from burnish.algorithms.filters.pairs import pairs
 from burnish.core.batch import Batch
 from burnish.core.noise import uniforms
 from burnish.core.segments import (
@@ -80,4 +81,4 @@ def _sequences_of(trajectories: Tensor, owner: Tensor, num: int) -> Tensor:
     return by_owner[torch.arange(int(offsets[-1]), device=owner.device) + shift]
 
 
-RESAMPLERS: dict[str, Callable[..., Tensor]] = {"pf_ppo": pf_ppo}
+RESAMPLERS: dict[str, Callable[..., Tensor]] = {"pf_ppo": pf_ppo, "pairs": pairs}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import trajectory_groups
 from burnish.algorithms.filters.columns import first_index, lexsort
+from burnish.algorithms.filters.edges import tree_edges
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, offsets_from_lengths, segment_count, segment_mean
@@ -69,6 +70,7 @@ SAMPLE_FILTERS: dict[str, Callable[..., Tensor]] = {
     "positives_only": positives_only,
     "cppo": cppo,
     "prob_mask": prob_mask,
+    "tree_edges": tree_edges,
 }
 
 

@@ -16,8 +16,6 @@ class Preset:
     solves: str
     """The problem it answers, in a line."""
     slots: Mapping[str, Any] = field(default_factory=dict)
-    waits: str = ""
-    """What this version does not have yet and the whole method needs, besides what its slots wait for."""
     note: str = ""
     """What belongs to the method and lies outside the slots: rollout, rewards, schedule."""
 

@@ -15,11 +15,8 @@ OMD = {
 }
 SUPERVISED = {"advantage": "none", "ratio": "none", "clip": "none"}
 PAIRS = {**SUPERVISED, "aggregation": SEQUENCE_MEAN}
-SEGMENTS = {
-    "clip": PPO,
-    "aggregation": TOKEN_MEAN,
-    "filters": [{"name": "prob_mask", "below": 0.9}],
-}
+PROB_MASK = {"name": "prob_mask", "below": 0.9}
+SEGMENTS = {"clip": PPO, "aggregation": TOKEN_MEAN, "filters": [PROB_MASK]}
 
 BEYOND: dict[str, Preset] = {
     "kimi_k15": Preset(
@@ -49,7 +46,7 @@ BEYOND: dict[str, Preset] = {
             "aggregation": SEQUENCE_MEAN,
             "kl": ITERATE,
         },
-        note="wins are read off the rewards of a group; there is no preference model yet",
+        note="wins are read off the rewards of a group, a judge's or a reward model's where there is no verifier",
     ),
     "pacs": Preset(
         "PACS",
@@ -74,6 +71,7 @@ BEYOND: dict[str, Preset] = {
             "entropy": {"coef": 0.001},
             "filters": [{"name": "difficulty_band", "low": 0.2, "high": 0.8}, "truncation"],
             "refill": {"oversample": 4, "short": "fill"},
+            "process": {},
         },
     ),
     "gigpo": Preset(
@@ -97,7 +95,13 @@ BEYOND: dict[str, Preset] = {
         "SPO-tree",
         "Segment policy optimisation, Guo et al. 2025 (2505.23564)",
         "Monte-Carlo values that long answers can afford: every node of a tree is a sample too",
-        {"advantage": "spo_tree", **SEGMENTS},
+        {
+            "advantage": "spo_tree",
+            **SEGMENTS,
+            "filters": [PROB_MASK, {"name": "tree_edges", "most": 32}],
+            "replay": {"share": 7.0, "uses": 8, "max_age": 7, "pick": "oldest"},
+        },
+        note="rollout.n is the first level of the tree: 6 samples and branches [6, 6] are 6-6-6",
     ),
     "luffy": Preset(
         "LUFFY",
@@ -111,6 +115,38 @@ BEYOND: dict[str, Preset] = {
             "aggregation": "seq-mean-token-sum-norm",
             "entropy": {"coef": 0.001},
         },
+        note="demonstrations in the groups: data.demonstrations_per_group=1, and data.demonstrations or data.demonstration_column",
+    ),
+    "rl_plus": Preset(
+        "RL-PLUS",
+        "RL-PLUS, Dong et al. 2025 (2508.00222)",
+        "demonstrations whose author is unknown, looked at where the policy does not know them yet",
+        {
+            "clip": "none",
+            "ratio": "none",
+            "loss": {"name": "mixed_offpolicy", "weight": "mixture", "focus": 0.5, "clip": 0.2},
+            "aggregation": TOKEN_MEAN,
+        },
+        note="demonstrations in the groups: data.demonstrations_per_group=1, and data.demonstrations or data.demonstration_column",
+    ),
+    "on_policy_distillation": Preset(
+        "On-policy distillation",
+        "GKD, Agarwal et al. 2023 (2306.13649); as a reward: Thinking Machines, 2025",
+        "one reward at the end of an answer says little: a teacher judges every token the policy writes",
+        {
+            "advantage": "distillation",
+            "clip": "none",
+            "aggregation": TOKEN_MEAN,
+            "kl": {"reward": {"estimator": "k1", "coef": 1.0}, "reference": "teacher"},
+        },
+        note="the teacher: algorithm.kl.reference.path; as a loss: kl.reward.coef=0 and kl.loss={estimator: full, coef: 1}",
+    ),
+    "rl_sft": Preset(
+        "RL + SFT",
+        "the multitask baseline of LUFFY, Yan et al. 2025 (2504.14945)",
+        "demonstrations imitated beside the policy loss; group statistics do not see them",
+        {"clip": PPO, "aggregation": TOKEN_MEAN, "auxiliary": {"sft": 0.1}},
+        note="the rows to imitate: data.demonstrations",
     ),
     "dpo": Preset(
         "DPO",
@@ -118,6 +154,13 @@ BEYOND: dict[str, Preset] = {
         "preferences without a reward model or rollouts",
         {**PAIRS, "loss": "dpo", "kl": {"reference": "frozen"}},
         note="`burnish prefer` runs it",
+    ),
+    "online_dpo": Preset(
+        "Online DPO",
+        "Direct language model alignment from online AI feedback, Guo et al. 2024 (2402.04792)",
+        "pairs that the policy has left behind: they are made of its own samples in every step",
+        {**PAIRS, "loss": "dpo", "filters": ["pairs"], "kl": {"reference": "frozen"}},
+        note="the paper's judge is a reward part; ipo, simpo and orpo learn from the same pairs (algorithm.loss)",
     ),
     "ipo": Preset(
         "IPO",

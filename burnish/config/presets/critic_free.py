@@ -180,8 +180,7 @@ CRITIC_FREE: dict[str, Preset] = {
         "DeepSeek-R1, 2025 (2501.12948)",
         "readable reasoning: a cold start, RL, rejection sampling, RL again",
         R1,
-        waits="stages in a row (cold start, RL, rejection sampling, RL): this is its RL stage alone",
-        note="rewards: task or math, think_format and language",
+        note="rewards: task or math, think_format and language; its RL alone, recipes/r1.yaml has all stages (`burnish stages`)",
     ),
     "cppo": Preset(
         "CPPO",

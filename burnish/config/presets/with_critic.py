@@ -63,8 +63,10 @@ WITH_CRITIC: dict[str, Preset] = {
             "aggregation": TOKEN_MEAN,
             "kl": KL_IN_REWARD,
             "filters": [{"name": "pf_ppo", "mode": "power"}],
+            "replay": {"share": 0.5, "uses": 2, "max_age": 4},
             "critic": CRITIC,
         },
+        note="a group that comes back gives the samples that were drawn from it the first time",
     ),
     "demystify": Preset(
         "Demystifying long CoT",

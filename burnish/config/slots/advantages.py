@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from burnish.config.slots.base import Slot
 
@@ -277,8 +277,7 @@ class PrimeRlooAdvantage(AdvantageRecord):
         "A_it = sum_{s>=t} (p_is - mean_{j != i} mean_t p_jt) + (r_i - mean_{j != i} r_j), then whitened"
     )
     paper: ClassVar[str] = "PRIME (2502.01456)"
-    needs: ClassVar[tuple[str, ...]] = ("groups",)
-    waits: ClassVar[str] = "an implicit process reward model trained online"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "process", "accuracy")
     name: Literal["prime_rloo"] = "prime_rloo"
     process_coef: float = Field(5.0, ge=0)
     """Weight of the process rewards' part."""
@@ -293,17 +292,16 @@ class PrimeRlooAdvantage(AdvantageRecord):
 
 
 class GigpoAdvantage(AdvantageRecord):
-    """An agent's episode relative to its group, plus each step relative to all steps from the same state."""
+    """An agent's episode relative to its group, plus each turn relative to all turns from the same state."""
 
-    formula: ClassVar[str] = "A = (R - mean_g)/F + omega (Rs_k - mean over the group's steps in the same state)/F"
+    formula: ClassVar[str] = "A = (R - mean_g)/F + omega (Rs_k - mean over the group's turns in the same state)/F"
     paper: ClassVar[str] = "GiGPO (2505.10978)"
-    needs: ClassVar[tuple[str, ...]] = ("groups",)
-    waits: ClassVar[str] = "environments that report their state"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "states")
     name: Literal["gigpo"] = "gigpo"
     omega: float = Field(1.0, ge=0)
-    """Weight of the step's part."""
+    """Weight of the turn's part."""
     gamma: float = Field(0.95, ge=0, le=1)
-    """Discount per step in the step's return Rs."""
+    """Discount per turn in the turn's return Rs."""
     normalise: Literal["none", "std"] = "none"
     """F: 1, or the sample deviation + 1e-6."""
 
@@ -313,8 +311,15 @@ class SpoChainAdvantage(AdvantageRecord):
 
     formula: ClassVar[str] = "A(tokens of segment k) = V(border k+1) - V(border k); V(end) = reward"
     paper: ClassVar[str] = "SPO (2505.23564)"
-    waits: ClassVar[str] = "rollouts from the borders of segments"
+    needs: ClassVar[tuple[str, ...]] = ("borders",)
+    of_rollouts: ClassVar[tuple[str, ...]] = ("below", "every", "rollouts")
     name: Literal["spo_chain"] = "spo_chain"
+    below: float = Field(0.9, gt=0, le=1)
+    """Tokens that were sampled with a smaller probability are cut points."""
+    every: int = Field(5, ge=1)
+    """A segment begins with every so-manieth cut point."""
+    rollouts: int = Field(9, ge=1)
+    """Answers that are continued from each border; their mean reward is its value."""
 
 
 class SpoTreeAdvantage(AdvantageRecord):
@@ -322,10 +327,27 @@ class SpoTreeAdvantage(AdvantageRecord):
 
     formula: ClassVar[str] = "A = V(child) - V(parent); V(leaf) = reward, V(node) = mean of its children"
     paper: ClassVar[str] = "SPO (2505.23564)"
-    waits: ClassVar[str] = "tree rollouts"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "tree")
+    of_rollouts: ClassVar[tuple[str, ...]] = ("branches", "segment")
     name: Literal["spo_tree"] = "spo_tree"
+    branches: list[PositiveInt] = Field(default_factory=lambda: [6, 6], min_length=1)
+    """Continuations of each node, level by level, below the rollout.n that a prompt has: 6 samples and [6, 6] are a tree 6-6-6."""
+    segment: int = Field(30, ge=1)
+    """Tokens of an edge; one of the last level goes on to the end of its answer."""
     normalise: Literal["none", "std"] = "none"
     """Divide by nothing, or by the siblings' population deviation + 1e-8."""
+
+
+class DistillationAdvantage(AdvantageRecord):
+    """Every token judged by a teacher: the KL to it in the reward, where it stands, beside the outcome or alone."""
+
+    formula: ClassVar[str] = (
+        "A_it = -kl.reward.coef KL_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1"
+    )
+    paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543), On-policy distillation (Thinking Machines, 2025)"
+    name: Literal["distillation"] = "distillation"
+    outcome: float = Field(0.0, ge=0)
+    """Weight of the reward relative to its group; 0 learns from the teacher alone."""
 
 
 class NoAdvantage(AdvantageRecord):
@@ -357,5 +379,6 @@ ADVANTAGES: tuple[type[AdvantageRecord], ...] = (
     GigpoAdvantage,
     SpoChainAdvantage,
     SpoTreeAdvantage,
+    DistillationAdvantage,
     NoAdvantage,
 )

@@ -30,13 +30,14 @@ class Slot(Record):
     needs: ClassVar[tuple[str, ...]] = ()
     """What the rest of the system must provide.
 
-    `groups`: several samples of each prompt. `critic`: a value of every token. `greedy`: the reward of each prompt's
-    greedy answer. `old`: log-probs under the policy before the batch's first update. `reference`: log-probs under the
+    `groups`: several samples of each prompt. `critic`: a value of every token. `process`: a reward of every token from a
+    process reward model. `greedy`: the reward of each prompt's greedy answer. `old`: log-probs under the policy before the batch's first update. `reference`: log-probs under the
     reference. `accuracy`: right or wrong, apart from the reward. `sum_p2`: the sum of squared probabilities. `budget`: a length the prompt
-    asks for.
+    asks for. `borders`: answers cut into segments, with the values of the states between. `tree`: answers that branch.
+    `demonstrations`: answers of somebody else in the groups.
     """
-    waits: ClassVar[str] = ""
-    """What this version does not have yet and this choice cannot run without; empty where it runs."""
+    of_rollouts: ClassVar[tuple[str, ...]] = ()
+    """Options that say how rollouts are made for it; its function is not given them."""
     scope: ClassVar[Literal["token", "sequence", "group", "batch"]] = "token"
     """What a loss must see at once to be computed; the learner makes two passes for group and batch."""
 

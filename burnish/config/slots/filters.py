@@ -18,6 +18,8 @@ class FilterRecord(Slot):
     """Whether it keeps or drops whole groups before advantages, so that a refill can replace them."""
     reads_reward: ClassVar[bool] = False
     """Whether the shaped reward makes any difference to it."""
+    of_answers: ClassVar[bool] = False
+    """Whether it takes whole answers out of the loss, or puts them in twice."""
 
 
 # --- groups, before advantages -----------------------------------------------------------------------------------------
@@ -75,6 +77,7 @@ class OverlongFilter(FilterRecord):
 
     formula: ClassVar[str] = "loss_mask of a truncated sequence := 0, after advantages"
     paper: ClassVar[str] = "DAPO (2503.14476)"
+    of_answers: ClassVar[bool] = True
     name: Literal["overlong"] = "overlong"
 
 
@@ -84,6 +87,7 @@ class PositivesOnlyFilter(FilterRecord):
     formula: ClassVar[str] = "loss_mask of a sequence with r <= 0 := 0, after advantages"
     paper: ClassVar[str] = "RAFT++, A minimalist approach to LLM reasoning (2504.11343)"
     reads_reward: ClassVar[bool] = True
+    of_answers: ClassVar[bool] = True
     name: Literal["positives_only"] = "positives_only"
 
 
@@ -93,6 +97,7 @@ class CppoFilter(FilterRecord):
     formula: ClassVar[str] = "per group keep the max(1, floor(G (1 - prune))) samples of largest |A|"
     paper: ClassVar[str] = "CPPO (2503.22342)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
+    of_answers: ClassVar[bool] = True
     name: Literal["cppo"] = "cppo"
     prune: float = Field(0.5, gt=0, lt=1)
     """The share of each group that is left out."""
@@ -109,6 +114,19 @@ class ProbMaskFilter(FilterRecord):
     """Tokens of this probability or more leave the loss."""
 
 
+class TreeEdgesFilter(FilterRecord):
+    """Trains on a few edges of each tree that have an advantage; one that is replayed goes on with others."""
+
+    formula: ClassVar[str] = (
+        "of the edges with A != 0, in an order drawn once: those from most * use to most * (use + 1)"
+    )
+    paper: ClassVar[str] = "SPO-tree (2505.23564)"
+    needs: ClassVar[tuple[str, ...]] = ("tree",)
+    name: Literal["tree_edges"] = "tree_edges"
+    most: int = Field(32, ge=1)
+    """Edges of one tree that are in the loss of a step, at most."""
+
+
 # --- resampling, after advantages --------------------------------------------------------------------------------------
 
 
@@ -119,6 +137,7 @@ class PfPpoFilter(FilterRecord):
     paper: ClassVar[str] = "PF-PPO, policy filtration (2409.06957)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     reads_reward: ClassVar[bool] = True
+    of_answers: ClassVar[bool] = True
     name: Literal["pf_ppo"] = "pf_ppo"
     mode: Literal["power", "best_worst", "best_random", "best"] = "power"
     """The weights: |r|^power; 1 for best and worst, else 0; 0.4 for the best and 0.1 for others; the best only."""
@@ -132,6 +151,18 @@ class PfPpoFilter(FilterRecord):
         return self
 
 
+class PairsFilter(FilterRecord):
+    """Keeps the best and the worst sample of each group, as a pair for a loss that compares two answers."""
+
+    formula: ClassVar[str] = (
+        "per group chosen = argmax r, rejected = argmin r; none where they are equal, in reward or in every token"
+    )
+    paper: ClassVar[str] = "Online DPO (2402.04792)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    reads_reward: ClassVar[bool] = True
+    name: Literal["pairs"] = "pairs"
+
+
 FILTERS: tuple[type[FilterRecord], ...] = (
     ZeroSignalFilter,
     DifficultyBandFilter,
@@ -140,7 +171,9 @@ FILTERS: tuple[type[FilterRecord], ...] = (
     PositivesOnlyFilter,
     CppoFilter,
     ProbMaskFilter,
+    TreeEdgesFilter,
     PfPpoFilter,
+    PairsFilter,
 )
 
 

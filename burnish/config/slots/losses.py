@@ -83,24 +83,29 @@ class BceLoss(LossRecord):
 
 
 class MixedLoss(LossRecord):
-    """The policy's samples with their ratio, demonstrations with a shaped probability, in one group."""
+    """The policy's samples with their ratio, demonstrations with a weight made of how likely the policy finds them, in one group."""
 
-    formula: ClassVar[str] = "L_t = -A_t r_t; on demonstrations -A_t p/(p + gamma), p = exp(logp_t)"
-    paper: ClassVar[str] = "LUFFY (2504.14945)"
-    needs: ClassVar[tuple[str, ...]] = ("groups",)
-    waits: ClassVar[str] = "demonstrations in groups"
+    formula: ClassVar[str] = (
+        "L_t = -A_t r_t; on demonstrations -A_t (1 - sg(p))^focus w, p = exp(logp_t), w = p/(p + gamma) (shaped), p/q (author) or "
+        "2p/(p_old + (p_old + 1)/2) (mixture)"
+    )
+    paper: ClassVar[str] = "LUFFY (2504.14945); mixture and focus: RL-PLUS (2508.00222)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "demonstrations")
     name: Literal["mixed_offpolicy"] = "mixed_offpolicy"
+    weight: Literal["shaped", "author", "mixture"] = "shaped"
+    """What a demonstrated token counts: a shape of its probability, that over its author's (rows with `logp`), or over the mean of
+    the old policy's and a guess of its author's."""
     gamma: float = Field(0.1, gt=0)
-    """The probability at which a demonstrated token's gradient is largest."""
-    teacher: bool = False
-    """The demonstrations come with their author's log-probs q: use p / q instead of the shape."""
+    """With weight shaped: the probability at which a demonstrated token's gradient is largest."""
+    focus: float = Field(0.0, ge=0)
+    """Weigh demonstrated tokens down as they become likely; RL-PLUS has 0.5."""
+    clip: float | None = Field(None, gt=0, lt=1)
+    """PPO's clip of the policy's own tokens to 1 - clip .. 1 + clip; null leaves their ratio free, as LUFFY's code does."""
 
     @model_validator(mode="after")
     def _one_shape(self) -> MixedLoss:
-        if self.teacher and self.gamma != MixedLoss.model_fields["gamma"].default:
-            raise ValueError(
-                "gamma shapes p where the author's log-probs are unknown: with teacher=true it does nothing"
-            )
+        if self.weight != "shaped" and self.gamma != MixedLoss.model_fields["gamma"].default:
+            raise ValueError(f"gamma belongs to weight shaped: with weight {self.weight} it does nothing")
         return self
 
 

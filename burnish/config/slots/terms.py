@@ -65,12 +65,23 @@ class IterateReference(Slot):
     """Steps in an iteration."""
 
 
+class TeacherReference(Slot):
+    """Another model, usually a larger one, that the policy learns from: KL to it is distillation."""
+
+    formula: ClassVar[str] = "ref = the model of a directory with the policy's tokenizer"
+    paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543)"
+    name: Literal["teacher"] = "teacher"
+    path: str | None = None
+    """A Hugging Face directory whose tokenizer is the policy's, token for token; null is the model the run starts from."""
+
+
 REFERENCES: tuple[type[Slot], ...] = (
     NoReference,
     FrozenReference,
     EmaReference,
     HardSyncReference,
     IterateReference,
+    TeacherReference,
 )
 ReferenceSlot: Any = choice(*REFERENCES, plugin=False)
 
@@ -93,11 +104,16 @@ class KlLoss(KlTerm):
     estimator: Estimator | Literal["full"] = "k3"
     """k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1 with d = logp - ref; a plus means value of it, gradient of k2; full is no
     estimate but the KL over the whole vocabulary at every token, from both models in one pass."""
+    top: int | None = Field(None, ge=1)
+    """With estimator full: look at so many tokens, those the policy finds likeliest, one by one and at all others as one; null
+    looks at every token."""
     is_corrected: bool = False
     """Multiply it by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
 
     @model_validator(mode="after")
     def _one_gradient(self) -> KlLoss:
+        if self.top is not None and self.estimator != "full":
+            raise ValueError(f"top belongs to estimator full; {self.estimator} looks at the sampled token alone")
         if self.is_corrected and self.estimator == "full":
             raise ValueError("is_corrected weighs the token that was sampled, and estimator=full sums over all of them")
         if self.is_corrected and self.estimator.endswith("+"):

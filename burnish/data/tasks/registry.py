@@ -8,18 +8,20 @@ from typing import Any
 
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import check_options
-from burnish.data.tasks import addition, countdown, gym, sort_digits
+from burnish.data.tasks import addition, countdown, guess_number, gym, sort_digits
 from burnish.data.tasks.base import Task
 
 TASKS: dict[str, type[Any]] = {
     sort_digits.NAME: sort_digits.SortDigits,
     addition.NAME: addition.Addition,
     countdown.NAME: countdown.Countdown,
+    guess_number.NAME: guess_number.GuessNumberTask,
 }
 SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     sort_digits.NAME: sort_digits.score,
     addition.NAME: addition.score,
     countdown.NAME: countdown.score,
+    guess_number.NAME: guess_number.score,
 }
 
 
@@ -36,7 +38,7 @@ def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
     return task
 
 
-def make_demonstrations(name: str, options: dict[str, Any], seed: int) -> list[dict[str, str]]:
+def make_demonstrations(name: str, options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     """Prompt and completion rows of a task that has them; options are those of the task and of its demonstrations."""
     return _made(name, "demonstrations", "prompt and completion rows", options, seed)
 
@@ -46,7 +48,7 @@ def make_preferences(name: str, options: dict[str, Any], seed: int, split: str) 
     return _made(name, "preferences", "prompt, chosen and rejected rows", options, seed, split=split)
 
 
-def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any) -> list[dict[str, str]]:
+def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any) -> list[dict[str, Any]]:
     """The rows that a task's method `what` makes; options are those of the task and of the method."""
     function = getattr(TASKS.get(name), what, None)
     if function is None:
@@ -58,7 +60,7 @@ def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int
             raise unknown(f"option of the {what} of {name!r}:", key, known)
     task: Any = make_task(name, {k: v for k, v in options.items() if k not in own}, seed)
     mine = {k: v for k, v in options.items() if k in own}
-    rows: list[dict[str, str]] = getattr(task, what)(seed=seed, **given, **mine)
+    rows: list[dict[str, Any]] = getattr(task, what)(seed=seed, **given, **mine)
     return rows
 
 

@@ -19,6 +19,8 @@ class Distribution(NamedTuple):
 
     hidden: Tensor  # [M, hidden]
     weight: Tensor  # [vocab, hidden]
+    top: int | None = None
+    """Whoever compares with it looks at so many tokens, its own likeliest, one by one, and at all others as one; None: at all."""
 
 
 class _HeadKl(torch.autograd.Function):
@@ -26,7 +28,7 @@ class _HeadKl(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, reference: Distribution, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.temperature = temperature
+        ctx.temperature, ctx.top = temperature, reference.top
         ctx.set_materialize_grads(False)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, kl = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
@@ -35,8 +37,8 @@ class _HeadKl(torch.autograd.Function):
             p = log_p.exp()
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             entropy[i:j] = -(p * log_p).sum(-1)
-            kl[i:j] = p.mul_(log_p - log_q).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, *reference, entropy, kl)
+            kl[i:j] = p.mul_(_difference(log_p, log_q, reference.top)).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, reference.hidden, reference.weight, entropy, kl)
         return logp, entropy, kl
 
     @staticmethod
@@ -58,7 +60,7 @@ class _HeadKl(torch.autograd.Function):
             if grad_entropy is not None:
                 slope -= grad_entropy[i:j, None] * p * (log_p + entropy[i:j, None])
             if grad_kl is not None:
-                slope += grad_kl[i:j, None] * p * (log_p - log_q - kl[i:j, None])
+                slope += grad_kl[i:j, None] * p * (_difference(log_p, log_q, ctx.top) - kl[i:j, None])
             slope = (slope if ctx.temperature == 1.0 else slope / ctx.temperature).to(hidden.dtype)
             grad_hidden[i:j] = slope @ weight
             if grad_weight is not None:
@@ -71,6 +73,20 @@ def _both(
 ) -> tuple[Tensor, Tensor]:
     log_p = scaled_logits(hidden, weight, temperature).log_softmax(-1)
     return log_p, scaled_logits(reference.hidden[i:j], reference.weight, temperature).log_softmax(-1)
+
+
+def _difference(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
+    """[rows, vocab] log p - log q; with `top` that of all tokens but the likeliest is the one of their sums.
+
+    Then sum_v p_v d_v is the KL of what is left when those tokens are not told apart, which is at most that of all, and its
+    gradient in the logits is p (d - KL) as before.
+    """
+    difference = log_p - log_q
+    if top is None or top >= log_p.shape[-1]:
+        return difference
+    likely = torch.zeros_like(log_p, dtype=torch.bool).scatter_(-1, log_p.topk(top, -1).indices, True)
+    others = [x.masked_fill(likely, -torch.inf).logsumexp(-1, keepdim=True) for x in (log_p, log_q)]
+    return torch.where(likely, difference, others[0] - others[1])
 
 
 def head_kl(

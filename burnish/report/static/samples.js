@@ -162,6 +162,16 @@ class Explorer {
     return box;
   }
 
+  // Who said what, turn by turn.
+  turns(said) {
+    return said.flatMap(([who, text, state, reward]) => {
+      const head = make("div", visible(who), "said dim");
+      if (state !== null) head.append(" in " + visible(state));
+      if (reward) head.append(", reward " + show(reward));
+      return [head, marked(text, this.want.pattern, who === "environment" ? "text heard" : "text")];
+    });
+  }
+
   card(sample, texts, tokens, colour, readout) {
     const { samples, finishes } = this.store, node = make("article", null, "card");
     const head = make("div", null, "head");
@@ -171,7 +181,8 @@ class Explorer {
     head.append(chip(count(samples.length[sample]) + " tokens"), chip("ended by " + visible(finishes[samples.finish[sample]])));
     for (const [name, value] of Object.entries(texts.parts)) head.append(chip(visible(name) + " " + (isNumber(value) ? show(value) : visible(JSON.stringify(value))), "dim"));
     node.append(head, colouredText(texts.text, tokens, colour, samples.advantage[sample], this.want.pattern, readout));
-    if (texts.whole !== null) node.append(make("div", "as the reward saw it", "dim"), marked(texts.whole, this.want.pattern));
+    if (texts.turns) node.append(...this.turns(texts.turns));
+    else if (texts.whole !== null) node.append(make("div", "as the reward saw it", "dim"), marked(texts.whole, this.want.pattern));
     if (texts.error) node.append(make("div", "the scorer failed", "bad"), marked(texts.error, this.want.pattern));
     if (this.asGroup && sample === this.sample) node.classList.add("chosen");
     return node;

@@ -78,7 +78,7 @@ class Store {
 
   pick(texts, block, sample) {
     const [group, first] = this.firstOfBlock[block], k = sample - first, g = this.groupOf[sample] - group;
-    return { prompt: texts.prompt[g], answer: texts.answer[g], text: texts.text[k], whole: texts.whole[k], parts: texts.parts[k], error: texts.error[k] };
+    return { prompt: texts.prompt[g], answer: texts.answer[g], text: texts.text[k], whole: texts.whole[k], parts: texts.parts[k], turns: texts.turns[k], error: texts.error[k] };
   }
 
   async tokens(sample) {

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http.client import HTTPException
-from typing import Any
+from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -23,6 +23,20 @@ Wait = Callable[[float], bool]
 
 class JudgeFailed(Exception):
     """The judge gave no answer; the text says what was tried."""
+
+
+class Asker(Protocol):
+    """Whoever answers a judge's questions. Threads share it."""
+
+    @property
+    def address(self) -> str:
+        """What the answers are of, for the cache: behind the same address the same question has the same answer."""
+
+    def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
+        """The answer to a chat request, and how often it was asked for again; JudgeFailed where there is none in time."""
+
+    def close(self) -> None:
+        """Let go of everything; whoever still waits for an answer gets JudgeFailed."""
 
 
 class RateLimit:
@@ -73,6 +87,9 @@ class Endpoint:
                 doubled = min(MAX_WAIT_S, self._backoff_s * 2**attempt)
                 self._pause(doubled if after_s is None else max(after_s, doubled), deadline, problem)
         raise JudgeFailed(f"{problem} (after {self._retries + 1} calls)")
+
+    def close(self) -> None:
+        """Nothing is held between two calls."""
 
     def _once(self, data: bytes, timeout_s: float) -> str:
         request = Request(self.address, data, self._headers)

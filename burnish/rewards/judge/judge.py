@@ -19,7 +19,7 @@ from typing import Any
 
 from burnish.data.template import joined
 from burnish.rewards.judge.cache import Cache, key_of
-from burnish.rewards.judge.endpoint import Endpoint, JudgeFailed, RateLimit
+from burnish.rewards.judge.endpoint import Asker, Endpoint, JudgeFailed, RateLimit
 from burnish.rewards.judge.options import JudgeOptions, fill_template
 from burnish.rewards.judge.parsing import parse, settle
 from burnish.rewards.pool import Outcome, Outcomes
@@ -42,16 +42,25 @@ class Judge:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._cache = None if options.cache is None else Cache((base or Path()) / options.cache)
-        key = None if options.key is None else os.environ[options.key]
-        limit = RateLimit(options.per_minute)
-        self._endpoint = Endpoint(
-            options.url, key, options.call_s, options.retries, options.backoff_s, limit, self._closing.wait
-        )
+        self._asker: Asker | None = None if options.url is None else self._endpoint(options, options.url)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
+    def _endpoint(self, options: JudgeOptions, url: str) -> Endpoint:
+        key = None if options.key is None else os.environ[options.key]
+        limit = RateLimit(options.per_minute)
+        return Endpoint(url, key, options.call_s, options.retries, options.backoff_s, limit, self._closing.wait)
+
+    def hand_in(self, asker: Asker) -> None:
+        """Take who answers, where that is no endpoint; it is closed with the judge, or when another one comes."""
+        if self._asker is not None:
+            self._asker.close()
+        self._asker = asker
+
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue samples; returns at once."""
+        if self._asker is None:
+            raise RuntimeError("the judge is a model directory, and nobody handed in who answers for it")
         for call in calls:
             self._calls.put(call)
         for number in range(len(self._threads), min(self.options.concurrency, len(self._threads) + len(calls))):
@@ -62,6 +71,8 @@ class Judge:
     def close(self) -> None:
         """Stop; samples without an outcome never get one."""
         self._closing.set()
+        if self._asker is not None:
+            self._asker.close()
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -106,20 +117,21 @@ class Judge:
 
     def _answer(self, question: str, vote: int, attempt: int, deadline: float) -> str:
         """What the judge says to the question, from the cache where it has said it; each vote and attempt is its own."""
-        options = self.options
+        options, asker = self.options, self._asker
+        assert asker is not None, "checked when samples are submitted"
         body: dict[str, Any] = {
-            "model": options.model,
+            **({"model": options.model} if options.model is not None else {}),
             "messages": [{"role": "user", "content": question}],
             "temperature": options.temperature if attempt == 0 else max(options.temperature, AGAIN_TEMPERATURE),
             "max_tokens": options.max_tokens,
             "seed": vote * (options.parse_retries + 1) + attempt,
         }
-        key = key_of({"url": self._endpoint.address, **body})
+        key = key_of({"url": asker.address, **body})
         kept = None if self._cache is None else self._cache.get(key)
         if kept is not None:
             self._count("judge_cached")
             return kept
-        text, retried = self._endpoint.ask(body, deadline)
+        text, retried = asker.ask(body, deadline)
         self._count("judge_calls")
         self._count("judge_retried", retried)
         if self._cache is not None:

@@ -34,10 +34,19 @@ Think step by step. Then end with one line of JSON and nothing after it: {"corre
 class JudgeOptions:
     """Options of the reward part `judge`."""
 
-    url: str
+    url: str | None = None
     """The endpoint up to `/v1`, such as http://localhost:8000/v1; `/chat/completions` is added."""
-    model: str
+    model: str | None = None
     """The name it is asked for."""
+    path: str | None = None
+    """Instead of an endpoint: a model directory, relative to the recipe or to the working directory, that an engine in a process of
+    its own answers from."""
+    engine: str = "auto"
+    """Of path: native, transformers, or auto, which takes native where the family is known."""
+    device: str = "auto"
+    dtype: str = "float32"
+    cache_gib: float | None = None
+    """Of path: size of its KV cache; null is 2 on a GPU, and what its rows need on a CPU."""
     template: str = TEMPLATE
     """The question to the judge; {question}, {answer} and {expected} are replaced."""
     parser: str = "verdict"
@@ -74,9 +83,16 @@ class JudgeOptions:
     def of(options: Mapping[str, Any], where: str) -> JudgeOptions:
         """From the options of a part; the error for what is wrong with them."""
         check_options(JudgeOptions, options, where)
-        for name in ("url", "model"):
+        is_engine = options.get("path") is not None
+        if is_engine and not isinstance(options["path"], str):
+            raise UserError(f"{where}: options.path should be a model directory, got {options['path']!r}")
+        for name in () if is_engine else ("url", "model"):
             if not isinstance(options.get(name), str):
-                raise UserError(f"{where}: give options.{name}: {HELP[name]}")
+                raise UserError(f"{where}: give options.{name}: {HELP[name]} (or options.path, a model directory)")
+        for name in ENDPOINT if is_engine else ENGINE:
+            if options.get(name) is not None:
+                kind = "an endpoint, and options.path is a model directory" if is_engine else "options.path"
+                raise UserError(f"{where}: options.{name} is for {kind}: leave it out")
         try:
             made = JudgeOptions(**options)
             made.check()
@@ -86,8 +102,13 @@ class JudgeOptions:
 
     def check(self) -> None:
         """ValueError for what makes no sense."""
-        if urlsplit(self.url).scheme not in ("http", "https"):
+        if self.url is not None and urlsplit(self.url).scheme not in ("http", "https"):
             raise ValueError(f"url {self.url!r} should begin with http:// or https://")
+        for name, known in (("engine", ENGINES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+        if self.cache_gib is not None and not self.cache_gib > 0:
+            raise ValueError(f"cache_gib={self.cache_gib} should be above 0")
         found = set(SLOTS.findall(self.template))
         if "answer" not in found:
             raise ValueError("template has no {answer} in it, so the judge would not see what it judges")
@@ -107,6 +128,12 @@ class JudgeOptions:
             raise ValueError(f"the environment variable {self.key}, named by key, is not set")
 
 
+ENDPOINT = ("url", "model", "key", "per_minute", "backoff_s")
+"""What an engine in a process of our own has no use for."""
+ENGINE = ("engine", "device", "dtype", "cache_gib")
+"""What only such an engine has."""
+ENGINES = ("auto", "native", "transformers")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 HELP = {"url": "the endpoint up to /v1, such as http://localhost:8000/v1", "model": "the name the endpoint knows it by"}
 LEAST = {
     "temperature": 0,

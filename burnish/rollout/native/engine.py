@@ -22,6 +22,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.models.decoder import Decoder
 from burnish.models.ops.attention import PackedAttention
 from burnish.models.ops.exact import tempered_logp
+from burnish.models.stepping import Steps
 from burnish.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from burnish.rollout.native.rows import Rows
 from burnish.rollout.native.sampler import add_bias, sample
@@ -54,7 +55,7 @@ class NativeEngine:
         self.device = weight.device
         self.max_rows = max_rows
         self.cache = KVCache(model.arch, weight.dtype, weight.device)
-        self.rows = Rows(max_rows, weight.device)
+        self.rows = Rows(max_rows)
         self.queue: deque[Request] = deque()
         self.waiting: Counter[tuple[int, ...]] = Counter()  # requests in the queue, by prompt
         self.prefilled: dict[tuple[int, ...], Prefilled] = {}
@@ -62,6 +63,7 @@ class NativeEngine:
         self.stats = EngineStats()
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self._ids: set[str] = set()
+        self._step = Steps(model)
         self._interrupted = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
@@ -74,6 +76,7 @@ class NativeEngine:
         self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:
+        self._step = Steps(self.model)
         while self.ready or ((self.queue or len(self.rows)) and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
@@ -186,46 +189,56 @@ class NativeEngine:
 
     def _decode_step(self) -> list[Completion]:
         n = len(self.rows)
-        positions = self.rows.position[:n]
-        shortest, longest = (int(x) for x in torch.aminmax(positions))
+        positions = self.rows.positions[:n]
+        shortest, longest = int(self.rows.position[:n].min()), int(self.rows.position[:n].max())
         self.cache.reserve(n, longest + 2)
         attend = DecodeAttention(self.cache, positions, longest, shortest)
-        hidden = self.model(self.rows.last_token[:n], positions, attend, longest + 1)
+        hidden = self._step(self.rows.tokens_in[:n], positions, attend, longest + 1)
         self.stats.decode_steps += 1
         self.stats.row_steps += n
         return self._draw(slice(0, n), self.model.logits(hidden))
 
     def _draw(self, rows: slice, logits: Tensor) -> list[Completion]:
         """Sample one token for each of the rows; returns the completions that this ended."""
-        state = self.rows
-        options = [r.sampling for r in state.requests[rows]]
-        biases = [o.logit_bias for o in options]
+        state, wants = self.rows, self.rows.wants
+        biases = [request.sampling.logit_bias for request in state.requests[rows]] if wants.bias else []
+
+        def column(wanted: bool, values: np.ndarray) -> Tensor | None:
+            return torch.from_numpy(values[rows]) if wanted else None
+
         tokens, logp = sample(
             add_bias(logits, biases) if any(biases) else logits,
-            uniforms(state.key[rows], state.drawn[rows]),
-            state.temperature[rows],
-            state.top_k[rows] if any(o.top_k for o in options) else None,
-            state.top_p[rows] if any(o.top_p < 1 for o in options) else None,
-            state.min_p[rows] if any(o.min_p > 0 for o in options) else None,
+            uniforms(torch.from_numpy(state.key[rows]), torch.from_numpy(state.drawn[rows])),
+            column(wants.temperature, state.temperature),
+            column(wants.top_k, state.top_k),
+            column(wants.top_p, state.top_p),
+            column(wants.min_p, state.min_p),
         )
-        raw = None
-        if any(o.raw_logprobs for o in options):
-            raw = tempered_logp(logits, 1.0).gather(1, tokens[:, None])[:, 0]
-        state.record(rows, tokens, logp, raw, int(state.produced[rows].max()) + 1)
-        self.stats.tokens += tokens.shape[0]
-        drawn = tokens.tolist()
+        raw = tempered_logp(logits, 1.0).gather(1, tokens[:, None])[:, 0].numpy() if wants.raw_logprobs else None
+        drawn = tokens.numpy()
+        state.record(rows, drawn, logp.numpy(), raw)
+        self.stats.tokens += drawn.shape[0]
         if self.listener is not None:
-            for request, token in zip(state.requests[rows], drawn, strict=True):
+            for request, token in zip(state.requests[rows], drawn.tolist(), strict=True):
                 self.listener(request.id, token)
-        full = (state.produced[rows] >= state.limit[rows]).tolist()
+        # From the last row down, so that a row that moves into a hole has been looked at already.
+        return [self._take(row, finish) for row, finish in reversed(self._ended(rows))][::-1]
+
+    def _ended(self, rows: slice) -> list[tuple[int, str]]:
+        """Which of the rows their last token ended, and how."""
+        state = self.rows
+        full = state.produced[rows] >= state.limit[rows]
+        if not state.wants.stops:
+            return [(rows.start + int(k), "length") for k in full.nonzero()[0]]
         ended = []
+        drawn = state.last_token[rows].tolist()
         for k, request in enumerate(state.requests[rows]):
-            if drawn[k] in request.sampling.stop_tokens or (request.sampling.stop and self._hits_stop(rows.start + k)):
+            options = request.sampling
+            if drawn[k] in options.stop_tokens or (options.stop and self._hits_stop(rows.start + k)):
                 ended.append((rows.start + k, "stop"))
             elif full[k]:
                 ended.append((rows.start + k, "length"))
-        # From the last row down, so that a row that moves into a hole has been looked at already.
-        return [self._take(row, finish) for row, finish in reversed(ended)][::-1]
+        return ended
 
     def _hits_stop(self, row: int) -> bool:
         stop, count = self.rows.requests[row].sampling.stop, int(self.rows.produced[row])

@@ -2,7 +2,8 @@
 
 The host works in windows: it admits waiting requests into free rows, has the device decode a few steps, and while those
 run it reads what the window before has drawn. No step waits for the host; a row that ends is noticed a window later and
-idles until then. Prompts that begin alike share the pages of their common beginning. When pages run out the youngest
+idles until then. Prompts that begin alike share the pages of their common beginning, and a request that continues another finds
+the pages of what that one computed. When pages run out the youngest
 rows give theirs back and wait again with what they have; their keys and values are computed anew later, their tokens
 stay. On a CPU the same code runs, step by step instead of by graphs.
 """
@@ -181,7 +182,13 @@ class PagedEngine:
         longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
         if self._runner is not None and -(-longest // PAGE) <= self.seats.width:
             return
-        plan = self.plan(max(longest, self.seats.width * PAGE))
+        longest = max(longest, self.seats.width * PAGE)
+        plan = self.plan(longest)
+        if any(
+            r.goes_on for r in requests
+        ):  # longer ones will follow: a cache for each length would forget what is kept for them
+            roomy = self.plan(min(2 * longest, self.model.arch.max_positions))
+            plan = roomy if roomy.rows >= plan.rows else plan
         if plan.rows < 1:
             worst = max(requests, key=lambda r: len(r.tokens) + r.sampling.max_tokens)
             raise UserError(
@@ -302,6 +309,8 @@ class PagedEngine:
             row = self.seats.remove(seat)
             if live:
                 early.append(row)
+            if seat.request.goes_on:  # the last token is never stored
+                self.pages.publish((*seat.request.tokens, *seat.tokens[:-1]), seat.pages)
             self.pages.drop(seat.pages)
             del self._ids[seat.request.id]
             self.ready.append(seat.completion(seat.finish or "length", self.version))

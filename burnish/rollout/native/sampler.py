@@ -18,26 +18,27 @@ Bias = Sequence[tuple[int, float]]
 def sample(
     logits: Tensor,
     uniform: Tensor,
-    temperature: Tensor,
+    temperature: Tensor | None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and their log-probs [n] from logits [n, V]; options are [n] tensors, None where no row uses one."""
+    """Tokens [n] and their log-probs [n] from logits [n, V]; options are [n] tensors, None where no row uses one: temperature 1."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    greedy = temperature == 0
-    scale = torch.where(greedy, torch.ones_like(temperature), temperature)
+    greedy = None if temperature is None else temperature == 0
+    scale = None if temperature is None else temperature.masked_fill(temperature == 0, 1.0)
     if not (top_k is None and top_p is None and min_p is None):
-        logits = truncate(logits, scale, top_k, top_p, min_p)
-    logp = (logits / scale.to(logits.dtype)[:, None]).log_softmax(-1)
+        one = torch.ones(logits.shape[0], dtype=torch.float64, device=logits.device)
+        logits = truncate(logits, one if scale is None else scale, top_k, top_p, min_p)
+    logp = (logits if scale is None else logits / scale.to(logits.dtype)[:, None]).log_softmax(-1)
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
     # The total may miss 1 by rounding; scaling by it keeps every draw inside the support.
     tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None]).squeeze(1)
     tokens = tokens.clamp_(
         max=logits.shape[1] - 1
     )  # NaN logits find no place: the log-prob says so, not an index error
-    if bool(greedy.any()):
+    if greedy is not None and bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
 

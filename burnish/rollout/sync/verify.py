@@ -47,15 +47,15 @@ def probe(vocab_size: int, max_positions: int | None) -> Request:
 
 def check_version(engine: int, sent: Publication, report: Report | None) -> Report:
     """The report; raises if there is none, or the engine has another version than was published."""
+    if report is not None and report.version == sent.version:
+        return report
     names = list(sent.checksums)
     old = f"tensor {names[0]} and {len(names) - 1} more there are old" if names else "nothing is new in it"
     if report is None:
         raise SyncError(f"engine {engine} was not sent version {sent.version} of the weights: {old}")
-    if report.version != sent.version:
-        raise SyncError(
-            f"engine {engine} has version {report.version} of the weights, and {sent.version} was published: {old}"
-        )
-    return report
+    raise SyncError(
+        f"engine {engine} has version {report.version} of the weights, and {sent.version} was published: {old}"
+    )
 
 
 def wrong_tensors(engine: int, sent: Publication, found: Mapping[str, int]) -> SyncError:
@@ -67,7 +67,7 @@ def wrong_tensors(engine: int, sent: Publication, found: Mapping[str, int]) -> S
     why = "is not what the trainer has" if wrong else "was never sent"
     return SyncError(
         f"engine {engine}, version {sent.version}: tensor {name} {why} ({count} of {len(found)} tensors); the run stops before "
-        "anything is sampled with it"
+        "anything it samples is used"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reward parts, process rewards, preferences, agents: ALGORITHMS.md 4.13, 4.14, 6.1, 6.2, 16."""
+"""Reward parts, process rewards, preferences: ALGORITHMS.md 4.13, 6.1, 6.2, 16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.agents import gigpo
 from burnish.algorithms.advantages.parts import gdpo
 from burnish.algorithms.advantages.preference import softmean, win_rate
 from burnish.algorithms.advantages.process import prime_rloo
@@ -157,40 +156,3 @@ def test_win_rate_equals_a_loop_over_pairs(rows: list[tuple[int, int]]) -> None:
         ]
         expected.append(sum(wins) / len(wins) - 0.5 if wins else 0.0)
     close(win_rate(batch), expected, atol=1e-12)
-
-
-# --- agents ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def steps() -> Batch:
-    """Two trajectories of one task: states s0, s1 with rewards 0, 1; states s0, s2, s0 with none."""
-    return one_token_each(
-        reward=doubles([1, 1, 0, 0, 0]),
-        group_ids=torch.zeros(5, dtype=torch.int64),
-        trajectory_ids=torch.tensor([6, 6, 2, 2, 2]),
-        state_ids=torch.tensor([10, 11, 10, 12, 10]),
-        step=torch.tensor([0, 1, 0, 1, 2]),
-        step_reward=doubles([0, 1, 0, 0, 0]),
-    )
-
-
-def test_gigpo_on_the_worked_example(steps: Batch) -> None:
-    close(gigpo(steps), [1.133333, 0.5, -0.816667, -0.5, -0.816667])
-    e, anchor = 0.707106, [1.154698, -0.577349, -0.577349]
-    close(gigpo(steps, normalise="std"), [e + anchor[0], e, -e + anchor[1], -e, -e + anchor[2]], atol=1e-5)
-
-
-def test_gigpo_weighs_the_steps_and_discounts_them(steps: Batch) -> None:
-    close(gigpo(steps, omega=0.0), [0.5, 0.5, -0.5, -0.5, -0.5])
-    close(gigpo(steps, omega=2.0, gamma=1.0), [0.5 + 4 / 3, 0.5, -0.5 - 2 / 3, -0.5, -0.5 - 2 / 3])
-
-
-def test_a_state_is_shared_within_a_group_only(steps: Batch) -> None:
-    apart = steps.with_sequence(group_ids=torch.tensor([1, 1, 2, 2, 2]))
-    close(gigpo(apart), [1, 1, 0, 0, 0])
-
-
-def test_gigpo_does_not_depend_on_the_order_of_the_steps(steps: Batch) -> None:
-    order = torch.tensor([4, 1, 3, 0, 2])
-    torch.testing.assert_close(gigpo(steps.select(order)), gigpo(steps)[order])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import cutpoints
 from burnish.algorithms.advantages.splits import spo_chain, spo_tree
+from burnish.algorithms.filters import tree_edges
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 
@@ -76,61 +77,109 @@ def test_spo_chain_refuses_segments_without_a_value() -> None:
     batch = with_values(chain([[0.95, 0.5], [0.95, 0.5]]), [0.5, 0.5, 0.5, 0.5])
     ids = batch.token["segment_ids"].clone()
     ids[1] = 2
-    with pytest.raises(ValueError, match="past the last of its sequence's border_values"):
+    with pytest.raises(ValueError, match="past the last segment of its sequence"):
         spo_chain(batch.with_token(segment_ids=ids))
 
 
 # --- trees -------------------------------------------------------------------------------------------------------------
 
 
-def tree(nodes: list[int], parents: list[int], rewards: list[float]) -> Batch:
-    s = len(nodes)
-    mask = torch.ones(s, dtype=torch.bool)
-    return Batch(torch.arange(s), torch.arange(s + 1), {"action_mask": mask}).with_sequence(
-        node_ids=torch.tensor(nodes), parent_ids=torch.tensor(parents), reward=doubles(rewards)
+def tree(paths: list[list[int]], rewards: list[float], groups: list[int] | None = None) -> Batch:
+    """Paths of nodes to leaves with a prompt token and then a token for each edge, which the first path that has it trains."""
+    seen: set[int] = set()
+    ids, mask = [], []
+    for path in paths:
+        ids += [-1, *(place if node not in seen else -1 for place, node in enumerate(path))]
+        mask += [False, *[True] * len(path)]
+        seen |= set(path)
+    lengths = torch.tensor([len(path) for path in paths])
+    nodes = Ragged(torch.tensor([node for path in paths for node in path]), offsets_from_lengths(lengths))
+    token = {"action_mask": torch.tensor(mask), "segment_ids": torch.tensor(ids)}
+    sequence = {"reward": doubles(rewards), "group_ids": torch.tensor(groups or [0] * len(paths))}
+    return Batch(
+        torch.zeros(len(ids), dtype=torch.int64), offsets_from_lengths(lengths + 1), token, sequence, {"nodes": nodes}
     )
 
 
-def close(got: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(got, doubles(expected), atol=1e-6, rtol=0)
+def edges(batch: Batch, advantages: Tensor) -> dict[int, float]:
+    """The advantage of each edge by its node; every edge must be on exactly one token."""
+    ids, sequence = batch.token["segment_ids"], batch.sequence_ids
+    where = (ids >= 0).nonzero().squeeze(1)
+    nodes = batch.ragged["nodes"].values[batch.ragged["nodes"].offsets[sequence[where]] + ids[where]].tolist()
+    assert sorted(nodes) == sorted(set(batch.ragged["nodes"].values.tolist()))
+    assert advantages[ids < 0].tolist() == [0.0] * int((ids < 0).sum())
+    return dict(zip(nodes, advantages[where].tolist(), strict=True))
 
 
-@pytest.fixture
-def example() -> Batch:
-    """Root 0, its children 1 and 2 (whose own rewards must not count), their leaves [1, 0, 1] and [0, 0, 1]."""
-    return tree([1, 2, 11, 12, 13, 21, 22, 23], [0, 0, 1, 1, 1, 2, 2, 2], [9, 9, 1, 0, 1, 0, 0, 1])
+PATHS = [[1, 11], [1, 12], [1, 13], [2, 21], [2, 22], [2, 23]]
+"""A root whose children are 1 and 2."""
+LEAVES = [1.0, 0, 1, 0, 0, 1]
+INNER = {1: 1 / 6, 2: -1 / 6}
+OUTER = {11: 1 / 3, 12: -2 / 3, 13: 1 / 3, 21: -1 / 3, 22: -1 / 3, 23: 2 / 3}
 
 
-def test_spo_tree_on_the_worked_example(example: Batch) -> None:
-    inner, leaves = [0.166667, -0.166667], [0.333333, -0.666667, 0.333333, -0.333333, -0.333333, 0.666667]
-    close(spo_tree(example), inner + leaves)
-    close(spo_tree(example, normalise="std")[:2], [1, -1])
+def test_spo_tree_on_the_worked_example() -> None:
+    batch = tree(PATHS, LEAVES)
+    assert edges(batch, spo_tree(batch)) == pytest.approx(INNER | OUTER, abs=1e-12)
     deviation = (2 / 9) ** 0.5
-    close(spo_tree(example, normalise="std")[2:], [x / deviation for x in leaves])
+    divided = {1: 1, 2: -1} | {node: value / deviation for node, value in OUTER.items()}
+    assert edges(batch, spo_tree(batch, normalise="std")) == pytest.approx(divided, abs=1e-6)
 
 
-def test_spo_tree_does_not_depend_on_the_order_and_trees_do_not_meet(example: Batch) -> None:
-    moved = example.with_sequence(
-        node_ids=example.sequence["node_ids"] + 100, parent_ids=example.sequence["parent_ids"] + 100
-    )
-    both = Batch.merge([example, moved])
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
-    expected = torch.cat([spo_tree(example)] * 2)
-    torch.testing.assert_close(spo_tree(both.select(order)), expected[order])
+def test_spo_tree_does_not_depend_on_the_order_and_trees_do_not_meet() -> None:
+    moved = [[node + 100 for node in path] for path in PATHS]
+    batch = tree([*PATHS, *moved], LEAVES * 2, [0] * 6 + [1] * 6)
+    expected = INNER | OUTER
+    expected |= {node + 100: value for node, value in expected.items()}
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    shuffled = batch.select(order)
+    assert edges(shuffled, spo_tree(shuffled)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_node_that_ended_early_is_a_leaf() -> None:
-    close(spo_tree(tree([1, 2, 21, 22], [0, 0, 2, 2], [1, 0, 0, 1])), [0.25, -0.25, -0.5, 0.5])
+    batch = tree([[1], [2, 21], [2, 22]], [1, 0, 1])
+    assert edges(batch, spo_tree(batch)) == {1: 0.25, 2: -0.25, 21: -0.5, 22: 0.5}
 
 
 def test_equal_siblings_and_an_only_child_have_exactly_no_advantage() -> None:
-    batch = tree([1, 2, 3, 31], [0, 0, 0, 3], [0.1, 0.1, 5.0, 0.1])
+    batch = tree([[1], [2], [3, 31]], [0.1, 0.1, 0.1])
     for normalise in ("none", "std"):
-        assert spo_tree(batch, normalise=normalise).tolist() == [0, 0, 0, 0]
+        assert set(edges(batch, spo_tree(batch, normalise=normalise)).values()) == {0.0}
 
 
 def test_what_is_no_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match="two sequences have the same node_ids"):
-        spo_tree(tree([1, 1], [0, 0], [1, 1]))
-    with pytest.raises(ValueError, match="go round in a circle"):
-        spo_tree(tree([1, 2], [2, 1], [1, 1]))
+    for paths in ([[1, 11], [1, 11]], [[1, 11], [2, 11]], [[1, 11], [11, 1]]):
+        with pytest.raises(ValueError, match=r"not of trees|go round in a circle"):
+            spo_tree(tree(paths, [1, 1]))
+
+
+# --- edges in the loss -------------------------------------------------------------------------------------------------
+
+
+def trained(batch: Batch, use: int | None = None, most: int = 2) -> set[int]:
+    """The nodes whose edges are in the loss."""
+    batch = batch.with_token(advantages=spo_tree(batch), loss_mask=batch.token["segment_ids"] >= 0)
+    batch = batch.with_sequence(key=torch.arange(batch.num_sequences) * 977 + 7)
+    if use is not None:
+        batch = batch.with_sequence(use=torch.full((batch.num_sequences,), float(use), dtype=torch.float64))
+    kept = tree_edges(batch, most=most)
+    assert not (kept & ~batch.loss_mask).any()
+    ids, sequence = batch.token["segment_ids"][kept], batch.sequence_ids[kept]
+    return set(batch.ragged["nodes"].values[batch.ragged["nodes"].offsets[sequence] + ids].tolist())
+
+
+def test_only_edges_with_an_advantage_are_trained_and_as_many_as_asked_for() -> None:
+    flat = tree([[1, 11], [1, 12], [2, 21], [2, 22]], [1, 0, 1, 1])
+    assert trained(flat, most=32) == {1, 2, 11, 12}  # 21 and 22 are alike
+    assert len(trained(tree(PATHS, LEAVES), most=3)) == 3
+    both = tree([*PATHS, *([n + 100 for n in p] for p in PATHS)], LEAVES * 2, [0] * 6 + [1] * 6)
+    found = trained(both, most=3)
+    assert len({n for n in found if n < 100}) == len({n for n in found if n >= 100}) == 3  # of each tree
+
+
+def test_a_tree_that_comes_back_goes_on_with_other_edges_until_none_is_left() -> None:
+    batch = tree(PATHS, LEAVES)
+    parts = [trained(batch, use, most=3) for use in range(4)]
+    assert parts[0] == trained(batch, None, most=3)
+    assert [len(part) for part in parts] == [3, 3, 2, 0]
+    assert set().union(*parts) == set(INNER | OUTER)

@@ -37,7 +37,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in FUNCTIONS),
     ("bce", {"normalise": "grpo"}),
     ("bce", {"normalise": "naive", "per_token": True, "class_weights": False}),
-    ("mixed_offpolicy", {"teacher": True}),
+    ("mixed_offpolicy", {"weight": "author"}),
+    ("mixed_offpolicy", {"weight": "mixture", "clip": 0.2}),
     ("dpo", {"smoothing": 0.2}),
     ("ipo", {"average": False}),
 ]
@@ -58,7 +59,7 @@ def make_batch(seed: int = 0) -> Batch:
         tokens=torch.arange(mask.numel()),
         offsets=offsets_from_lengths(torch.tensor(LENGTHS) + 1),
         token={"action_mask": mask, "loss_mask": mask.clone()}
-        | {name: column(0.3) for name in ("new", "old_logp", "ref_logp", "teacher_logp")},
+        | {name: column(0.3) for name in ("new", "old_logp", "ref_logp", "author_logp")},
         sequence={
             "group_ids": torch.tensor([0, 0, 5, 5, 2, 2, 9, 9]),
             "advantages": torch.randn(8, generator=generator, dtype=torch.float64),

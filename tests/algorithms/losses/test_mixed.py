@@ -20,7 +20,7 @@ def mixed(f1: Batch) -> Batch:
     nan = torch.full_like(f1.token["new"], torch.nan)
     own = ~demo[f1.sequence_ids]
     return f1.with_token(
-        old_logp=torch.where(own, f1.token["old_logp"], nan), teacher_logp=torch.where(own, nan, f1.token["ref_logp"])
+        old_logp=torch.where(own, f1.token["old_logp"], nan), author_logp=torch.where(own, nan, f1.token["ref_logp"])
     ).with_sequence(demonstration=demo, advantages=torch.tensor([0.5, -0.5, -0.5, 0.5], dtype=torch.float64))
 
 
@@ -54,11 +54,48 @@ def test_the_shape_pulls_hardest_where_the_probability_is_gamma(mixed: Batch, ev
     assert float(p[pull.argmax()]) == pytest.approx(0.3, abs=0.06)
 
 
-def test_known_teachers_give_a_ratio(mixed: Batch, evaluate: Any) -> None:
-    result = evaluate(mixed_offpolicy, mixed, teacher=True)
-    p, q = (mixed.token[name][mixed.loss_mask][-4:].exp() for name in ("new", "teacher_logp"))
+def test_known_authors_give_a_ratio(mixed: Batch, evaluate: Any) -> None:
+    result = evaluate(mixed_offpolicy, mixed, weight="author")
+    p, q = (mixed.token[name][mixed.loss_mask][-4:].exp() for name in ("new", "author_logp"))
     torch.testing.assert_close(result.per_token[-4:], -0.5 * p / (q + 1e-6), atol=1e-12, rtol=0)
     assert bool(result.gradient.isfinite().all())
+
+
+def test_unknown_authors_share_a_mixture_with_the_old_policy(mixed: Batch, f1: Batch, evaluate: Any) -> None:
+    """2 p / (p_old + (p_old + 1) / 2): by hand for p_old = exp(-2.2), p = exp(-1)."""
+    result = evaluate(mixed_offpolicy, mixed.with_token(old_logp=f1.token["old_logp"]), "token-sum", weight="mixture")
+    p, old = (f1.token[name][f1.loss_mask][-4:].exp() for name in ("new", "old_logp"))
+    torch.testing.assert_close(result.per_token[-4:], -0.5 * 2 * p / (old + 0.5 * (old + 1)), atol=1e-12, rtol=0)
+    assert float(result.per_token[-4]) == pytest.approx(-0.5 * 1.104404, abs=1e-6)
+    torch.testing.assert_close(
+        result.gradient[-4:], result.per_token[-4:], atol=1e-12, rtol=0
+    )  # the weight is linear in p
+
+
+def test_focus_looks_away_from_likely_tokens_without_a_gradient_of_its_own(mixed: Batch, evaluate: Any) -> None:
+    plain, focused = (evaluate(mixed_offpolicy, mixed, focus=focus) for focus in (0.0, 0.5))
+    scale = (1 - mixed.token["new"][mixed.loss_mask][-4:].exp()) ** 0.5
+    for name in ("per_token", "gradient"):
+        one, other = getattr(plain, name), getattr(focused, name)
+        torch.testing.assert_close(other[-4:], one[-4:] * scale, atol=1e-12, rtol=0)
+        torch.testing.assert_close(other[:9], one[:9], atol=0, rtol=0)
+
+
+def test_a_clip_bounds_the_policys_own_tokens_alone(mixed: Batch, evaluate: Any) -> None:
+    plain, clipped = (evaluate(mixed_offpolicy, mixed, clip=clip) for clip in (None, 0.2))
+    advantages = torch.tensor([0.5] * 4 + [-0.5] * 5, dtype=torch.float64)
+    ratio = (mixed.token["new"] - mixed.token["old_logp"])[mixed.loss_mask].exp()[:9]
+    expected = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    torch.testing.assert_close(clipped.per_token[:9], expected, atol=1e-12, rtol=0)
+    assert bool((clipped.per_token[:9] > plain.per_token[:9]).any())
+    torch.testing.assert_close(clipped.per_token[-4:], plain.per_token[-4:], atol=0, rtol=0)
+
+
+def test_a_batch_without_demonstrations_needs_no_column(mixed: Batch, f1: Batch, evaluate: Any) -> None:
+    alone = f1.with_sequence(advantages=mixed.sequence["advantages"])
+    nobody = alone.with_sequence(demonstration=torch.zeros(4, dtype=torch.bool))
+    one, other = (evaluate(mixed_offpolicy, batch) for batch in (alone, nobody))
+    torch.testing.assert_close(one.per_token, other.per_token, atol=0, rtol=0)
 
 
 def test_a_sample_far_from_its_anchor_is_clamped(mixed: Batch, evaluate: Any) -> None:
@@ -70,6 +107,5 @@ def test_a_sample_far_from_its_anchor_is_clamped(mixed: Batch, evaluate: Any) ->
 
 def test_gamma_without_effect_is_refused() -> None:
     assert MixedLoss(gamma=0.2).gamma == 0.2
-    assert MixedLoss(teacher=True).teacher
-    with pytest.raises(ValidationError, match="with teacher=true it does nothing"):
-        MixedLoss(gamma=0.2, teacher=True)
+    with pytest.raises(ValidationError, match="with weight author it does nothing"):
+        MixedLoss(gamma=0.2, weight="author")

@@ -1,0 +1,47 @@
+"""Groups that were learnt from before: which they are, what their ratio is taken to, how far the policy has moved from them.
+
+A batch with such groups has the sequence column `use`: 0 where a group is new, k where it comes back for the k-th time. It
+is absent where nothing ever comes back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burnish.core.batch import Batch
+
+
+def is_replayed(batch: Batch) -> Tensor:
+    """[S] bool."""
+    use = batch.sequence.get("use")
+    if use is None:
+        return torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.offsets.device)
+    return use > 0
+
+
+def new_ones(batch: Batch) -> Batch:
+    """The sequences that are here for the first time."""
+    return batch.select((~is_replayed(batch)).nonzero().squeeze(1))
+
+
+def behaviour_anchor(batch: Batch) -> Tensor:
+    """[N] `old_logp`, and at the tokens that come back the log-probs of the policy that wrote them.
+
+    The ratio of such a token is then pi / pi_behaviour, and whatever bounds it bounds all that happened since: its log-probs
+    of now would hide the steps in between.
+    """
+    back = is_replayed(batch)[batch.sequence_ids] & batch.action_mask
+    old = batch.token["old_logp"]
+    return torch.where(back, batch.token["behaviour_logp"].to(old.dtype), old)
+
+
+def replay_drift(batch: Batch) -> dict[str, float]:
+    """`replay/kl`: the mean of behaviour_logp - old_logp at the tokens that come back, old_logp being the policy's of now. It
+    estimates how far that has moved from the policies that wrote them. {} where nothing comes back.
+    """
+    back = is_replayed(batch)[batch.sequence_ids] & batch.action_mask
+    if "old_logp" not in batch.token or not bool(back.any()):
+        return {}
+    moved = batch.token["behaviour_logp"][back].double() - batch.token["old_logp"][back].double()
+    return {"replay/kl": float(moved.mean())}

@@ -1,0 +1,203 @@
+"""Running one stage, in this process: what its command does, and then what it made and how good that is."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from burnish.cli.stage_plan import Plan, Ready, product
+from burnish.config.load import Loaded, plain_values
+from burnish.config.references import resolved
+from burnish.core.workers import WorkerLost
+from burnish.run.checkpoints import Checkpoints, read_manifest
+from burnish.run.directory import RunDirectory
+from burnish.run.files import atomic_directory
+from burnish.run.heartbeat import FILE, Heartbeat
+from burnish.run.metrics import read
+from burnish.run.stage_index import Outcome, sums_of, write_outcome
+from burnish.run.supervise import LOST
+
+TOTALS = {
+    "train": ("training", "steps"),
+    "sft": ("sft", "updates"),
+    "prefer": ("preference", "updates"),
+    "reward-model": ("reward_model", "updates"),
+}
+"""Where the config of a training command says when it is done."""
+
+
+def run_stage(plan: Plan, ready: Ready, made: dict[str, str]) -> int:
+    """Make a stage, or what is left of it; its folder then says what it made. The status to exit with."""
+    command, name = ready.planned.command, ready.planned.name
+    if ready.loaded is not None:
+        loaded = _with_products(ready.loaded, made)
+        try:
+            _train(command, loaded, name)
+        except WorkerLost as error:
+            print(f"burnish: error: {error}")
+            return LOST
+        outcome = _trained_outcome(plan, ready, loaded.config)
+        if outcome is not None:
+            write_outcome(plan.folder / name, outcome)
+        return 0
+    with _heard(plan.folder / name):
+        status = _make_base(plan) if command == "new" else _run_command(ready, made)
+    target = product(plan.folder, name, command)
+    if status == 0:
+        shown = _shown_outcome(command, target)
+        path = str(target.relative_to(plan.folder))
+        write_outcome(plan.folder / name, Outcome(path, sums_of(target), **shown))
+    return status
+
+
+def _with_products(loaded: Loaded[Any], made: dict[str, str]) -> Loaded[Any]:
+    """The config with paths for what other stages made."""
+    config = type(loaded.config).model_validate(resolved(loaded.resolved, made))
+    return Loaded(config, plain_values(config), loaded.base)
+
+
+# --- training stages -------------------------------------------------------------------------------------------------------
+
+
+def _train(command: str, loaded: Loaded[Any], name: str) -> None:
+    config, plain, base = loaded
+    if command == "train":
+        from burnish.cli.train import drive
+
+        drive(argparse.Namespace(profile=None, controls=False), loaded, name)
+    elif command == "sft":
+        from burnish.trainers import sft_session
+
+        sft_session.execute(config, plain, base, name)
+    elif command == "prefer":
+        from burnish.trainers import preference_session
+
+        preference_session.execute(config, plain, base, name)
+    else:
+        from burnish.trainers import reward_model_session
+
+        reward_model_session.execute(config, plain, base, name)
+
+
+def _trained_outcome(plan: Plan, ready: Ready, config: Any) -> Outcome | None:
+    """What a training stage made; None where it was stopped before its end."""
+    command, name = ready.planned.command, ready.planned.name
+    run = RunDirectory.open(plan.folder / name)
+    checkpoints = Checkpoints(run.checkpoints, keep_last=1)
+    last = checkpoints.latest()
+    section, key = TOTALS[command]
+    total = getattr(getattr(config, section), key)
+    if last is None or last.step < total:
+        return None
+    best = checkpoints.best() if ready.planned.asked["take"] == "best" else None
+    chosen = best or last
+    manifest = read_manifest(chosen.path)
+    assert manifest is not None, "a checkpoint that was found whole has one"
+    names = [file for file, entry in manifest["files"].items() if entry["of"] == "model"]
+    rows = read(run.metrics)
+    before, after = _accuracies(command, config, rows, chosen.score)
+    loss = rows[-1].get(f"{section}/loss")
+    note = f"{total:,} {key}" + (f", loss {loss:.3f}" if loss is not None else "")
+    path = str(chosen.path.relative_to(plan.folder))
+    return Outcome(path, sums_of(chosen.path, names), note, before, after)
+
+
+def _accuracies(
+    command: str, config: Any, rows: list[dict[str, float]], score: float | None
+) -> tuple[float | None, float | None]:
+    """Held-out accuracy before the first step, and of the model that was chosen."""
+    kinds = [next(iter(config.validation.modes))] if command == "train" else ["pairs", "answers"]
+    for kind in kinds:
+        values = {row["step"]: row[name] for row in rows if (name := f"validation/{kind}/accuracy") in row}
+        if values:
+            return values.get(0), score if score is not None else values[max(values)]
+    return None, None
+
+
+# --- the others --------------------------------------------------------------------------------------------------------------
+
+
+def _make_base(plan: Plan) -> int:
+    """The new model that all begins with, with the characters of all tasks."""
+    from burnish.controller.roles import build_policy
+
+    target = product(plan.folder, "base", "new")
+    if not target.exists():
+        policy = build_policy(plan.config.model, plan.task_sources(), plan.config.seed, plan.base)
+        with atomic_directory(target) as folder:
+            policy.save(folder)
+        print(f"base: {policy.note}")
+    return 0
+
+
+def _run_command(ready: Ready, made: dict[str, str]) -> int:
+    """A command with its options; one that writes a folder wrote it whole, if it is there."""
+    assert ready.module is not None
+    assert ready.args is not None
+    args = argparse.Namespace(**{key: _there(value, made) for key, value in vars(ready.args).items()})
+    if ready.planned.command in ("merge", "export") and args.out.exists():
+        return 0
+    if ready.planned.command.startswith("data "):
+        args.force = True  # a file without a manifest was left by a kill between the two: the folder is the stage's own
+    status: int = ready.module.run(args)
+    return status
+
+
+def _there(value: Any, made: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_there(one, made) for one in value]
+    if isinstance(value, Path):
+        return Path(resolved(str(value), made))
+    return resolved(value, made)
+
+
+def _shown_outcome(command: str, target: Path) -> dict[str, Any]:
+    """What is told of a stage's product."""
+    if command == "eval":
+        result = json.loads(target.with_suffix(".json").read_text())
+        length = result["length"]["mean"]
+        note = f"{result['num_prompts']:,} prompts x {result['n']}, {length:.1f} tokens each"
+        return {"note": note, "after": result["accuracy"]}
+    if command.startswith("data "):
+        manifest = json.loads(target.with_name(target.name + ".manifest.json").read_text())
+        return {"note": f"{manifest['output']['rows']:,} rows"}
+    return {}
+
+
+class _Heard:
+    """A stream whose lines also go to a log, and are signs of life."""
+
+    def __init__(self, stream: TextIO, log: TextIO, heartbeat: Heartbeat) -> None:
+        self._stream, self._log, self._heartbeat, self._count = stream, log, heartbeat, 0
+
+    def write(self, text: str) -> int:
+        self._count += 1
+        self._heartbeat.beat(0, f"line {self._count}")
+        if "\r" not in text:  # a line that is redrawn in a terminal
+            self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _heard(folder: Path) -> Iterator[None]:
+    """What is printed goes to the stage's log too; each line is a sign of life to the supervisor."""
+    import sys
+
+    folder.mkdir(exist_ok=True)
+    heartbeat = Heartbeat(folder / FILE)
+    with open(folder / "log.txt", "a", encoding="utf-8", errors="replace") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  begins\n")
+        streams: list[Any] = [_Heard(stream, log, heartbeat) for stream in (sys.stdout, sys.stderr)]
+        try:
+            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+                yield
+        finally:
+            heartbeat.close()

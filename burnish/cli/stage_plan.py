@@ -1,0 +1,254 @@
+"""The plan of a run of stages: each stage's settings, checked by the command that will run it, before the first one starts.
+
+Training stages are checked as configs, the others by the parsers of their commands. What an earlier stage will make need not be
+there yet; everything else must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from burnish.cli.data import COMMANDS as DATA_COMMANDS
+from burnish.cli.main import COMMANDS
+from burnish.config.errors import UserError
+from burnish.config.load import Loaded
+from burnish.config.plugins import is_plugin
+from burnish.config.references import is_reference, references
+from burnish.config.schema import Source
+from burnish.config.stage_trees import check_files, load_stages, sources_of
+from burnish.config.stages import BASE, POLICIES, StagesConfig
+from burnish.run.directory import MAY_CHANGE, flatten, run_name
+from burnish.trainers.stages import Planned
+
+READS = {
+    "eval": ("data",),
+    "merge": ("models",),
+    "export": ("source",),
+    "data prepare": ("name", "source"),
+    "data impact": ("run",),
+}
+"""What a command reads, where it is not `source` alone: words without a dash on its command line."""
+FILES = ("data", "models", "source", "run", "prompts", "scores", "guesses", "against")
+"""Options that name files or folders."""
+OWN = ("out", "force", "compare")
+"""Options that belong to the stages themselves."""
+MEASURED = ".measured"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A stage with what its command needs to run it."""
+
+    planned: Planned
+    loaded: Loaded[Any] | None = None
+    """The config of a training stage."""
+    module: ModuleType | None = None
+    args: argparse.Namespace | None = None
+    """Of the others: the command's module and its options."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All stages of a recipe, in order."""
+
+    config: StagesConfig
+    base: Path
+    """The recipe's folder."""
+    folder: Path
+    """Where the stages live."""
+    stages: dict[str, Ready] = field(default_factory=dict)
+
+    @property
+    def planned(self) -> list[Planned]:
+        return [ready.planned for ready in self.stages.values()]
+
+    def outside(self) -> dict[str, str]:
+        """What `stage:base` stands for, where the base is not made here."""
+        model = self.config.model
+        given = model.adapter or model.path
+        if given is None:
+            return {}
+        place = next((p for p in (self.base / given, Path(given)) if p.is_dir()), None)
+        if place is None:
+            raise UserError(f"model: no directory {given} (looked from {self.base} and from here)")
+        return {f"stage:{BASE}": str(place)}
+
+    def task_sources(self) -> list[Source]:
+        """The generated tasks of all stages, for the tokenizer of a new model."""
+        found = [source for ready in self.stages.values() if ready.loaded for source in sources_of(ready.loaded.config)]
+        words = [str(word) for ready in self.stages.values() if ready.args for word in getattr(ready.args, "words", [])]
+        found += [Source(task=word.removeprefix("task:")) for word in words if word.startswith("task:")]
+        return [Source(task=task) for task in dict.fromkeys(source.task for source in found if source.task)]
+
+
+def make_plan(whole: Loaded[StagesConfig], path: Path, name: str) -> Plan:
+    """Every stage of a recipe, checked; the error for the first that cannot run."""
+    config = whole.config
+    folder = Path(config.run.directory) / run_name(config.run.name, name, config.seed)
+    plan = Plan(config, whole.base, folder)
+    plan.outside()
+    if config.model.new is not None:
+        plan.stages[BASE] = _base(plan)
+    plan.stages.update(_measured(plan, BASE))
+    loaded = load_stages(whole, path, folder)
+    for stage in config.stages:
+        try:
+            plan.stages[stage] = _trained(plan, stage, loaded[stage]) if stage in loaded else _other(plan, stage)
+        except UserError as error:
+            text = str(error)
+            raise UserError(text if text.startswith(f"stage {stage}") else f"stage {stage}: {text}") from error
+        if config.stages[stage].command in POLICIES:
+            plan.stages.update(_measured(plan, stage))
+    if config.model.new is not None:
+        plan.stages[BASE] = _base(plan)  # now that all tasks are known
+    return plan
+
+
+def _base(plan: Plan) -> Ready:
+    """The model from nothing that all begins with."""
+    tasks = [source.task for source in plan.task_sources()]
+    asked = {"seed": plan.config.seed, "tasks": tasks, **flatten({"model": plan.config.model.model_dump()})}
+    return Ready(Planned(BASE, "new", None, (), asked))
+
+
+def _trained(plan: Plan, name: str, loaded: Loaded[Any]) -> Ready:
+    stage, start = plan.config.stages[name], plan.config.start_of(name)
+    check_files(loaded)
+    asked = {key: value for key, value in flatten(loaded.resolved).items() if key not in MAY_CHANGE}
+    planned = Planned(name, stage.command, start, _needs(plan, [loaded.resolved]), {**asked, "take": stage.take})
+    return Ready(planned, loaded)
+
+
+def _other(plan: Plan, name: str) -> Ready:
+    stage = plan.config.stages[name]
+    return _with_options(plan, name, stage.command, stage.options, plan.config.start_of(name))
+
+
+def _measured(plan: Plan, name: str) -> Iterator[tuple[str, Ready]]:
+    """The evaluation of a stage's model, where the whole is measured."""
+    if plan.config.measure:
+        try:
+            yield name + MEASURED, _with_options(plan, name + MEASURED, "eval", plan.config.measure, name, of=name)
+        except UserError as error:
+            raise UserError(f"measure: {error}") from error
+
+
+def _needs(plan: Plan, trees: list[Any]) -> tuple[str, ...]:
+    named = dict.fromkeys(other for _, other in references(trees))
+    return tuple(other for other in named if other in plan.stages)
+
+
+# --- commands with options -----------------------------------------------------------------------------------------------
+
+
+def _with_options(
+    plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None, of: str | None = None
+) -> Ready:
+    """A stage of a command that has a parser instead of a config."""
+    table, word = (DATA_COMMANDS, command.removeprefix("data ")) if command.startswith("data ") else (COMMANDS, command)
+    module = importlib.import_module(table[word][0])
+    parser = _Parser(prog=f"stage {name}", allow_abbrev=False, add_help=False)
+    module.add_arguments(parser)
+    options = {key: _rebased(key, value, plan.base) for key, value in options.items()}
+    own = [key for key in options if key.replace("-", "_") in OWN]
+    if own:
+        raise UserError(
+            f"options.{own[0]} is not for a stage to say: what it makes has its place in the stage's folder"
+        )
+    args = parser.parse_intermixed_args(_words(plan, name, command, options, start))
+    args.is_command = False
+    if command == "eval":
+        _check_eval(args)
+    for key, value in vars(args).items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path) and key != "out" and not is_reference(str(path)) and not path.exists():
+                raise UserError(f"{key}: no such file or folder: {path} (looked from {plan.base} and from here)")
+    plain = {key: _plain(value) for key, value in vars(args).items() if key not in ("out", "force", "is_command")}
+    return Ready(Planned(name, command, start, _needs(plan, [plain]), plain, of), None, module, args)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A command's parser that says what is wrong as an error of the stage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _words(plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None) -> list[str]:
+    """The command line of a stage."""
+    reads = READS.get(command, ("source",))
+    for key in reads:
+        if key not in options:
+            raise UserError(f"{command} needs options.{key}: what it reads")
+    read = [str(word) for key in reads for word in _listed(options[key])]
+    out = str(product(plan.folder, name, command))
+    if command == "eval":
+        config = plan.config
+        given = {"seed": config.seed, "dtype": config.model.dtype, "device": config.model.device} | options
+        template = config.template.model_dump(exclude_unset=True)
+        settings = ({"data.template": template} if template else {}) | options.get("settings", {})
+        words = [f"stage:{start}", *read, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+        return [*words, "--out", out, *_flags(given, (*reads, "settings"))]
+    return [*([out, *read] if command == "merge" else [*read, out]), *_flags(options, reads)]
+
+
+def _flags(options: dict[str, Any], besides: tuple[str, ...]) -> list[str]:
+    words: list[str] = []
+    for key, value in options.items():
+        if key in besides or value is None or value is False:
+            continue
+        flag = "--" + key.replace("_", "-")
+        if key in ("against", "reward"):  # which may be repeated
+            words += [word for one in _listed(value) for word in (flag, str(one))]
+        else:
+            words += [flag, *([] if value is True else map(str, _listed(value)))]
+    return words
+
+
+def product(folder: Path, name: str, command: str) -> Path:
+    """What a stage of a command with options writes."""
+    if command in ("merge", "export", "new"):
+        return folder / name / "model"
+    return folder / name / f"{name}{'.parquet' if command == 'data prepare' else '.jsonl'}"
+
+
+def _check_eval(args: argparse.Namespace) -> None:
+    """What `burnish eval` would refuse, as far as it is known before its model and data are there."""
+    from burnish.cli.eval import flags, split_words
+    from burnish.evaluation.settings import settings
+
+    _, data, overrides = split_words(args.words)
+    if len(data) > 1:
+        raise UserError(f"an eval stage measures on one data set, and there are {len(data)}: make a stage of each")
+    if not is_reference(data[0]):
+        settings(data[0], flags(args), overrides, {}, args.data_dir)
+
+
+def _rebased(key: str, value: Any, base: Path) -> Any:
+    """An option whose files are looked for from the recipe's folder first."""
+    if isinstance(value, list):
+        return [_rebased(key, one, base) for one in value]
+    if not isinstance(value, str) or is_reference(value):
+        return value
+    if is_plugin(value):
+        file, _, attribute = value.rpartition(":")
+        return f"{base / file}:{attribute}" if (base / file).is_file() else value
+    is_there = (base / value).is_file() or (key in ("models", "source", "run") and (base / value).is_dir())
+    return str(base / value) if key in FILES and is_there else value
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

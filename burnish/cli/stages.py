@@ -1,0 +1,212 @@
+"""`burnish stages recipe.yaml [key=value ...]`: several commands in a row, continued in the stage where they were.
+
+The process that is started loads no torch: it forks a driver for each stage, watches it as `burnish train` would, and gives all of
+its memory back before the next. Killed anywhere, the same command goes on in the same stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from burnish.cli.stage_plan import MEASURED, Plan, Ready, make_plan
+from burnish.cli.train import add_supervision, num_restarts, patience_s
+from burnish.config.errors import UserError
+from burnish.config.load import dump, load
+from burnish.config.schema import TrainConfig
+from burnish.config.stages import BASE, StagesConfig
+from burnish.run.stage_index import StageIndex
+from burnish.run.supervise import supervise
+from burnish.trainers.stages import Planned, Stages
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; the keys of the config are explained by --help, from the schema."""
+    from burnish.config.explain import help_text
+
+    parser.add_argument("recipe", type=Path, help="a YAML file with stages")
+    example = "stages.reasoning.config.training.steps=50"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
+    parser.add_argument("--dry-run", action="store_true", help="check all stages, print them and their plans, and stop")
+    parser.add_argument("--shrink", action="store_true", help="every stage in a few steps of a tiny model")
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        metavar="STAGE",
+        help="make this stage and all after it again; their folders are deleted",
+    )
+    add_supervision(parser)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = help_text(StagesConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the stages that are left; the last lines are a table of all of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("burnish stages starts a process for each stage itself: start it without torchrun")
+    plan = load_plan(args)
+    if args.dry_run:
+        show(plan)
+        return 0
+    restarts = num_restarts(args)
+    with Stages.open(plan.folder, plan.planned, dump(plan.config), args.start_from) as stages:
+        for stage in stages.left():
+            say(plan, stages, stage)
+            stages.begin(stage)
+            ready, status = plan.stages[stage.name], None
+            if restarts:
+                status = supervise(plan.folder / stage.name, restarts, patience(args, ready))
+            if status is None:  # a driver of its own, or this process where there is none
+                from burnish.cli.stage_commands import run_stage
+
+                status = run_stage(plan, ready, plan.outside() | stages.made())
+                if restarts:
+                    return status
+            if not stages.end(stage):
+                how = "stopped" if status == 0 else f"ended with status {status}"
+                print(f"{how} in stage {stage.name}; the same command{without(args)} goes on from here: {plan.folder}")
+                return status
+        print("\n".join(summary(plan, stages.index)))
+    return 0
+
+
+def load_plan(args: argparse.Namespace) -> Plan:
+    """The checked plan of a command line; what `--shrink` changed is printed."""
+    if not args.shrink:
+        return make_plan(load(StagesConfig, args.recipe, args.overrides), args.recipe, args.recipe.stem)
+    from burnish.config.stage_shrink import load_small_stages
+
+    loaded, changes = load_small_stages(args.recipe, args.overrides)
+    print("\n".join(f"shrunk: {change}" for change in changes))
+    return make_plan(loaded, args.recipe, f"{args.recipe.stem}-shrunk")
+
+
+def patience(args: argparse.Namespace, ready: Ready) -> float:
+    """How long a stage's driver may be silent."""
+    if ready.loaded is not None and isinstance(ready.loaded.config, TrainConfig):
+        return patience_s(args, ready.loaded.config)
+    return float(args.deadline)
+
+
+def without(args: argparse.Namespace) -> str:
+    """`--from` would begin again, not go on."""
+    return " without --from" if args.start_from is not None else ""
+
+
+# --- what is said ------------------------------------------------------------------------------------------------------------
+
+
+def say(plan: Plan, stages: Stages, stage: Planned) -> None:
+    """Which stage begins, of how many."""
+    names = list(plan.stages)
+    begins = f", from {stage.start}" if stage.start is not None else ""
+    again = ", going on" if stage.name in stages.index.entries else ""
+    passed = sum(entry.seconds for entry in stages.index.entries.values())
+    print(
+        f"\nstage {names.index(stage.name) + 1} of {len(names)}: {stage.name} ({stage.command}{begins}{again}), "
+        f"{passed:.0f} s so far",
+        flush=True,
+    )
+
+
+def show(plan: Plan) -> None:
+    """Every stage: what it is, where it begins, what it needs, and its plan."""
+    from burnish.config.explain import plan_text
+
+    there = StageIndex.read(plan.folder)
+    print(f"{plan.folder}: {len(plan.stages)} stages, all of them checked")
+    rows = [
+        [
+            name,
+            one.planned.command,
+            one.planned.start or "-",
+            ", ".join(one.planned.needs) or "-",
+            state(there, one.planned),
+        ]
+        for name, one in plan.stages.items()
+    ]
+    print("\n".join(aligned([["stage", "command", "start", "needs", "is"], *rows], left=(0, 1, 2, 3, 4))))
+    for name, one in plan.stages.items():
+        if one.loaded is not None:
+            print(f"\n{name}\n{plan_text(one.loaded.config)}", end="")
+            show_memory(plan, one)
+
+
+def show_memory(plan: Plan, ready: Ready) -> None:
+    """The memory plan of a training stage, with the base's shape, which all its descendants have; the error if it cannot fit."""
+    from burnish.config.reward_model import RewardModelConfig
+    from burnish.controller.memory import planned
+
+    assert ready.loaded is not None
+    config = ready.loaded.config
+    if isinstance(config, RewardModelConfig) or (isinstance(config, TrainConfig) and config.placement.name != "local"):
+        return
+    own = {key: getattr(config.model, key) for key in ("dtype", "device", "backend")}
+    base = plan.config.model.model_copy(update=own)
+    memory = planned(config.model_copy(update={"model": base}), plan.base)
+    print(memory.text)
+    for warning in memory.check():
+        print(f"note: {warning}")
+
+
+def state(index: StageIndex, stage: Planned) -> str:
+    """How far a stage is."""
+    if stage.name not in index.entries:
+        return "to do"
+    is_other = index.entries[stage.name].asked != stage.asked
+    return ("done" if index.is_done(stage.name) else "begun") + (" with other settings" if is_other else "")
+
+
+def summary(plan: Plan, index: StageIndex) -> list[str]:
+    """The table at the end: each stage with its seconds and the accuracy before and after."""
+    rows, measuring = [], 0.0
+    for name, one in plan.stages.items():
+        entry = index.entries[name]
+        assert entry.outcome is not None, "all stages are done"
+        if one.planned.of is not None:
+            measuring += entry.seconds
+            continue
+        before, after = accuracies(one.planned, index)
+        measured = index.entries.get(name + MEASURED)
+        notes = [entry.outcome.note, measured.outcome.note if measured is not None and measured.outcome else ""]
+        cells = [accuracy(before), accuracy(after), "; ".join(filter(None, notes))]
+        rows.append([name, one.planned.command, one.planned.start or "-", f"{entry.seconds:.1f}", *cells])
+    total = sum(index.entries[name].seconds for name in plan.stages)
+    if measuring:
+        rows.append(["(measuring)", "eval", "-", f"{measuring:.1f}", "", "", ""])
+    rows.append(["all", "", "", f"{total:.1f}", "", "", ""])
+    last = [name for name, one in plan.stages.items() if one.planned.command in ("train", "sft", "prefer", "merge")]
+    lines = aligned([["stage", "command", "start", "seconds", "before", "after", ""], *rows])
+    if last:
+        outcome = index.entries[last[-1]].outcome
+        assert outcome is not None
+        lines.append(f"model: {plan.folder / outcome.product}")
+    return ["", *lines]
+
+
+def aligned(rows: list[list[str]], left: tuple[int, ...] = (0, 1, 2, 6)) -> list[str]:
+    """Columns of text, those of `left` to the left and numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    return [f"  {line}".rstrip() for line in lines]
+
+
+def accuracies(stage: Planned, index: StageIndex) -> tuple[float | None, float | None]:
+    """Of the model a stage began with and of its own: on the data of `measure`, or else on what the stage itself holds out."""
+    entry = index.entries[stage.name]
+    assert entry.outcome is not None
+    measured = index.entries.get(stage.name + MEASURED)
+    if measured is None or measured.outcome is None:
+        return entry.outcome.before, entry.outcome.after
+    earlier = index.entries.get((stage.start or BASE) + MEASURED) if stage.start is not None else None
+    before = earlier.outcome.after if earlier is not None and earlier.outcome is not None else None
+    return before, measured.outcome.after
+
+
+def accuracy(value: float | None) -> str:
+    """A share with three digits."""
+    return "-" if value is None else f"{value:.3f}"

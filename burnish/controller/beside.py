@@ -1,0 +1,48 @@
+"""What models in other processes take of the policy's device: judges that are model directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from burnish.config.schema import TrainConfig
+from burnish.controller.judge import GPU_CACHE_GIB
+from burnish.controller.roles import find_directory
+from burnish.models.architecture import from_hf, read_config, why_not_native
+from burnish.rewards.judge.options import JudgeOptions
+from burnish.rewards.parts import JUDGE
+from burnish.training.planner import CONTEXT, GIB, PROCESS
+
+
+def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
+    """What judges that are model directories take of the policy's device: weights, cache, and what a process takes before it has any."""
+    total = 0
+    for index, part in enumerate(config.reward.parts):
+        if part.name != JUDGE:
+            continue
+        options = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
+        if options.path is None or _place(options.device) != _place(config.model.device):
+            continue
+        directory = find_directory(options.path, base)
+        cache = options.cache_gib if options.cache_gib is not None else (GPU_CACHE_GIB if is_gpu else 0.0)
+        total += _weights(directory, options.dtype) + int(cache * GIB) + (CONTEXT if is_gpu else PROCESS)
+    return total
+
+
+def _weights(directory: Path, dtype: str) -> int:
+    """Bytes of a model: by its architecture, or by its files where that is not ours."""
+    config = read_config(directory)
+    if why_not_native(config) is None:
+        return from_hf(config, str(directory / "config.json")).num_parameters * getattr(torch, dtype).itemsize
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a device of a config is a GPU here."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _place(device: str) -> int | None:
+    """Which GPU; None is the CPU."""
+    return int(device.partition(":")[2] or 0) if on_gpu(device) else None

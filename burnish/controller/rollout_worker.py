@@ -1,0 +1,92 @@
+"""The worker that samples: an engine in a process of its own.
+
+It is made from a run's config and knows nothing of the controller, which calls the marked methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from burnish.config.placement import RayPlacement
+from burnish.config.pools import ROLLOUT
+from burnish.config.schema import TrainConfig
+from burnish.controller import roles
+from burnish.core.engine import Completion, Engine
+from burnish.core.spread import spread
+from burnish.core.workers import InProcess, Store
+from burnish.rollout.messages import Completions, Requests, pack_completions, unpack_requests
+from burnish.rollout.sync import buckets
+from burnish.rollout.sync.buckets import Publication, digest
+from burnish.rollout.sync.checksum import checksum
+from burnish.rollout.sync.verify import Report, probe
+from burnish.rollout.thread import EngineThread
+
+
+class RolloutWorker:
+    """An engine on a copy of the weights, which come from the trainer before anything is sampled."""
+
+    store: Store = InProcess()
+
+    def __init__(self, config: TrainConfig, base: Path | None) -> None:
+        assert isinstance(config.placement, RayPlacement)
+        torch.set_num_threads(config.placement.cpus_of(ROLLOUT))
+        sources = [*config.data.train, *config.data.validation]
+        self.policy = roles.build_policy(config.model, sources, config.seed, base)
+        self.policy.module.requires_grad_(False)
+        self.thread = EngineThread(roles.build_engine(self.policy, config.rollout))
+        self.probe = probe(self.policy.tokenizer.vocab_size, self.policy.max_positions)
+        self.version: int | None = None
+        self._taken: list[str] = []
+
+    @spread("each", "nothing")
+    def submit(self, requests: Requests) -> None:
+        """Queue requests."""
+        self.thread.submit(unpack_requests(requests))
+
+    @spread("each", "list", lane="side")
+    def collect(self, at_least: int, wait_s: float) -> Completions:
+        """Hand over completions."""
+        return pack_completions(self.thread.collect(at_least, wait_s))
+
+    @spread("each", "list")
+    def abort(self, numbers: Sequence[int]) -> Completions:
+        """Stop requests."""
+        return pack_completions(self.thread.abort([str(number) for number in numbers]))
+
+    @spread("broadcast", "list")
+    def take(self, publication: Publication) -> Report:
+        """Take new weights and show that they are there."""
+        if publication.base is not None and publication.base != self.version:
+            raise RuntimeError(
+                f"what changed since version {publication.base} is of no use to an engine with version {self.version}"
+            )
+        parameters = dict(self.policy.module.named_parameters())
+
+        def write(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
+            buckets.take(publication, parameters, self.store.get)
+            engine.load(publication.version, ())
+            engine.submit([self.probe])
+            done: list[Completion] = []
+            while not done:  # a stream may be interrupted
+                done = list(engine.stream())
+            return tuple(done[0].tokens.tolist()), done[0].logp
+
+        tokens, logp = self.thread.do(write)
+        self.version = publication.version
+        self._taken = list(parameters if publication.is_complete else publication.checksums)
+        return Report(self.version, digest(self.checksums()), tokens, logp)
+
+    @spread("broadcast", "list")
+    def checksums(self) -> dict[str, int]:
+        """Tell the checksums of the parameters that were taken last."""
+        parameters = dict(self.policy.module.named_parameters())
+        return {name: checksum(parameters[name]) for name in self._taken}
+
+    @spread("broadcast", "list")
+    def sleep(self) -> None:
+        """Give the engine's memory back until its next request."""
+        self.thread.do(lambda engine: engine.sleep())

@@ -1,0 +1,102 @@
+"""A number to be guessed: the smallest task of several turns. `17-23?` is answered by a guess, that by `21-23?`, and so on.
+
+Each wrong guess is answered by what is still possible, so a guess is judged by where it leads: halving finds one of 7 numbers in
+three guesses for certain, guessing anywhere in what is left finds it in two games of three. The environment `guess_number`
+(`burnish/environments/`) plays the other side. Held out iff a hash of the range says so: if some numbers of a range were, a player
+would learn never to guess those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.rows import Row
+from burnish.data.tasks.base import Dice, first_on_side
+
+NAME = "guess_number"
+MOST = 100  # numbers have two digits
+DECADE = 10  # up to so many have the first of them in common
+
+
+def narrowed(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
+    """What is still possible after a wrong guess; one outside of it says nothing new."""
+    return (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
+
+
+def question(low: int, high: int, words: bool, is_first: bool) -> str:
+    """What the model is asked when the number is known to be from `low` to `high`."""
+    if not words:
+        return f"{low:02}-{high:02}?"
+    if not is_first:
+        return f"No. It is from {low} to {high}."
+    return (
+        f"I am thinking of a whole number from {low} to {high}. Guess it: answer with one number and nothing else. After every wrong "
+        "guess I tell you what is still possible."
+    )
+
+
+def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
+    """Nobody can tell from a text alone: the environment gives the rewards."""
+    raise UserError(f"task {NAME} has no checker of texts: set environment={NAME}, which gives the rewards")
+
+
+class GuessNumberTask:
+    """One of `numbers` neighbours below a hundred; with `words` the questions are English, for a model that reads it."""
+
+    name = NAME
+    score = staticmethod(score)
+
+    def __init__(self, seed: int, numbers: int = 7, words: bool = False) -> None:
+        if isinstance(numbers, bool) or not isinstance(numbers, int) or not 2 <= numbers <= MOST:
+            raise UserError(f"{NAME}: numbers should be a whole number from 2 to {MOST}, got {numbers!r}")
+        self.seed, self.numbers, self.words = seed, numbers, words
+
+    @property
+    def alphabet(self) -> str | None:
+        return None if self.words else "0123456789-?"
+
+    def row(self, split: str, index: int) -> Row:
+        """The index-th problem of a split."""
+        low, secret = self._problem(split, self.seed, NAME, split, index)
+        high = low + self.numbers - 1
+        extra = {"task": NAME, "length": self.numbers, "low": low, "high": high, "words": self.words}
+        return Row(f"{NAME}/{split}/{index}", question(low, high, self.words, True), NAME, secret, extra)
+
+    def demonstrations(
+        self, num: int = 2000, seed: int = 0, guesses: int = 3, forgetful: float = 0.5
+    ) -> list[dict[str, Any]]:
+        """Dialogues of a poor player from the train side, `guesses` long at most.
+
+        A guess is anywhere in what is still possible; a share `forgetful` of them anywhere in what was possible at first.
+        """
+        if not 0 <= forgetful <= 1:
+            raise UserError(f"{NAME}: forgetful should be a share from 0 to 1, got {forgetful!r}")
+        rows = []
+        for index in range(num):
+            low, secret = self._problem("train", seed, NAME, "demonstrations", index)
+            high, dice = low + self.numbers - 1, Dice(seed, NAME, "guesses", index)
+            first = low, high
+            asked, said = question(low, high, self.words, True), list[dict[str, str]]()
+            for k in range(guesses):
+                guess = dice.between(*(first if dice.unit() < forgetful else (low, high)))
+                said.append({"role": "assistant", "content": str(guess) if self.words else f"{guess:02}"})
+                if guess == secret or k == guesses - 1:
+                    break
+                low, high = narrowed(low, high, guess, secret)
+                said.append({"role": "user", "content": question(low, high, self.words, False)})
+            rows.append({"prompt": asked, "completion": said})
+        return rows
+
+    def _problem(self, split: str, *key: int | str) -> tuple[int, int]:
+        """The first of the numbers, and the one to be guessed."""
+
+        def propose(attempt: int) -> tuple[str, tuple[int, int]]:
+            dice = Dice(*key, attempt)
+            if self.numbers <= DECADE:
+                low = DECADE * dice.between(0, MOST // DECADE - 1) + dice.between(0, DECADE - self.numbers)
+            else:
+                low = dice.between(0, MOST - self.numbers)
+            return f"{NAME} {low} {self.numbers}", (low, low + dice.between(0, self.numbers - 1))
+
+        return first_on_side(split, propose, NAME)

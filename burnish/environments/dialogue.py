@@ -1,0 +1,51 @@
+"""Dialogues as tokens: what to put behind a completion so that the model reads the next message and may answer it.
+
+What the model wrote stays as it is. Only the text between two completions is tokenised: what the template writes to end the
+assistant's turn, the message, and what it writes before the assistant speaks again. So no token that was sampled is ever another
+one when the model reads it, which rendering and tokenising the whole conversation again would not promise.
+"""
+
+from __future__ import annotations
+
+from burnish.config.errors import UserError
+from burnish.data.prompts import Prompt
+from burnish.models.tokenizer import Tokenizer
+
+SAID = "ANSWER"  # stands for what the assistant said
+
+
+class Dialogue:
+    """The conversation that a prompt begins, in the template it was rendered with: the tokenizer's, or none at all."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
+        self.tokenizer, self.role = tokenizer, role
+        self.opening = ""
+        """What the template writes before the assistant speaks; nothing in plain text."""
+        if tokenizer.has_chat_template:
+            asked = [{"role": "user", "content": "?"}]
+            without = tokenizer.chat_text(asked, add_generation_prompt=False)
+            mark = tokenizer.chat_text(asked)[len(without) :].strip()
+            at = prompt.text.rfind(mark) if mark else -1
+            self.opening = prompt.text[at:] if at >= 0 else ""
+
+    def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
+        """The tokens of a message behind a completion."""
+        if not self.opening:
+            return tuple(self.tokenizer.encode(text))
+        ending, message = self._rendered(text)
+        tokens = self.tokenizer.encode(ending + message + self.opening)
+        # The model has mostly written the token that ends its turn itself.
+        has_ended = bool(completion) and completion[-1] == tokens[0] and self.tokenizer.is_special(tokens[0])
+        return tuple(tokens[1:] if has_ended else tokens)
+
+    def _rendered(self, text: str) -> tuple[str, str]:
+        """What the template writes behind the assistant's words, and the message after it."""
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        before = self.tokenizer.chat_text(said, add_generation_prompt=False)
+        after = self.tokenizer.chat_text([*said, {"role": self.role, "content": text}], add_generation_prompt=False)
+        if not after.startswith(before) or SAID not in before:
+            raise UserError(
+                "the chat template rewrites earlier text when a message is added, so an environment cannot go on behind what "
+                "the model wrote; set data.template.kind=plain"
+            )
+        return before[before.rindex(SAID) + len(SAID) :], after[len(before) :]

@@ -1,0 +1,55 @@
+"""The environment of the task `guess_number`: it tells after every wrong guess what is still possible, until the number is found.
+
+The number found is a reward of 1, anything else nothing. The state of a turn is what is still possible, so that all guesses a group
+makes from the same knowledge are compared (GiGPO).
+"""
+
+from __future__ import annotations
+
+import re
+
+from burnish.config.errors import UserError
+from burnish.data.prompts import Prompt
+from burnish.data.tasks.guess_number import NAME, narrowed, question
+from burnish.environments.base import Done, Turn
+from burnish.environments.dialogue import Dialogue
+from burnish.models.tokenizer import Tokenizer
+
+
+class GuessNumber:
+    """One number to be guessed. A completion's guess is the last number in it; one without any changes nothing."""
+
+    gives_rewards = True
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        row = prompt.row
+        if row.extra.get("task") != NAME:
+            raise UserError(
+                f"environment {NAME}: row {row.id} is not of the task {NAME}, which has the number to guess"
+            )
+        self.prompt, self.dialogue = prompt, Dialogue(prompt, tokenizer)
+        self.secret: int = row.answer
+        self.low, self.high = row.extra["low"], row.extra["high"]
+        self.words: bool = row.extra["words"]
+
+    def start(self) -> Turn:
+        return Turn(tuple(self.prompt.tokens), self._state)
+
+    def observe(self, completion: list[int], text: str) -> Turn | Done:
+        guess = _last_number(text)
+        if guess == self.secret:
+            return Done(1.0)
+        if guess is not None:
+            self.low, self.high = narrowed(self.low, self.high, guess, self.secret)
+        asked = question(self.low, self.high, self.words, False)
+        return Turn(self.dialogue.reply(completion, asked), self._state)
+
+    @property
+    def _state(self) -> str:
+        return f"{self.low}-{self.high}"
+
+
+def _last_number(text: str) -> int | None:
+    """The last run of a few digits; a longer one is no guess, however long the model goes on."""
+    found = re.findall(r"\d+", text)
+    return int(found[-1]) if found and len(found[-1]) <= 4 else None

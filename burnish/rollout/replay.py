@@ -1,0 +1,201 @@
+"""Groups of earlier steps that come back: a store of them, and a source that hands some over with the new ones.
+
+    store = ReplayStore(settings, seed)
+    source = ReplaySource(inner, store, wanted)     # around any source; `wanted(step)` is how many groups should come back
+
+What comes back is the group as it was: its tokens, the log-probs and versions they were drawn with, its rewards. All that
+follows from the policy of now (values, advantages, weights of a correction) is computed again. A group enters the store when
+a step has had it in its loss, and leaves it after `uses` such steps, when its oldest token is more than `max_age` steps old,
+when filters left nothing of it in the loss, or when there are more than `capacity`.
+
+The store is in every checkpoint. Steps after a checkpoint are made again with the same rollouts, so a run that was killed
+gets the same store again; the journal's `used` records show how often each sample was in a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from burnish.config.errors import UserError
+from burnish.config.slots.replay import Replay
+from burnish.core.batch import Batch
+from burnish.core.keys import fold
+from burnish.core.trajectory import Trajectory
+from burnish.rollout.record import from_arrays, to_arrays
+from burnish.rollout.scored import Progress, Scored
+from burnish.rollout.sources import RolloutPlan, Source, Ticket
+from burnish.rollout.staleness import oldest_version
+from burnish.run.contents import Blob, Content
+
+FILE = "replay.safetensors"
+USE = "use"  # the key of `Trajectory.metadata` that says for which time its group comes back
+PICK = "replay"  # the name of the random picks
+
+
+@dataclass
+class Entry:
+    """A group in the store."""
+
+    trajectories: list[Trajectory]
+    oldest: int
+    """The version of its oldest token."""
+    uses: int
+    """Steps that had it in their loss."""
+
+    @property
+    def id(self) -> str:
+        return group_of(self.trajectories[0].id)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.tokens) for t in self.trajectories for s in t.sequences)
+
+
+class ReplayStore:
+    """Groups that may come back, in the order they entered."""
+
+    def __init__(self, settings: Replay, seed: int) -> None:
+        self.settings, self.seed = settings, seed
+        self.entries: list[Entry] = []
+        self._values: dict[str, float] = {}
+
+    def take(self, step: int, wanted: int) -> list[Trajectory]:
+        """At most so many groups for a step, each sample marked with its use; asked again, it gives the same."""
+        version = step - 1
+        able = [e for e in self.entries if version - e.oldest <= self.settings.max_age]
+        if self.settings.pick == "random":
+            able.sort(key=lambda e: fold(self.seed, PICK, step, e.id))
+        elif self.settings.pick == "newest":
+            able.reverse()
+        found = []
+        for entry in able[:wanted]:
+            for trajectory in entry.trajectories:
+                trajectory.metadata[USE] = entry.uses
+                found.append(trajectory)
+        return found
+
+    def learnt(self, step: int, rollouts: Scored, used: Iterable[str]) -> None:
+        """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups."""
+        ids = list(used)
+        in_loss = {group_of(name) for name in ids}
+        back = {group_of(t.id) for t in rollouts.replayed}
+        ages = []
+        for entry in self.entries:
+            if entry.id not in back:
+                continue
+            if entry.id in in_loss:
+                entry.uses += 1
+                ages.append(step - 1 - entry.oldest)
+            else:
+                entry.uses = self.settings.uses  # nothing of it is left to learn from
+        self.entries += _entries(rollouts.trajectories, in_loss)
+        self.entries = [e for e in self.entries if e.uses < self.settings.uses and self._has_time(e, step)]
+        self.entries = self.entries[max(0, len(self.entries) - self.settings.capacity) :]
+        self._values = {
+            "replay/size": float(len(self.entries)),
+            "replay/tokens": float(sum(e.num_tokens for e in self.entries)),
+            "replay/groups": float(len(ages)),
+            "replay/fraction": sum(group_of(name) in back for name in ids) / max(1, len(ids)),
+        } | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
+
+    def _has_time(self, entry: Entry, step: int) -> bool:
+        """Whether the next step, which begins with weights `step`, could use it."""
+        return step - entry.oldest <= self.settings.max_age
+
+    def values(self) -> dict[str, float]:
+        """Metrics of the last step: groups and tokens held; groups that came back, their share of the samples in the loss, their age."""
+        return self._values
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def contents(self) -> list[Content]:
+        """The file of a checkpoint."""
+        from safetensors.numpy import save
+
+        trajectories = [t for e in self.entries for t in e.trajectories]
+        arrays = to_arrays(trajectories) if trajectories else {}
+        rows = [[len(e.trajectories), e.oldest, e.uses] for e in self.entries]
+        arrays["entries"] = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return [Blob(FILE, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))]
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        from safetensors.numpy import load_file
+
+        if not (folder / FILE).is_file():
+            raise UserError(
+                f"{folder} has no {FILE}, which algorithm.replay goes on from: it was saved by a run without replay; "
+                "start a run of another name"
+            )
+        arrays = load_file(folder / FILE)
+        trajectories = from_arrays(arrays) if "records" in arrays else []
+        self.entries, at = [], 0
+        for count, oldest, uses in arrays["entries"].tolist():
+            self.entries.append(Entry(trajectories[at : at + count], oldest, uses))
+            at += count
+
+
+class ReplaySource:
+    """Any source, whose steps also get groups back from a store."""
+
+    def __init__(self, inner: Source, store: ReplayStore, wanted: Callable[[int], int]) -> None:
+        self.inner, self.store, self.wanted = inner, store, wanted
+        self.overlaps = inner.overlaps
+
+    def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> Scored:
+        fresh = self.inner.next(step, plan, progress, round)
+        for trajectory in fresh.trajectories:
+            trajectory.metadata[USE] = 0
+        if round > 0:  # the first one brought them
+            return fresh
+        return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
+
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
+        self.inner.learnt(step, rollouts, batch)
+        usable = rollouts.usable
+        owners = [] if batch is None else batch.sequence["trajectory_ids"].unique().tolist()
+        self.store.learnt(step, rollouts, [usable[i].id for i in owners])
+
+    def begin(self, step: int) -> None:
+        self.inner.begin(step)
+
+    def load(self, version: int) -> None:
+        self.inner.load(version)
+
+    def rest(self) -> None:
+        self.inner.rest()
+
+    def values(self, rollouts: Scored, version: int) -> dict[str, float]:
+        return self.inner.values(rollouts, version) | self.store.values()
+
+    def waiting(self) -> list[Ticket]:
+        return self.inner.waiting()
+
+    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+        self.inner.restore(tickets, version)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def group_of(trajectory_id: str) -> str:
+    """The group of a trajectory, by its id."""
+    return trajectory_id.rpartition(".")[0]
+
+
+def _entries(trajectories: Sequence[Trajectory], in_loss: set[str]) -> list[Entry]:
+    """The new groups that were in the loss, whole: with all samples that count in their statistics."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None and group_of(trajectory.id) in in_loss:
+            groups.setdefault(group_of(trajectory.id), []).append(trajectory)
+    found = []
+    for samples in groups.values():
+        versions = [v for v in map(oldest_version, samples) if v is not None]
+        if versions:
+            found.append(Entry(samples, min(versions), 1))
+    return found

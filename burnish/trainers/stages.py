@@ -1,0 +1,202 @@
+"""Several commands in a row as one run: which stages are left, where each begins, what a changed recipe means.
+
+    with Stages.open(folder, plan, recipe_text, start_from) as stages:
+        for stage in stages.left():
+            stages.begin(stage)
+            ...                        # the stage's command, in this process or in one of its own
+            if not stages.end(stage):
+                break                  # it was stopped, or failed; the same command goes on here
+
+The rule for a recipe that has changed: a stage that has not begun may change as it likes. One that has begun is made again, with all
+that come after it, only when that is asked for (`--from STAGE`); otherwise the change is refused with the keys that differ. A stage
+counts as changed when a stage it needs has. Nothing is deleted without `--from`.
+
+Light: the process above the stages imports this, and is forked for each of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from burnish.config.errors import UserError, unknown
+from burnish.run.directory import RunDirectory
+from burnish.run.files import atomic_write, remove, sweep
+from burnish.run.stage_index import INDEX, OUTCOME, StageIndex, read_outcome, what_is_wrong
+
+RECIPE = "stages.yaml"
+MAX_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A stage whose command, settings and needs are known and checked; what it needs may not be made yet."""
+
+    name: str
+    command: str
+    start: str | None
+    """The stage whose model it begins with, or `base`; None where it begins with none."""
+    needs: tuple[str, ...]
+    """The stages whose products it reads."""
+    asked: dict[str, Any]
+    """What decides its numbers, by dotted key; products are named, not their paths."""
+    of: str | None = None
+    """Of a measurement: the stage whose model is measured."""
+
+
+class Stages:
+    """The stages of one folder, under its lock; each has a folder of its name in it."""
+
+    def __init__(self, folder: Path, plan: Sequence[Planned], index: StageIndex, lock: RunDirectory) -> None:
+        self.folder, self.plan, self.index, self._lock = folder, list(plan), index, lock
+
+    @classmethod
+    def open(cls, folder: Path, plan: Sequence[Planned], recipe: str, start_from: str | None = None) -> Stages:
+        """A new run of stages, or the one that is there, if the plan goes on with it. Takes the lock."""
+        _refuse_foreign(folder)
+        lock = RunDirectory(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.lock()
+        except OSError as error:
+            raise UserError(f"cannot write the folder of the stages {folder}: {error.strerror}") from error
+        try:
+            stages = cls(folder, plan, StageIndex.read(folder), lock)
+            stages._settle()
+            if start_from is not None:
+                stages._check_changes(before=start_from)
+                stages._forget(start_from)
+            else:
+                stages._check_changes()
+            sweep(folder)
+            stages.index.write()  # the first thing here, by which the folder is known for what it is
+            atomic_write(folder / RECIPE, recipe)
+        except BaseException:
+            lock.close()
+            raise
+        return stages
+
+    def left(self) -> list[Planned]:
+        """The stages that are not done, in order."""
+        return [stage for stage in self.plan if not self.index.is_done(stage.name)]
+
+    def begin(self, stage: Planned) -> None:
+        """Write down that a stage begins, once all it needs is there and whole."""
+        for name in stage.needs:
+            self._check_product(name, stage.name)
+        folder = self.folder / stage.name
+        if stage.name not in self.index.entries and folder.exists():
+            remove(folder)  # of a life that `--from` has undone
+        self.index.begin(stage.name, stage.asked, time.time())
+
+    def end(self, stage: Planned) -> bool:
+        """Write down how a stage ended; whether it is done."""
+        outcome = read_outcome(self.folder / stage.name)
+        self.index.end(stage.name, time.time(), outcome)
+        return outcome is not None
+
+    def made(self) -> dict[str, str]:
+        """What references stand for: the products and run folders of the stages that are done."""
+        found = {}
+        for name, entry in self.index.entries.items():
+            if entry.outcome is not None:
+                found[f"stage:{name}"] = str(self.folder / entry.outcome.product)
+                found[f"run:{name}"] = str(self.folder / name)
+        return found
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.close()
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- what is there already -----------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Take note of stages that were done when the process above them was killed."""
+        for name, entry in self.index.entries.items():
+            if entry.outcome is None and (outcome := read_outcome(self.folder / name)) is not None:
+                done = (self.folder / name / OUTCOME).stat().st_mtime
+                self.index.end(name, done if entry.since is not None else time.time(), outcome)
+
+    def _check_changes(self, before: str | None = None) -> None:
+        """Refuse stages that have begun and are asked for something else now; with `before` those before a stage alone."""
+        changed: set[str] = set()
+        for stage in self.plan:
+            if stage.name == before:
+                return
+            entry = self.index.entries.get(stage.name)
+            if entry is None:
+                changed.add(stage.name)
+                continue
+            keys = sorted(k for k in entry.asked.keys() | stage.asked.keys() if not _same(entry.asked, stage.asked, k))
+            new = [name for name in stage.needs if name in changed]
+            if keys or new:
+                raise UserError(self._refusal(stage, entry.asked, keys, new))
+
+    def _refusal(self, stage: Planned, then: dict[str, Any], keys: list[str], new: list[str]) -> str:
+        lines = [f"  {k}: {_value(then, k)} there, {_value(stage.asked, k)} now" for k in keys[:MAX_SHOWN]]
+        lines += [f"  and {len(keys) - MAX_SHOWN} more"] if len(keys) > MAX_SHOWN else []
+        lines += [f"  it needs stage {name}, which is new" for name in new]
+        own = stage.of or stage.name
+        return "\n".join(
+            [
+                f"stage {stage.name} of {self.folder} has begun with other settings:",
+                *lines,
+                f"repeat the old settings to go on, make it again with all stages after it (--from {own}, which deletes their "
+                "folders), or give this recipe another run.name",
+            ]
+        )
+
+    def _forget(self, start_from: str) -> None:
+        """Have a stage and all after it never begun. The index goes first: a folder it does not know is a leftover."""
+        names = [stage.name for stage in self.plan]
+        if start_from not in names:
+            raise unknown("stage", start_from, names)
+        for name in names[: names.index(start_from)]:
+            if not self.index.is_done(name):
+                raise UserError(f"--from {start_from}: stage {name} before it is not done; leave --from out to go on")
+        later = names[names.index(start_from) :]
+        self.index.forget(later)
+        for name in later:
+            if (self.folder / name).exists():
+                remove(self.folder / name)
+
+    def _check_product(self, name: str, user: str) -> None:
+        entry = self.index.entries.get(name)
+        if entry is None or entry.outcome is None:
+            raise UserError(f"stage {user} needs stage {name}, which is not done: start it with --from {name}")
+        reason = what_is_wrong(self.folder / entry.outcome.product, entry.outcome.sums)
+        if reason is not None:
+            raise UserError(
+                f"stage {user} needs what stage {name} made, and {reason}: make it again with --from {name}"
+            )
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file, but the stages want a folder there: choose another run.name")
+    foreign = sorted(e.name for e in folder.iterdir() if e.name not in ("lock", INDEX) and not e.name.startswith("."))
+    if foreign and not (folder / INDEX).exists():
+        raise UserError(f"{folder} exists and holds no stages (but {', '.join(foreign[:3])}): choose another run.name")
+
+
+def _same(then: dict[str, Any], now: dict[str, Any], key: str) -> bool:
+    missing = object()
+    return bool(then.get(key, missing) == now.get(key, missing))
+
+
+def _value(flat: dict[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "not set"

@@ -1,0 +1,157 @@
+"""Turns of agents: where their tokens are, what they earned, and GiGPO on the worked example of ALGORITHMS.md 4.14."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from burnish.algorithms.advantages.agents import gigpo, turn_returns
+from burnish.algorithms.advantages.critic import gae
+from burnish.algorithms.advantages.rewards import place_rewards
+from burnish.algorithms.advantages.turns import turns_of
+from burnish.config.errors import UserError
+from burnish.core.batch import Batch
+from burnish.core.trajectory import TokenSequence, Trajectory, TurnSpan, pack
+
+Episode = list[tuple[str, int, float]]
+"""Turns: the state, how many tokens were written, what they earned."""
+WORKED: list[Episode] = [[("s0", 2, 0), ("s1", 1, 1)], [("s0", 1, 0), ("s2", 3, 0), ("s0", 2, 0)]]
+
+
+def trajectory(sample: int, episode: Episode, beyond: float = 0.0, prompt: str = "p") -> Trajectory:
+    """A prompt of two tokens, then turns with an observation of two tokens between."""
+    mask, turns = [False, False], []
+    for k, (state, count, reward) in enumerate(episode):
+        mask += [False, False] if k else []
+        turns.append(TurnSpan(len(mask), state, float(reward)))
+        mask += [True] * count
+    size, actions = len(mask), np.array(mask)
+    sequence = TokenSequence(
+        np.arange(size), actions, np.zeros(size, np.float32), np.where(actions, 0, -1).astype(np.int32)
+    )
+    reward = math.fsum(turn.reward for turn in turns) + beyond
+    return Trajectory(prompt, 0, sample, [sequence], "stop", "", reward, float(reward >= 1), turns=turns)
+
+
+def batch_of(episodes: list[Episode], beyond: float = 0.0) -> Batch:
+    return pack([trajectory(k, episode, beyond) for k, episode in enumerate(episodes)])
+
+
+def by_turn(batch: Batch, values: Tensor) -> list[float]:
+    """The one value of each turn; nothing stands anywhere else."""
+    turns = turns_of(batch)
+    assert (values[~batch.action_mask] == 0).all()
+    found = [set(values[turns.where][turns.of_token == k].tolist()) for k in range(turns.num)]
+    assert all(len(one) == 1 for one in found)
+    return [one.pop() for one in found]
+
+
+def close(got: list[float], expected: list[float], atol: float = 1e-6) -> None:
+    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), atol=atol, rtol=0)  # fmt: skip
+
+
+def test_gigpo_on_the_worked_example() -> None:
+    batch = batch_of(WORKED)
+    close(by_turn(batch, gigpo(batch)), [1.133333, 0.5, -0.816667, -0.5, -0.816667])
+    e, anchor = 0.707106, [1.154698, -0.577349, -0.577349]
+    expected = [e + anchor[0], e, -e + anchor[1], -e, -e + anchor[2]]
+    close(by_turn(batch, gigpo(batch, normalise="std")), expected, atol=1e-5)
+
+
+def test_gigpo_weighs_the_turns_and_discounts_them() -> None:
+    batch = batch_of(WORKED)
+    close(by_turn(batch, gigpo(batch, omega=0.0)), [0.5, 0.5, -0.5, -0.5, -0.5])
+    expected = [0.5 + 4 / 3, 0.5, -0.5 - 2 / 3, -0.5, -0.5 - 2 / 3]
+    close(by_turn(batch, gigpo(batch, omega=2.0, gamma=1.0)), expected)
+
+
+def test_a_state_is_shared_within_a_group_only() -> None:
+    apart = batch_of(WORKED).with_sequence(group_ids=torch.tensor([1, 2]))
+    close(by_turn(apart, gigpo(apart)), [1, 1, 0, 0, 0])
+
+
+def test_gigpo_does_not_depend_on_the_order_of_the_trajectories() -> None:
+    batch = batch_of([*WORKED, [("s2", 1, 0.5)]])
+    order = torch.tensor([2, 0, 1])
+    turned = batch.select(order)
+    values = by_turn(batch, gigpo(batch))
+    close(by_turn(turned, gigpo(turned)), values[5:] + values[:5])
+
+
+def test_a_reward_that_no_turn_earned_is_the_last_ones() -> None:
+    """The configured reward, or a shaper's, instead of the environment's."""
+    silent: list[Episode] = [[(state, count, 0.0) for state, count, _ in episode] for episode in WORKED]
+    batch = batch_of(silent).with_sequence(reward=torch.tensor([1.0, 0.0], dtype=torch.float64))
+    close(by_turn(batch, gigpo(batch)), by_turn(batch, gigpo(batch_of(WORKED))))
+
+
+def test_rewards_stand_where_they_were_earned() -> None:
+    batch = batch_of([[("a", 2, 0.25), ("b", 1, 0.5)], [("a", 1, 0.0)]], beyond=2.0)
+    placed = place_rewards(batch)
+    expected = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    expected[3], expected[6], expected[9] = 0.25, 2.5, 2.0
+    torch.testing.assert_close(placed, expected)
+    values = batch.with_token(values=torch.zeros(batch.num_tokens, dtype=torch.float64), token_rewards=placed)
+    returns = gae(values, lam=1.0, gamma=0.5, whiten=False).returns
+    # Three written tokens: 0, 0.25, 2.5; then one of another trajectory.
+    close(returns[batch.action_mask].tolist(), [0.5 * (0.25 + 1.25), 0.25 + 1.25, 2.5, 2.0])
+
+
+def test_a_kl_in_the_reward_is_of_the_turn_whose_tokens_it_is_on() -> None:
+    batch = batch_of(WORKED)
+    kl = torch.where(batch.action_mask, -0.1, 0.0).double()
+    got = gigpo(batch.with_token(token_rewards=place_rewards(batch) + kl), gamma=1.0)
+    # R = 1 - .3 and -.6; Rs = [.7, .9], [-.6, -.5, -.2]; s0: .7, -.6, -.2
+    anchor = [0.7 + 0.1 / 3, -0.6 + 0.1 / 3, -0.2 + 0.1 / 3]
+    close(by_turn(batch, got), [0.65 + anchor[0], 0.65, -0.65 + anchor[1], -0.65, -0.65 + anchor[2]])
+
+
+def test_an_environment_without_states_is_told_what_is_missing() -> None:
+    episodes: list[Episode] = [[("", 1, 0.5), ("", 2, 1.0)], [("", 1, 0.0)]]
+    trajectories = [trajectory(k, episode) for k, episode in enumerate(episodes)]
+    for t in trajectories:
+        t.turns = [TurnSpan(span.start, None, span.reward) for span in t.turns]
+    batch = pack(trajectories)
+    assert set(batch.ragged) == {"turn_start", "turn_reward"}
+    with pytest.raises(UserError, match="the environment reports none: give every Turn a state"):
+        gigpo(batch)
+    for t in trajectories:
+        t.turns = [TurnSpan(span.start) for span in t.turns]
+    assert pack(trajectories).ragged == {}
+
+
+states = st.sampled_from("abc")
+episodes = st.lists(st.tuples(states, st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(st.lists(episodes, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 2))
+def test_gigpo_equals_a_loop_over_turns(group: list[Episode], gamma: float, omega: float) -> None:
+    batch = batch_of(group)
+    rewards = [sum(r for *_, r in episode) for episode in group]
+    returns = [
+        [sum(gamma ** (j - k) * episode[j][2] for j in range(k, len(episode))) for k in range(len(episode))]
+        for episode in group
+    ]
+    anchors: dict[str, list[float]] = {}
+    for episode, own in zip(group, returns, strict=True):
+        for (state, *_), value in zip(episode, own, strict=True):
+            anchors.setdefault(state, []).append(value)
+    expected = []
+    for k, episode in enumerate(group):
+        whole = rewards[k] - sum(rewards) / len(rewards) if len(group) > 1 else rewards[k]
+        for (state, *_), value in zip(episode, returns[k], strict=True):
+            mates = anchors[state]
+            expected.append(whole + omega * (value - sum(mates) / len(mates) if len(mates) > 1 else 0.0))
+    close(by_turn(batch, gigpo(batch, omega=omega, gamma=gamma)), expected, atol=1e-9)
+
+
+def test_returns_of_turns_follow_their_trajectories() -> None:
+    earned = torch.tensor([1.0, 0, 2, 0, 4], dtype=torch.float64)
+    close(turn_returns(earned, torch.tensor([1, 0, 1, 0, 1]), 0.5).tolist(), [3.0, 0, 4, 0, 4])

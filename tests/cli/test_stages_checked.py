@@ -1,0 +1,239 @@
+"""`burnish stages`: everything that is checked before the first stage starts, whose settings hold, and the recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from burnish.cli.main import main
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.config.stage_trees import load_stages
+from burnish.config.stages import StagesConfig
+from burnish.run.metrics import read
+from burnish.run.stage_index import StageIndex
+from tests.cli.staged import CLEAN, DIGITS, PAIRS, RECIPES, recipe, refused, sft, short, stages
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in; drawing curves takes longer than all stages."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("burnish.report.curves.write_curves", lambda path: path / "curves.png")
+    return tmp_path
+
+
+# --- checked before the first starts -------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_checks_all_stages_and_understands_what_is_not_made_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stages(recipe(), "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "runs/all: 11 stages, all of them checked" in out
+    rows = {line.split("  ")[1].strip(): line.split() for line in out.splitlines() if line.startswith("  ")}
+    assert rows["again"] == ["again", "sft", "base", "base,", "right", "to", "do"]
+    assert rows["scorer"] == ["scorer", "reward-model", "again", "again", "to", "do"]
+    assert rows["last"] == ["last", "train", "merged", "merged,", "scorer", "to", "do"]
+    assert "16 (4 prompts x 4 samples)" in out
+    assert not Path("runs").exists()
+
+
+WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "a file no stage makes": (
+        ("again", "config", "sft", "data"),
+        {"path": "no.jsonl"},
+        "stage again: no such file: no.jsonl",
+    ),
+    "an unknown key": (("last", "config", "rollout", "m"), 3, "stage last: all.yaml: rollout.m: unknown key"),
+    "an option of another command": (
+        ("right", "options", "ratio"),
+        2,
+        "stage right: unrecognized arguments: --ratio 2",
+    ),
+    "a value of another type": (
+        ("right", "options", "most"),
+        "many",
+        "stage right: argument --most: invalid int value: 'many'",
+    ),
+    "a later stage": (("cold", "start"), "last", "stages.cold.start=last: stage last comes later"),
+    "no such stage": (("again", "start"), "coldd", "there is no stage coldd; did you mean 'cold'"),
+    "itself": (("again", "start"), "again", "a stage cannot begin with what it makes itself"),
+    "a start that makes no policy": (("last", "start"), "scorer", "reward-model makes no policy to begin with"),
+    "a start without effect": (("right", "start"), "cold", "start has no effect on data reject"),
+    "a file of a later stage": (("right", "options", "source"), "stage:last", "stage:last: stage last comes later"),
+    "a run that is none": (("right", "options", "source"), "run:samples", "eval has no run folder"),
+    "a config of a command without": (("right", "config"), {"a": 1}, "data reject has no config: give options"),
+    "options of a command with a config": (("cold", "options"), {"a": 1}, "options are for commands without a config"),
+    "take without effect": (("right", "take"), "last", "take=last has no effect"),
+    "a model of its own": (("cold", "config", "model"), {"path": "x"}, "config.model.path: which model it begins with"),
+    "a place of its own": (("right", "options", "out"), "x.jsonl", "options.out is not for a stage to say"),
+    "nothing to read": (("right", "options"), {}, "stage right: data reject needs options.source"),
+    "no such plug-in": (
+        ("last", "config", "reward", "parts"),
+        ["no.py:f"],
+        "stage last: plug-in 'no.py:f': no such file",
+    ),
+    "what eval refuses": (("samples", "options", "temperature"), 0, "samples at temperature 0 are all alike"),
+    "no such recipe": (("cold", "recipe"), "no.yaml", "no.yaml: no such file"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_with_any_stage_is_said_before_the_first_starts(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, value, message = WRONG[what]
+    tree = recipe()
+    place = tree["stages"]
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    assert message in refused(capsys, tree)
+    assert not Path("runs").exists()
+
+
+def test_a_stage_of_any_name_or_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = recipe()
+    assert "a stage cannot be called 'base'" in refused(capsys, {**tree, "stages": {"base": tree["stages"]["cold"]}})
+    assert "a stage cannot be called 'a/b'" in refused(capsys, {**tree, "stages": {"a/b": tree["stages"]["cold"]}})
+    assert "stages" in refused(capsys, {**tree, "stages": {}})
+    assert "measure needs data" in refused(capsys, {**tree, "measure": {"limit": 3}})
+    assert "measure: " in refused(capsys, {**tree, "measure": {"data": "task:sort_digits", "k": 3}})
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = short("cold")
+    tree["stages"]["cold"]["config"]["parallel"] = {"shard": 2}
+    assert "stage cold: a stage is one process, so parallel has no effect" in refused(capsys, tree)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in refused(capsys, short("cold"))
+
+
+def test_a_recipe_of_stages_given_to_another_command_is_sent_to_the_right_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("all.yaml").write_text(yaml.safe_dump(recipe(), sort_keys=False))
+    for command in ("train", "sft"):
+        assert main([command, "all.yaml"]) == 2
+        assert "`burnish stages all.yaml` runs it" in capsys.readouterr().err
+
+
+# --- settings of the whole -------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_s_settings_reach_every_stage_a_stage_s_own_win_and_a_recipe_lies_below(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("below.yaml").write_text(yaml.safe_dump({**sft(CLEAN, 7), "seed": 9, "model": {"path": "nowhere"}}))
+    tree = short("cold")
+    tree |= {"seed": 4, "template": {"kind": "plain", "text": "{prompt}"}}
+    tree["stages"]["cold"] = {"command": "sft", "recipe": "below.yaml", "config": {"run": {"save_every": 5}}}
+    assert stages(tree, "stages.cold.config.sft.batch_size=8") == 0
+    config = yaml.safe_load(Path("runs/all/cold/config.yaml").read_text())
+    assert (config["seed"], config["sft"]["updates"], config["sft"]["batch_size"]) == (4, 7, 8)
+    assert config["run"]["save_every"] == 5
+    assert config["template"]["kind"] == "plain"
+    assert config["model"]["path"] == "runs/all/base/model"
+
+
+def test_take_chooses_the_checkpoint_that_goes_on() -> None:
+    tree = short("cold", "preferred")
+    own = tree["stages"]["preferred"]["config"]["preference"]
+    own |= {
+        "held_out": PAIRS,
+        "held_out_every": 1,
+        "updates": 4,
+        "optimizer": {"lr": 0.5},
+    }  # which ruins it: an earlier one is best
+    products = {}
+    for take in ("best", "last"):
+        tree["stages"]["preferred"]["take"] = take
+        assert stages(tree, name=take) == 0
+        outcome = StageIndex.read(Path(f"runs/{take}")).entries["preferred"].outcome
+        assert outcome is not None
+        products[take] = outcome.product
+    assert products["last"] == "preferred/checkpoints/step-000004"
+    assert products["best"] != products["last"]
+
+
+def test_measuring_tells_the_same_of_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = short("cold", "scorer", "preferred")
+    tree["measure"] = {
+        "data": "task:sort_digits",
+        "limit": 16,
+        "max_tokens": 4,
+        "settings": {"data.source.options": DIGITS},
+    }
+    assert stages(tree) == 0
+    index = StageIndex.read(Path("runs/all"))
+    after = {name: entry.outcome.after for name, entry in index.entries.items() if entry.outcome}
+    assert [name for name in after if name.endswith(".measured")] == [
+        "base.measured",
+        "cold.measured",
+        "preferred.measured",
+    ]
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  preferred "))
+    assert f"{after['cold.measured']:.3f}  {after['preferred.measured']:.3f}  2 updates" in row
+
+
+def test_adapters_go_on_as_adapters() -> None:
+    tree = short("cold")
+    assert stages(tree) == 0
+    model = "runs/all/cold/checkpoints/step-000020"
+    tree = short("cold", "preferred")
+    tree["model"] = {"path": model, "device": "cpu", "lora": {"rank": 2}}
+    assert stages(tree, name="lora") == 0
+    config = yaml.safe_load(Path("runs/lora/preferred/config.yaml").read_text())["model"]
+    assert config["adapter"] == "runs/lora/cold/checkpoints/step-000020"
+    assert config["path"] is None
+    assert config["lora"] is None
+
+
+# --- recipes -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["r1", "long2short"])
+def test_a_published_recipe_goes_through_all_of_its_stages_shrunk(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RECIPES / f"{name}.yaml"
+    loaded = load(StagesConfig, path)
+    assert [line.startswith("# ") for line in path.read_text(encoding="utf-8").splitlines()[:4]] == [True] * 3 + [False]
+    configs = load_stages(loaded, path, Path())
+    assert name in [one.config.algorithm.preset for one in configs.values() if isinstance(one.config, TrainConfig)]
+    assert main(["stages", str(path), "--shrink", "run.threads=1"]) == 0
+    index = StageIndex.read(Path(f"runs/{name}-shrunk-0"))
+    assert [stage for stage in loaded.config.stages if not index.is_done(stage)] == []
+    for stage, one in configs.items():
+        rows = read(Path(f"runs/{name}-shrunk-0") / stage / "metrics.jsonl")
+        assert rows[-1]["step"] >= 2
+        if isinstance(one.config, TrainConfig):
+            assert max(row.get("actor/grad_norm", 0.0) for row in rows) > 1e-3
+    assert "  samples " in capsys.readouterr().out
+
+
+def test_r1_fine_tunes_the_base_again_and_long2short_begins_with_what_the_paper_says() -> None:
+    r1 = load(StagesConfig, RECIPES / "r1.yaml").config
+    assert [r1.start_of(name) for name in r1.stages] == [
+        *("base", "cold_start", "reasoning", None, "base", "second_sft", "second_sft")
+    ]
+    short = load(StagesConfig, RECIPES / "long2short.yaml").config
+    assert short.start_of("samples") == "long"
+    assert short.start_of("short_rl") == "preferred"
+
+
+@pytest.mark.parametrize("name", ["r1_toy", "long2short_toy"])
+def test_a_toy_recipe_is_checked_in_all_of_its_stages(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages", str(RECIPES / f"{name}.yaml"), "--dry-run"]) == 0
+    assert "all of them checked" in capsys.readouterr().out
+
+
+def test_what_reads_files_of_others_cannot_be_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = recipe()
+    tree["stages"]["right"]["options"]["source"] = "there.jsonl"
+    Path("there.jsonl").write_text("{}\n")
+    message = refused(capsys, tree, "--shrink")
+    assert "stage right cannot be shrunk: data reject reads source=there.jsonl, which no stage makes" in message

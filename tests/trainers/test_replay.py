@@ -1,0 +1,170 @@
+"""Runs that learn from groups again: what the loss sees of them, how often, and after a kill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from burnish.algorithms.view import view_of
+from burnish.config.algorithm import Algorithm
+from burnish.core.batch import Batch
+from burnish.rollout.replay import FILE, ReplayStore
+from burnish.run.metrics import read
+from burnish.run.run import Run
+from burnish.trainers import rl
+from burnish.trainers.prepare import Recipe
+from tests.trainers import test_asynchrony
+from tests.trainers.test_asynchrony import STEPS, TOY, live, numbers, weights
+from tests.trainers.test_prepare import Scorer, make_batch, prepared
+from tests.trainers.tiny import run_of
+
+REPLAY = "algorithm.replay={share: 0.75, uses: 3, max_age: 3}"
+BEHAVIOUR = -0.125
+
+
+def with_replay(**slots: Any) -> Recipe:
+    return Recipe(Algorithm.model_validate({"replay": {}, **slots}), num_updates=1)
+
+
+def batch_of_two() -> Batch:
+    """A new group and one that comes back, of two samples each; the sampler's log-probs are the same everywhere."""
+    batch = make_batch([2, 1, 2, 1], [0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0])
+    behaviour = torch.where(batch.action_mask, BEHAVIOUR, 0.0)
+    return batch.with_token(behaviour_logp=behaviour).with_sequence(
+        use=torch.tensor([0.0, 0.0, 1.0, 1.0]), key=torch.arange(4), trajectory_ids=torch.arange(4)
+    )
+
+
+def test_the_ratio_of_what_comes_back_is_to_the_policy_that_wrote_it() -> None:
+    batch, stats = prepared(with_replay(), batch_of_two())
+    written = batch.action_mask
+    now = -0.5 * batch.positions.double()
+    fresh = (batch.sequence["use"] == 0)[batch.sequence_ids]
+    assert torch.equal(batch.token["old_logp"][written & fresh], now[written & fresh])
+    assert batch.token["old_logp"][written & ~fresh].tolist() == [BEHAVIOUR] * 3
+    assert stats["replay/kl"] == pytest.approx(float((BEHAVIOUR - now[written & ~fresh]).mean()))
+
+
+def test_where_a_correction_weighs_every_token_the_ratio_is_to_the_policy_of_now() -> None:
+    batch, _ = prepared(with_replay(correction="decoupled_token_is"), batch_of_two())
+    written = batch.action_mask
+    now = -0.5 * batch.positions.double()
+    assert torch.equal(batch.token["old_logp"][written], now[written])
+    torch.testing.assert_close(
+        batch.token["rollout_weight"][written].double(), (now[written] - BEHAVIOUR).exp().clamp(max=2.0)
+    )
+
+
+def test_with_bypass_every_ratio_is_to_the_sampler() -> None:
+    batch, stats = prepared(with_replay(correction="bypass_ppo_clip"), batch_of_two())
+    assert batch.token["old_logp"][batch.action_mask].tolist() == [BEHAVIOUR] * 6
+    assert "replay/kl" not in stats
+
+
+def test_the_loss_of_a_sample_that_comes_back_is_bounded_by_its_ratio_to_the_policy_that_wrote_it() -> None:
+    """One update: the ratio of a new token is 1 and its surrogate -A; that of an old one is exp(now - behaviour), clipped."""
+    recipe = with_replay(advantage={"name": "grpo", "std": "none"}, aggregation="token-mean")
+    batch, _ = prepared(recipe, batch_of_two())
+    mini = batch.with_sequence(weight=torch.ones(4, dtype=torch.float64))
+    mask = batch.loss_mask
+    logp = (-0.5 * batch.positions.double())[mask]
+    loss, _ = recipe.loss(view_of(mini, logp, torch.zeros_like(logp)))
+    fresh = -(0.5 + 0.5 - 0.5)
+    ratios = [torch.tensor(-0.5 * k - BEHAVIOUR).exp().item() for k in (1, 2, 1)]
+    back = -sum(min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratios, (0.5, 0.5, -0.5), strict=True))
+    assert float(loss) == pytest.approx(fresh + back, rel=1e-6)
+
+
+def test_groups_that_come_back_are_beside_the_limit_of_new_ones() -> None:
+    recipe = Recipe(Algorithm.model_validate({"replay": {}, "filters": ["zero_signal"]}), num_updates=1)
+    batch = make_batch([1] * 8, [0, 0, 1, 1, 2, 2, 3, 3], [1, 0, 1, 0, 1, 0, 1, 1])
+    batch = batch.with_sequence(use=torch.tensor([0.0, 0, 1, 1, 0, 0, 2, 2]))
+    assert recipe.select(batch, 1).sequence["group_ids"].tolist() == [0, 0, 1, 1]
+    assert rl.num_kept_groups(batch, recipe) == 2
+
+
+def test_policy_filtration_draws_the_same_samples_from_a_group_that_comes_back() -> None:
+    """What the paper's buffer holds, the filtered samples, is what a whole group gives again."""
+    recipe = Recipe(Algorithm.model_validate({"replay": {}, "filters": ["pf_ppo"]}), num_updates=1)
+    batch = make_batch([1] * 4, [0] * 4, [1.0, -0.5, 0.0, 2.0])
+    batch = batch.with_sequence(key=torch.tensor([11, 12, 13, 14]), trajectory_ids=torch.arange(4))
+    once = recipe.trim(batch.with_sequence(use=torch.zeros(4))).sequence["key"].tolist()
+    again = recipe.trim(batch.with_sequence(use=torch.ones(4))).sequence["key"].tolist()
+    assert once == again
+    assert len(once) == 4
+    assert 13 not in once  # of reward 0
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[tuple[str, ...], Path] = {}
+
+    def get(*overrides: str) -> Path:
+        if overrides not in made:
+            made[overrides] = run_of(tmp_path_factory.mktemp("replay") / "run", TOY, [REPLAY, *overrides])
+        return made[overrides]
+
+    return get
+
+
+def check_uses(folder: Path) -> None:
+    """Every sample drawn is used, none more often than was said; the metrics tell the same."""
+    used, drawn = Counter(live(folder, "used")), live(folder, "drawn")
+    assert set(used) == {f"{group}.{sample}" for group in drawn for sample in range(4)}
+    assert max(used.values()) == 3
+    rows = read(folder / "metrics.jsonl")[1:]
+    assert sum(row["replay/groups"] * 4 for row in rows) == used.total() - len(used)
+    assert max(row.get("replay/age_max", 0.0) for row in rows) <= 3
+    assert [row["replay/groups"] for row in rows] == [0.0, *[3.0] * (STEPS - 1)]
+    assert rows[1]["replay/fraction"] == pytest.approx(12 / 28)
+    assert all("mismatch/mean" in row for row in rows)
+
+
+@pytest.mark.parametrize("source", ["sync", "ahead", "{name: async, max_staleness: 1}"])
+def test_nothing_is_used_more_often_than_was_said_whatever_the_source(runs: Callable[..., Path], source: str) -> None:
+    check_uses(runs(f"rollout.source={source}"))
+
+
+def test_a_run_with_replay_is_another_run(runs: Callable[..., Path], tmp_path: Path) -> None:
+    plain = run_of(tmp_path / "run", TOY, [])
+    assert weights(plain) != weights(runs("rollout.source=sync"))
+    assert numbers(plain)[1]["reward/mean"] == numbers(runs("rollout.source=sync"))[1]["reward/mean"]
+
+
+MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "groups back, nothing learnt": (rl, "learn", lambda job, step, batch: step == 3),
+    "learnt, uses not counted": (ReplayStore, "learnt", lambda store, step, *rest: step == 4),
+    "uses counted, not committed": (Run, "commit", lambda run, step, *rest: step == 4),
+    "committed, not saved": (Run, "commit", lambda run, step, *rest: step == 5),
+}
+
+
+@pytest.mark.parametrize("source", ["sync", "ahead"])
+def test_a_run_that_dies_uses_every_group_as_often_as_one_that_never_did(
+    source: str, runs: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_asynchrony, "MOMENTS", MOMENTS)
+    chosen = (REPLAY, f"rollout.source={source}")
+    for moment in MOMENTS:
+        assert test_asynchrony.dies(tmp_path / "run", moment, *chosen), moment
+    found, never = run_of(tmp_path / "run", TOY, list(chosen)), runs(f"rollout.source={source}")
+    assert numbers(found) == numbers(never)
+    assert weights(found) == weights(never)
+    assert sorted(live(found, "used")) == sorted(live(never, "used"))
+    check_uses(found)
+    one, other = (folder / "checkpoints" / f"step-{STEPS:06d}" / FILE for folder in (found, never))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_run_asks_the_learner_for_old_log_probs_though_it_makes_one_update() -> None:
+    learner = Scorer(0.5)
+    with_replay().prepare(batch_of_two(), cast(Any, learner))
+    assert learner.calls == 1
