@@ -22,7 +22,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.models.decoder import Decoder
 from burnish.models.ops.attention import PackedAttention
 from burnish.models.ops.exact import tempered_logp
-from burnish.models.stepping import Steps
+from burnish.models.stepping import step_of
 from burnish.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from burnish.rollout.native.rows import Rows
 from burnish.rollout.native.sampler import add_bias, sample
@@ -63,7 +63,7 @@ class NativeEngine:
         self.stats = EngineStats()
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self._ids: set[str] = set()
-        self._step = Steps(model)
+        self._step = step_of(model)
         self._interrupted = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class NativeEngine:
         self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:
-        self._step = Steps(self.model)
+        self._step = step_of(self.model)
         while self.ready or ((self.queue or len(self.rows)) and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
