@@ -1,9 +1,9 @@
 """Causal attention on packed sequences: no sequence sees its neighbour.
 
-In half types on a GPU torch has a kernel for it. On a CPU short sequences go through explicit scores (`ops/stacked.py`).
-Elsewhere sequences of similar length are stacked for one call of torch's fused attention; since the mask is causal and
-padding comes last, no query of a real token can see it, so no mask tensor is needed. Padding lives inside this function
-alone. Buckets are cut so that at most about a quarter of a stack is padding.
+In half types on a GPU torch has a kernel for it. Elsewhere sequences of similar length are stacked for one call of
+torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask
+tensor is needed. Padding lives inside this function alone. Buckets are cut so that at most about a quarter of a stack is
+padding.
 
 Where sequences share their beginnings (`ops/trunks.py`) queries, keys and values are rows of their own only. Every
 sequence gets the keys and values of its whole past; the kernel takes queries that are fewer than keys, the stacks take
@@ -12,18 +12,16 @@ the queries of shared rows too and leave their results alone.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.architecture import Windows
-from burnish.models.ops.stacked import WASTE, Stacks, stacked_attention, visible
 from burnish.models.ops.trunks import Rows, spread
 from burnish.models.ops.varlen import has_varlen, varlen_attention
 
-SHORT = 256  # on a CPU, packings of sequences up to this length go through explicit scores
+SHORT = 256  # on a CPU, sequences up to this length go through explicit scores
+WASTE = 1.25  # a bucket's longest sequence over its shortest
 
 
 class PackedAttention:
@@ -36,7 +34,6 @@ class PackedAttention:
         self.lengths = offsets.diff().tolist()
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
-        self._stacks: Stacks | None = None
 
     @property
     def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -48,9 +45,6 @@ class PackedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
         window = window_of(self.windows, layer)
-        if any(self.lengths) and _is_short(max(self.lengths), q):
-            self._stacks = self._stacks or Stacks(self.lengths, self.offsets, self.rows)
-            return stacked_attention(q, k, v, self._stacks, window)
         if self.rows is not None:
             return self._shared(self.rows, q, k, v, window)
         return self._whole(q, k, v, window)
@@ -83,27 +77,37 @@ def window_of(windows: Windows, layer: int) -> int | None:
     return windows[layer] if isinstance(windows, tuple) else windows
 
 
-def _is_short(length: int, q: Tensor) -> bool:
-    return length <= SHORT and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
-
-
-@lru_cache(maxsize=16)
-def _equal(num: int, length: int) -> Stacks:
-    """For a bucket among longer ones: every layer asks for it."""
-    return Stacks([length] * num, torch.arange(num + 1) * length, None)
-
-
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """[b, L, H, D] in and out."""
     length = q.shape[1]
-    if _is_short(length, q):
-        stacks = _equal(q.shape[0], length)
-        return stacked_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), stacks, window).view(q.shape)
+    if length <= SHORT and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
+        return _explicit(q, k, v, window)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = visible(length, window, q.device) if window is not None and length > window else None
+    mask = _visible(length, window, q.device) if window is not None and length > window else None
     gqa = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
     return out.transpose(1, 2)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The same by batched matmuls: on a CPU faster than the fused kernel while the scores are small.
+
+    The query heads that share a key head stand one below the other as queries of that head: no key is repeated.
+    """
+    batch, length, heads, dim = q.shape
+    shared = heads // k.shape[2]
+    queries = q.view(batch, length, -1, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, shared * length, dim)
+    keys, values = (x.transpose(1, 2).reshape(-1, length, dim) for x in (k, v))
+    hidden = torch.zeros(length, length, dtype=q.dtype).masked_fill_(~_visible(length, window, q.device), -torch.inf)
+    scores = torch.baddbmm(hidden.repeat(shared, 1), queries, keys.transpose(1, 2), alpha=dim**-0.5)
+    out = torch.bmm(scores.softmax(-1), values)
+    return out.view(batch, -1, shared, length, dim).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[query, key]: the key is not later, and within the window if there is one."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask & ~mask.tril(-window)
 
 
 def _plan(lengths: list[int], offsets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
