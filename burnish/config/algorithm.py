@@ -153,6 +153,11 @@ def _reference(a: Algorithm) -> None:
         raise ValueError(
             "kl.reference is loaded but both kl coefficients are 0: set algorithm.kl.loss.coef or algorithm.kl.reference=none"
         )
+    if anchored and name == "teacher":
+        raise ValueError(
+            f"loss {a.loss.name} is anchored at kl.reference, which would be the teacher instead of the policy it started from: "
+            "use another loss with a teacher"
+        )
     if a.kl.reward.estimator.endswith("+"):
         raise ValueError(
             "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"

@@ -142,7 +142,7 @@ def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
         ("validation", _validation_plan(config.validation, config.data.validation, training.steps)),
     ]
     if (replay := config.algorithm.replay) is not None:
-        back, each = math.ceil(replay.share * rollout.prompts), rollout.n * (written + read) // sequences
+        back, each = math.ceil(replay.share * rollout.prompts), (written + read) // rollout.prompts
         held = f"at most {replay.capacity * each:,} tokens in memory and in a checkpoint"
         rows.append(("replay", f"up to {back:,} earlier groups a step, {back * each:,} more tokens trained on; {held}"))
     if isinstance(config.placement, RayPlacement):

@@ -139,6 +139,11 @@ def check_placement_fits(config: TrainConfig) -> None:
                 "reward part model computes in the driver's process, and placement=ray gives the GPUs to the workers: set its "
                 "options.device to cpu, name a pool for it in placement.roles.reward, or set placement=local"
             )
+        if part.name == "judge" and part.options.get("path") and part.options.get("device", "auto") == "auto":
+            raise ValueError(
+                "reward part judge runs its model beside the driver, and placement=ray gives the GPUs to the workers: set its "
+                "options.device to cpu, or to a GPU that Ray does not have (cuda:1)"
+            )
     if config.rollout.exact:
         raise ValueError("rollout.exact needs placement=local: engine and learner must compute in one process")
     if config.model.device.startswith("cuda:"):

@@ -235,6 +235,8 @@ def _algorithm(tree: Tree) -> Iterator[Edit]:
         yield "algorithm.kl.reference.path", None
         if "outcome" in tree["algorithm"]["advantage"]:
             yield "algorithm.advantage.outcome", 1.0
+    if (tree["algorithm"]["process"] or {}).get("path"):  # nor another tokenizer's process reward model
+        yield "algorithm.process.path", None
     curriculum = tree["algorithm"]["curriculum"]
     if "column" in curriculum:
         yield "algorithm.curriculum.column", COLUMN

@@ -51,7 +51,7 @@ def check_source_fits(config: TrainConfig) -> None:
     if rollout.exact:
         raise ValueError(f"{what} samples with older weights, so rollout.exact has nothing to be exact about: use sync")
     if isinstance(placement, RayPlacement):
-        if placement.take_turns("actor", "rollout"):
+        if any(placement.take_turns(role, "rollout") for role in ("actor", "reference", "critic")):
             where = "one pool" if placement.pools else "placement.layout=colocated"
             instead = "give them pools of their own" if placement.pools else "set placement.layout=split"
             raise ValueError(f"{what} samples while the learner learns, and {where} lets them take turns: {instead}")

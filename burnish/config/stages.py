@@ -82,9 +82,9 @@ class StagesConfig(Record):
         if self.measure and "data" not in self.measure:
             raise ValueError("measure needs data: a benchmark, a file, or task:NAME")
         for name in self.stages:
-            if not NAME.fullmatch(name) or name in (BASE, PREVIOUS):
+            if not NAME.fullmatch(name) or name in (BASE, PREVIOUS, "lock"):
                 raise ValueError(
-                    f"a stage cannot be called {name!r}: use letters, digits, _ and -, not {BASE} or {PREVIOUS}"
+                    f"a stage cannot be called {name!r}: use letters, digits, _ and -, not {BASE}, {PREVIOUS} or lock"
                 )
             self._check_references(name)
         return self

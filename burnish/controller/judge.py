@@ -37,6 +37,8 @@ from burnish.rewards.wire import Frames, frame
 
 START_S = 900.0
 """How long a model may take to load."""
+MAX_STARTS = 3
+"""How often in a row it is started again without having answered anything."""
 KILLED_S = 10.0
 EDGE = 1 << 16
 SHOWN_CHARS = 2000
@@ -59,6 +61,7 @@ class EngineJudge:
         self.address = f"engine://{fingerprint(directory)}/{options.engine}/{options.dtype}"
         self._lock = threading.Lock()
         self._is_closed = False
+        self._fruitless = 0  # starts since the last answer
         self._worker = Worker(directory, options)
         self.note = f"judge {directory.name}: {self._worker.note}, in a process of its own"
 
@@ -70,9 +73,12 @@ class EngineJudge:
             if left_s <= 0:
                 raise JudgeFailed(f"the deadline of the sample is reached; {problem}")
             worker = self._running()
+            left_s = max(0.0, min(left_s, deadline - time.monotonic()))  # a start may have taken most of it
             question = worker.submit(body)
             try:
-                return question.result(left_s), attempt
+                answer = question.result(left_s)
+                self._fruitless = 0
+                return answer, attempt
             except NotInTime:
                 worker.forget(question)
                 problem = f"judge {self.directory.name} gave no answer in {left_s:g} s"
@@ -81,10 +87,9 @@ class EngineJudge:
         raise JudgeFailed(f"{problem} (asked {options.retries + 1} times)")
 
     def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._is_closed = True
-            self._worker.kill()
+        """End the process; one that is being started ends as soon as it is there."""
+        self._is_closed = True
+        self._worker.kill()
 
     def _running(self) -> Worker:
         """The process, started again where it has died."""
@@ -92,10 +97,18 @@ class EngineJudge:
             if self._is_closed:
                 raise JudgeFailed("the judge was closed")
             if self._worker.is_dead:
+                if self._fruitless >= MAX_STARTS:
+                    raise JudgeFailed(
+                        f"judge {self.directory.name} died after each of {MAX_STARTS} starts without an answer"
+                    )
+                self._fruitless += 1
                 try:
                     self._worker = Worker(self.directory, self.options)
                 except UserError as error:
                     raise JudgeFailed(str(error)) from error
+                if self._is_closed:
+                    self._worker.kill()
+                    raise JudgeFailed("the judge was closed")
             return self._worker
 
 

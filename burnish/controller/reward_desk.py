@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from burnish.controller.reward_worker import Verdict
@@ -41,7 +41,7 @@ class RewardDesk:
     """Deals calls to a group of `RewardWorker`s; outcomes go to the queue it is given, in any order.
 
     Each worker has `processes` that verify, and a call takes at most `timeout_s`; one that has not answered for much longer, or
-    for `deadline_s`, is stopped or cut off. An error of a worker's is put in the queue instead of an outcome, and ends this.
+    for `deadline_s`, is stopped or cut off; of calls of the parts `models`, which are reward models, only the latter is asked. An error of a worker's is put in the queue instead of an outcome, and ends this.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class RewardDesk:
         timeout_s: float,
         deadline_s: float,
         note: Callable[[str], None],
+        models: Collection[int] = (),
     ) -> None:
+        self.models = models
         self.workers, self.processes, self.timeout_s, self.deadline_s = workers, processes, timeout_s, deadline_s
         self.note = note
         self.counters = {"scorer_retried": 0, "worker_restarts": 0}
@@ -103,7 +105,9 @@ class RewardDesk:
             share = min(BATCH * self.processes, math.ceil(len(self._waiting) / (2 * len(self._desks))))
             desk.calls = [self._waiting.popleft() for _ in range(share)]
             longest_s = START_S + 2 * self.timeout_s * math.ceil(share / self.processes)
-            desk.until = time.monotonic() + min(self.deadline_s, longest_s)
+            # A model scores many samples in a call, at a pace that no timeout of a verifier says anything about.
+            has_model = any(call.part in self.models for call in desk.calls)
+            desk.until = time.monotonic() + (self.deadline_s if has_model else min(self.deadline_s, longest_s))
             desk.handle = self.workers.send(rank, "score", desk.calls)
 
     def _listen(self) -> None:

@@ -184,7 +184,8 @@ def employ_workers(
     group = WorkerGroup(REWARD, RewardWorker, backend, deadline_s)
 
     def open_desk(outcomes: Outcomes) -> RewardDesk:
-        desk = RewardDesk(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note)
+        models = [index for index, part in enumerate(reward.parts) if part.name == "model"]
+        desk = RewardDesk(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note, models)
         cluster.before_close.append(desk.close)  # it would start workers again
         return desk
 

@@ -178,16 +178,16 @@ def _read(record: Mapping[str, Any], where: str) -> tuple[Asked, Trace]:
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise UserError(f"{where}: messages should end with the assistant's answer to what comes before")
         return asked_by(messages[:-1]), Trace(messages[-1:], where, _logp(record, where))
-    if "completion" not in record or not ({"id", "prompt"} & record.keys()):
+    if "completion" not in record or all(record.get(key) is None for key in ("id", "prompt")):
         raise UserError(
             f"{where}: a demonstration needs `completion` and, to say of which prompt it is, `id` or `prompt` (or it is `messages`); "
             f"has: {', '.join(map(str, record))}"
         )
     answer = text_or_messages(record["completion"], "completion", where)
     trace = Trace(answer, where, _logp(record, where))
-    if record.get("id") is not None:
-        return ("id", str(record["id"])), trace
-    return asked_by(text_or_messages(record["prompt"], "prompt", where)), trace
+    if record.get("prompt") is not None:  # it says more than an id, which many files have for themselves
+        return asked_by(text_or_messages(record["prompt"], "prompt", where)), trace
+    return ("id", str(record["id"])), trace
 
 
 def _listed(value: Any, where: str) -> Iterator[Trace]:

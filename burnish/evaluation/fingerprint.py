@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.environment import SINGLE_TURN
+from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin
 from burnish.data.files import find_files
 from burnish.run.directory import flatten
@@ -38,7 +39,9 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
     for what, name in plugins:
         if is_plugin(name):
             raw = name.rpartition(":")[0]
-            file = next(p for p in (base / raw, Path(raw)) if p.is_file())
+            file = next((p for p in (base / raw, Path(raw)) if p.is_file()), None)
+            if file is None:
+                raise UserError(f"{what} {name}: there is no file {raw} in {base} or here")
             flat[f"{what}.content of {name}"] = _digest([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain

@@ -228,6 +228,10 @@ class Flight:
             raise UserError(
                 f"the environment's {method}() gave token {strange[0]}; the tokenizer knows 0 to {size - 1}"
             )
+        if answer.state is not None and not isinstance(answer.state, str):
+            raise UserError(
+                f"the environment's {method}() gave a state of type {type(answer.state).__name__}; expected a text"
+            )
         if one.turns and (answer.state is None) != (one.turns[0].state is None):
             raise UserError(
                 "the environment reports its state in some turns and not in others; give Turn a state in all of them"

@@ -191,6 +191,8 @@ class RemoteEngine:
         """Ask every engine that has something to do for what is finished; wait for some of them to answer."""
         self.confirm()
         wait_s = max(WAIT_S, WAIT_FOR_EACH_S * len(self.members))
+        for handle in self.workers.ready([m.listening for m in self.members if m.listening is not None], 0.0):
+            self._hear(handle)  # whoever has answered is not silent, however long nobody listened
         now = time.monotonic()
         # All it has: of most engines some finish in that time, and whoever has finished all need not wait.
         enough = {rank: len(self.members[rank].running) for rank in self._idle(now, wait_s)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from burnish.algorithms.losses.process import OutcomeLoss, verdicts
 from burnish.algorithms.preference import ROUNDING
+from burnish.algorithms.replay import is_replayed
 from burnish.config.process import ProcessModel
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, contiguous_sum, segment_mean, segment_sum
@@ -84,10 +85,12 @@ class ProcessRewards:
 
 
 def judged(batch: Batch, prior: Tensor) -> Batch:
-    """The columns that `OutcomeLoss` reads, but its weights; only answers that were judged, and have a token, are in the loss."""
+    """The columns that `OutcomeLoss` reads, but its weights; only answers that were judged, have a token and are new are in the loss."""
     owner, num = compact_ids(batch.sequence["trajectory_ids"])
     written = contiguous_sum(batch.action_mask.double(), batch.offsets)
-    is_known = batch.sequence["accuracy"].isfinite() & (segment_sum(written, owner, num) > 0)[owner]
+    is_known = (
+        batch.sequence["accuracy"].isfinite() & (segment_sum(written, owner, num) > 0)[owner] & ~is_replayed(batch)
+    )
     return replace(
         batch,
         token={

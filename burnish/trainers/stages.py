@@ -166,7 +166,10 @@ class Stages:
         for name in names[: names.index(start_from)]:
             if not self.index.is_done(name):
                 raise UserError(f"--from {start_from}: stage {name} before it is not done; leave --from out to go on")
-        later = names[names.index(start_from) :]
+        kept = names[: names.index(start_from)]
+        later = [
+            name for name in dict.fromkeys([*self.index.entries, *names]) if name not in kept
+        ]  # left-out stages too
         self.index.forget(later)
         for name in later:
             if (self.folder / name).exists():

@@ -13,12 +13,13 @@ from burnish.models.tokenizer import Tokenizer
 def turn_values(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Turns an episode, the share that wanted more of them than they may have, environments that failed; nothing of single turns."""
     counts, errors = [len(t.turns) for t in trajectories], sum(t.finish == "error" for t in trajectories)
-    if max(counts, default=0) < 2 and not errors:
+    cut = sum(t.finish == "turns" for t in trajectories)
+    if max(counts, default=0) < 2 and not errors and not cut:
         return {}
     return {
         "rollout/turns_mean": sum(counts) / len(counts),
         "rollout/turns_max": float(max(counts)),
-        "rollout/out_of_turns": sum(t.finish == "turns" for t in trajectories) / len(counts),
+        "rollout/out_of_turns": cut / len(counts),
         "rollout/environment_errors": float(errors),
     }
 

@@ -96,6 +96,17 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         (["data.demonstrations.path=a.jsonl"], "set algorithm.auxiliary.sft"),
         (["data.demonstrations_per_update=8"], "no effect without data.demonstrations"),
         (["algorithm=on_policy_distillation"], "would be its own teacher"),
+        (
+            [
+                "algorithm=kimi_k15",
+                "algorithm.kl={loss: {estimator: k2, coef: 0.1}, reference: {name: teacher, path: x}}",
+            ],
+            "is anchored at kl.reference, which would be the teacher",
+        ),
+        (
+            ["placement=ray", "reward.parts=[{name: judge, options: {path: m, template: t}}]"],
+            "reward part judge runs its model beside the driver",
+        ),
         (["algorithm.advantage=distillation"], "learns from a teacher, and algorithm.kl.reference is frozen"),
         ([*TAUGHT, "algorithm.shaping=[signed]"], "with outcome=0 does not read"),
         ([*TAUGHT, "algorithm.advantage.outcome=1", "rollout.n=1"], "compares samples of one prompt"),

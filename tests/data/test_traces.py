@@ -139,3 +139,14 @@ def test_an_unknown_column_names_those_there_are(tmp_path: Path, tokenizer: Toke
 def test_a_prompt_is_the_same_as_text_and_as_a_users_message() -> None:
     assert asked_by("1>") == asked_by([{"role": "user", "content": "1>"}])
     assert asked_by("1>") != asked_by([{"role": "system", "content": "1>"}])
+
+
+def test_a_prompt_says_more_than_an_id_which_may_be_the_files_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [
+        {"id": "rows.jsonl/0", "prompt": "16>", "completion": "6"},
+        {"id": "q-12", "prompt": "12>", "completion": "2"},
+    ]
+    traces, _ = traces_of(tmp_path, tokenizer, rows, demonstrations_per_group=1)
+    assert set(traces._found) == {asked_by("16>"), asked_by("12>")}
+    with pytest.raises(UserError, match="a demonstration needs `completion` and"):
+        traces_of(tmp_path, tokenizer, [{"id": None, "completion": "6"}], demonstrations_per_group=1)

@@ -18,7 +18,7 @@ from burnish.trainers.session import checked_run, execute
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k", "reward_model"}
-EXAMPLES |= {"math", "mbpp", *(f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo"))}
+EXAMPLES |= {"math", "mbpp", "smollm2_sums", *(f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo"))}
 EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy"}
 """Recipes of a task rather than of a published method."""
 PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]

@@ -82,6 +82,9 @@ def spo_tree(batch: Batch, normalise: Literal["none", "std"] = "none") -> Tensor
     value = _node_values(edges, above[edges], rewards.new_zeros(num).index_copy(0, leaves, rewards))
     siblings = Groups(above[edges], num)
     rise = value[edges] - value[above[edges]]
+    # What is 0 on paper must be 0: a mean of a few values, in whatever order they were added, is off by a few roundings of the largest.
+    rounding = 1e-12 * siblings.max(value[edges].abs())
+    rise = torch.where(rise.abs() <= rounding, torch.zeros_like(rise), rise)
     if normalise == "std":
         rise = rise / (siblings.mean(rise**2).sqrt() + 1e-8)
     rise = torch.where(siblings.is_constant(value[edges]), torch.zeros_like(rise), rise)
