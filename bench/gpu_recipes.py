@@ -1,11 +1,12 @@
 """Every recipe, shrunk, on the GPU: two steps each through all of its slots, in float32 and bfloat16, with a corrected stale sampler.
 
-python bench/gpu_recipes.py [--dtypes float32 bfloat16]
+python bench/gpu_recipes.py [--dtypes float32 bfloat16] [--only prime spo_tree]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save, table
+from common import RESULTS, save, table
 
 from burnish.config.load import load_small
 from burnish.config.schema import TrainConfig
@@ -35,15 +36,26 @@ MORE = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only", nargs="+", help="names of recipes; their rows take the place of the saved ones")
     args = parser.parse_args()
     jobs = {p.stem: (p.stem, list[str]()) for p in sorted(RECIPES.glob("*.yaml")) if p.stem not in OTHERS} | MORE
+    if args.only:
+        jobs = {name: jobs[name] for name in args.only}
     rows = [run(name, *job, dtype) for dtype in args.dtypes for name, job in jobs.items()]
-    print(
-        table([row for row in rows if row["error"]] or rows[:5], ["work", "dtype", "wall_s", "mismatch_max", "error"])
-    )
+    print(table([row for row in rows if row["error"]] or rows, ["work", "dtype", "wall_s", "mismatch_max", "error"]))
     bad = sum(bool(row["error"]) for row in rows)
-    print(f"{len(rows) - bad} of {len(rows)} ran; saved {save('gpu_recipes', rows)}")
+    print(
+        f"{len(rows) - bad} of {len(rows)} ran; saved {save('gpu_recipes', [*others(rows), *rows] if args.only else rows)}"
+    )
     sys.exit(1 if bad else 0)
+
+
+def others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved rows of other work than these."""
+    path = RESULTS / "gpu_recipes.json"
+    known = {(row["work"], row["dtype"]) for row in rows}
+    saved = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return [row for row in saved if (row["work"], row["dtype"]) not in known]
 
 
 def run(name: str, recipe: str, overrides: list[str], dtype: str) -> dict[str, Any]:
