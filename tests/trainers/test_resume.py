@@ -94,26 +94,32 @@ class Runner:
             os.kill(pid, signal.SIGKILL)
         self._ask(f"wait {pid}")
 
-    def finish(self, folder: Path) -> None:
+    def finish(self, folder: Path) -> float:
+        """Run to the end; the seconds it took."""
+        started = time.monotonic()
         pid = self._ask(f"start {folder}")
         assert self._ask(f"wait {pid}") == 0, (folder / "output.txt").read_text()[-3000:]
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     one = Runner()
     yield one
-    assert one.process.stdin is not None
-    one.process.stdin.close()
-    one.process.wait(10)
+    one.close()
 
 
 def result(folder: Path) -> tuple[list[dict], dict, list, dict]:
     """Everything that must not depend on interruptions: metrics, weights and optimizer, which samples were used, tables."""
     run = folder / "run"
     metrics = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
-    last = run / "checkpoints" / "step-000010"
-    weights = {n: t.tobytes() for f in ("model", "optimizer") for n, t in load_file(last / f"{f}.safetensors").items()}
+    last = max((run / "checkpoints").glob("step-*"))
+    weights = {f"{f.name} {n}": t.tobytes() for f in last.rglob("*.safetensors") for n, t in load_file(f).items()}
     events = [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]
     resumed = [(i, e["step"]) for i, e in enumerate(events) if e["event"] == "resumed"]
     used = [
@@ -129,9 +135,8 @@ def result(folder: Path) -> tuple[list[dict], dict, list, dict]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> tuple[tuple, float]:
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "recipe.yaml").write_text(RECIPE)
-    started = time.monotonic()
-    runner.finish(folder)
-    return result(folder), time.monotonic() - started
+    seconds = runner.finish(folder)
+    return result(folder), seconds
 
 
 @pytest.mark.parametrize("part", range(PARTS))
