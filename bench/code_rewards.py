@@ -16,7 +16,7 @@ from typing import Any
 
 from common import save, table
 
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.sandbox.client import Sandbox
 from burnish.rewards.sandbox.limits import Limits

@@ -1,9 +1,12 @@
 """What adapters cost on a GPU: each fused projection of a layer, forward and backward, and the engine's rate.
 
-python bench/lora.py [--rank 32] [--tokens 16384] [--repeats 20]
+python bench/lora.py [--rank 32] [--tokens 16384] [--repeats 20] [--four-bits]
 
 Random weights in bfloat16. `plain` is a frozen projection (forward, and the gradient of its input), `lora` the same with
 adapters (and their gradients), `floor_ms` what reading and writing activations once more takes at 4.3 TB/s.
+
+With --four-bits instead: what the frozen weights in 4 bits (`model.lora.base`) cost and save at 7B. Products of few rows by a
+plain matrix, by one made plain for it, and by the codes; then updates and generation over each base, with memory at the peak.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from batches import ragged
 from common import on_this_gpu, save, table
-from learner import median_s
-from rollout import COPY, SHAPES, WORKS, drain, random_model, requests_of
+from learner import GIB, clear, learner_of, median_s, updates
+from rollout import COPY, SHAPES, WORKS, Work, drain, random_model, requests_of
 from torch import nn
+from torch.nn import functional
 
-from burnish.config.lora import Lora
+from burnish.config.lora import Base, Lora
 from burnish.models.architecture import Architecture
+from burnish.models.four_bits import weight_bytes
 from burnish.models.lora import add_lora
 from burnish.models.ops.lora import LoraLinear
+from burnish.models.ops.nf4 import VALUES, Nf4, dequantise, quantise
 from burnish.models.projections import targets
 from burnish.rollout.native.paged import PagedEngine
 
@@ -78,12 +85,90 @@ def engine(name: str, rank: int) -> list[Row]:
     return rows
 
 
+# --- in 4 bits -----------------------------------------------------------------------------------------------------------
+
+
+def made_plain(x: torch.Tensor, matrix: Nf4) -> torch.Tensor:
+    return functional.linear(x, dequantise(matrix, x.dtype))
+
+
+@torch.inference_mode()
+def products(repeats: int) -> list[Row]:
+    """Few rows by the widest and by the deepest matrix of a 7B: twenty products a call, or the launch would be timed."""
+    from burnish.models.ops.kernels import nf4 as kernel
+
+    hidden, mlp = (int(SHAPES["7B"][key]) for key in ("hidden_size", "mlp_size"))
+    values, rows = torch.tensor(VALUES, device="cuda"), list[Row]()
+
+    def timed(work: Any) -> float:
+        return 1e3 * median_s(lambda: [work() for _ in range(20)], repeats, 2) / 20
+
+    for outputs, inputs in ((2 * mlp, hidden), (hidden, mlp)):
+        weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        matrix = quantise(weight, double=False)
+        for num in (1, 16, 32, 64, 128, 256):
+            x = torch.randn(num, inputs, device="cuda", dtype=torch.bfloat16)
+            found = {
+                "plain_ms": timed(partial(functional.linear, x, weight)),
+                "made_plain_ms": timed(partial(made_plain, x, matrix)),
+                "codes_ms": timed(partial(kernel.linear, x, matrix, values, None)) if num <= 128 else None,
+            }
+            rows.append({"work": f"{num} rows, {inputs} to {outputs}"} | found)
+        alone = timed(partial(dequantise, matrix, torch.bfloat16))
+        rows.append({"work": f"made plain, {inputs} to {outputs}", "made_plain_ms": alone})
+        rows[-1]["tb_per_s"] = 2.5 * weight.numel() / alone / 1e9
+    return rows
+
+
+def over(base: Base, rank: int) -> list[Row]:
+    """A 7B with adapters: an update of 64 ragged samples, then 64 new tokens of so many requests."""
+    clear()
+    model = random_model("7B")
+    add_lora(model, Lora(rank=rank, base=base), seed=0)
+    clear()
+    held = weight_bytes(model) / GIB
+    learner = learner_of(model, 8192, share_prompts=False)
+    measured = updates(learner, ragged(64, model.arch.vocab_size), 2)
+    kept = ("update_s", "tokens_per_s", "flops_share", "peak_gib")
+    rows = [{"work": "7B, update", "system": base, "weights_gib": held} | {key: measured[key] for key in kept}]
+    learner.release()
+    del learner
+    for requests in (8, 64, 256):
+        clear()
+        engine, work = PagedEngine(model, max_rows=requests), Work("7B", requests, 64)
+        runs = []
+        for k in range(3):
+            engine.load(k, ())
+            runs.append(drain(engine, requests_of(work, model.arch.vocab_size, f"run{k}")))
+        tokens, wall_s = min(runs[1:], key=lambda run: run[1])
+        row = {"work": f"7B, {requests} requests", "system": base, "tokens_per_s": tokens / wall_s}
+        rows.append(row | {"peak_gib": torch.cuda.max_memory_allocated() / GIB})
+        engine.sleep()
+        del engine
+    return rows
+
+
+def four_bits(rank: int, repeats: int) -> None:
+    """All of it."""
+    rows = products(repeats)
+    bases: tuple[Base, ...] = ("dtype", "nf4", "nf4-double")
+    for base in bases:
+        rows += over(base, rank)
+    columns = ["work", "system", "plain_ms", "made_plain_ms", "codes_ms", "tb_per_s", "weights_gib", "update_s"]
+    print(table(rows, [*columns, "tokens_per_s", "flops_share", "peak_gib"]))
+    print(f"saved {save(on_this_gpu('lora_four_bits'), rows)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--four-bits", action="store_true", help="the frozen weights in 4 bits instead")
     args = parser.parse_args()
+    if args.four_bits:
+        four_bits(args.rank, args.repeats)
+        return
     rows = [row for shape in ("1.5B", "7B") for row in projections(shape, args.rank, args.tokens, args.repeats)]
     rows += [row for name in ("R1", "R4") for row in engine(name, args.rank)]
     print(table(rows, ["work", "system", "plain_ms", "lora_ms", "more", "floor_ms", "tokens_per_s"]))

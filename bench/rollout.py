@@ -30,6 +30,7 @@ from burnish.core.engine import Request, SamplingOptions
 from burnish.core.keys import fold
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
+from burnish.models.meta import without_memory
 from burnish.rollout.native.paged import PagedEngine
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -86,7 +87,7 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     arch = Architecture(
         family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **SHAPES[shape]
     )
-    with torch.device("meta"):
+    with without_memory():
         model = Decoder(arch)
     model = model.to(dtype).to_empty(device="cuda")
     torch.manual_seed(0)

@@ -20,11 +20,16 @@ def sampled(batch: Batch) -> Batch:
     return batch.select((~batch.sequence[COLUMN]).nonzero().squeeze(1)) if has_demonstrations(batch) else batch
 
 
+def sampled_tokens(batch: Batch) -> Tensor:
+    """[N] the tokens of the sequences that the policy sampled."""
+    if not has_demonstrations(batch):
+        return torch.ones_like(batch.loss_mask)
+    return ~batch.sequence[COLUMN][batch.sequence_ids]
+
+
 def sampled_in_loss(batch: Batch) -> Tensor:
     """[N] the tokens in the loss that the policy sampled."""
-    if not has_demonstrations(batch):
-        return batch.loss_mask
-    return batch.loss_mask & ~batch.sequence[COLUMN][batch.sequence_ids]
+    return batch.loss_mask & sampled_tokens(batch)
 
 
 def put_back(batch: Batch, column: Tensor, elsewhere: float | bool) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from burnish.algorithms.demonstrations import sampled_tokens
 from burnish.core.batch import Batch
 from burnish.core.segments import broadcast, segment_count, segment_mean
 
@@ -49,13 +50,15 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
 
     `center` takes its mean off first, which leaves the relative signal: `token` the mean over all written tokens from
     each (T1, 2501.11651: then longer answers do not pay more); `sequence` the mean over sequences of their summed KL from
-    each sum, in equal shares over its tokens. The KL returned is never centred.
+    each sum, in equal shares over its tokens. The KL returned is never centred, and of the policy's own samples alone: at
+    the tokens of a demonstration the estimate is of nothing. nan where there is no sample.
     """
     mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
     kl = torch.where(mask, kl, torch.zeros_like(kl))
     length = segment_count(ids, num, mask)
-    mean = segment_mean(kl, ids, num, mask)[length > 0].mean()
+    own = segment_count(ids, num, mask & sampled_tokens(batch)) > 0
+    mean = segment_mean(kl, ids, num, mask)[own].mean()
     return rewards - coef * torch.where(mask, kl - _centre(kl, ids, length, center), torch.zeros_like(kl)), float(mean)
 
 

@@ -25,6 +25,12 @@ def new_ones(batch: Batch) -> Batch:
     return batch.select((~is_replayed(batch)).nonzero().squeeze(1))
 
 
+def with_behaviour(batch: Batch, logp: Tensor) -> Tensor:
+    """[N] log-probs of `new_ones(batch)`, and at the sequences that come back those of the policy that wrote them."""
+    new = (~is_replayed(batch)[batch.sequence_ids]).nonzero().squeeze(1)
+    return batch.token["behaviour_logp"].to(logp.dtype).index_copy(0, new, logp)
+
+
 def behaviour_anchor(batch: Batch) -> Tensor:
     """[N] `old_logp`, and at the tokens that come back the log-probs of the policy that wrote them.
 
@@ -36,12 +42,12 @@ def behaviour_anchor(batch: Batch) -> Tensor:
     return torch.where(back, batch.token["behaviour_logp"].to(old.dtype), old)
 
 
-def replay_drift(batch: Batch) -> dict[str, float]:
-    """`replay/kl`: the mean of behaviour_logp - old_logp at the tokens that come back, old_logp being the policy's of now. It
-    estimates how far that has moved from the policies that wrote them. {} where nothing comes back.
+def replay_drift(batch: Batch, logp: Tensor) -> dict[str, float]:
+    """`replay/kl`: the mean of behaviour_logp - logp at the tokens in the loss that come back, `logp` [N] being the policy's of now.
+    It estimates how far that has moved from the policies that wrote them. {} where nothing comes back.
     """
-    back = is_replayed(batch)[batch.sequence_ids] & batch.action_mask
-    if "old_logp" not in batch.token or not bool(back.any()):
+    back = is_replayed(batch)[batch.sequence_ids] & batch.loss_mask
+    if not bool(back.any()):
         return {}
-    moved = batch.token["behaviour_logp"][back].double() - batch.token["old_logp"][back].double()
+    moved = batch.token["behaviour_logp"][back].double() - logp[back].double()
     return {"replay/kl": float(moved.mean())}

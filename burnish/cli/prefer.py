@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from burnish.cli.stage import add_stage_arguments, has_ended, print_loss
-from burnish.cli.train import load_recipe, print_memory
-from burnish.config.load import dump
+from burnish.cli.stage import add_stage_arguments, print_loss, train_stage
 from burnish.config.preference import PreferConfig
+
+if TYPE_CHECKING:
+    from burnish.trainers.updates import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,25 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after, the final loss and where the model is."""
-    from burnish.config.explain import plan_text
+    return train_stage(args, PreferConfig, "burnish.trainers.preference_session", tell)
 
-    loaded, name = load_recipe(PreferConfig, args)
-    if args.dry_run:
-        print(dump(loaded.config))
-        print(plan_text(loaded.config))
-        print_memory(loaded)
-        return 0
-    from burnish.trainers.preference_session import execute
-    from burnish.training.parallel.join import leave
 
-    outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
-    leave()
-    if outcome is None or not has_ended(outcome):  # None: another process speaks for all
-        return 0
+def tell(outcome: Outcome) -> None:
+    """Accuracy and loss."""
     print_accuracy(outcome.directory)
     print_loss(outcome)
-    print(f"model: {outcome.model}")
-    return 0
 
 
 def print_accuracy(folder: Path) -> None:

@@ -12,7 +12,7 @@ from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
 
 if TYPE_CHECKING:
-    from burnish.config.schema import Sampling
+    from burnish.config.rollout import Sampling
     from burnish.core.engine import Request
     from burnish.models.policy import PolicyModel
     from burnish.models.tokenizer import Tokenizer
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the completions; everything else goes to stderr."""
     from burnish.config.load import load
-    from burnish.config.schema import Model, Sampling
+    from burnish.config.model import Model
+    from burnish.config.rollout import Sampling
     from burnish.evaluation.subject import find_subject
 
     if args.n < 1:
@@ -73,7 +74,7 @@ def read_prompt(argument: str) -> str:
 
 def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, text: str) -> list[Request]:
     """One request a sample, each with its own noise."""
-    from burnish.config.schema import Template
+    from burnish.config.data import Template
     from burnish.core.engine import Request
     from burnish.core.keys import sample_key
     from burnish.data.rows import Row
@@ -93,7 +94,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
 
 def stream(policy: PolicyModel, requests: list[Request]) -> None:
     """Draw all samples at once and print them in order, the first unfinished one as its tokens come."""
-    from burnish.config.schema import Rollout
+    from burnish.config.rollout import Rollout
     from burnish.controller.roles import build_engine
     from burnish.models.decoder import Decoder
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     bound = bind(args.host, args.port)  # before the model is loaded: a port that is taken shows at once
     if api_key is None and not is_loopback(bound):
         say(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
-    from burnish.config.schema import Model
+    from burnish.config.model import Model
     from burnish.models.policy import load_policy
     from burnish.serve.app import Api
     from burnish.serve.server import run as serve
@@ -120,7 +120,7 @@ def served(args: argparse.Namespace, policy: PolicyModel) -> Served:
 
 def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> EngineLoop:
     """The engine in its thread; each of its rows and each place in the queue holds one completion."""
-    from burnish.config.schema import Rollout
+    from burnish.config.rollout import Rollout
     from burnish.controller.roles import build_engine, paged_engine
     from burnish.serve.loop import EngineLoop
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.cli.train import add_profile
+from burnish.cli.train import add_profile, load_recipe, print_memory
+from burnish.config.load import dump
+from burnish.config.reward_model import RewardModelConfig
 
 if TYPE_CHECKING:
     from burnish.trainers.updates import Outcome
@@ -23,6 +27,28 @@ def add_stage_arguments(parser: argparse.ArgumentParser, config: type[Any], exam
     add_profile(parser, "update")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(config)
+
+
+def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: Callable[[Outcome], None]) -> int:
+    """Train with the module `session`, or show the plan; the last lines are what `tell` says of the outcome, and where the model is."""
+    from burnish.config.explain import plan_text
+
+    loaded, name = load_recipe(kind, args)
+    if args.dry_run:
+        print(dump(loaded.config))
+        print(plan_text(loaded.config))
+        if kind is not RewardModelConfig:  # whose memory has no plan
+            print_memory(loaded)
+        return 0
+    from burnish.training.parallel.join import leave
+
+    outcome = importlib.import_module(session).execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
+    leave()
+    if outcome is None or not has_ended(outcome):  # None: another process speaks for all
+        return 0
+    tell(outcome)
+    print(f"model: {outcome.model}")
+    return 0
 
 
 def has_ended(outcome: Outcome) -> bool:

@@ -9,22 +9,27 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from burnish.cli.data import COMMANDS as DATA_COMMANDS
 from burnish.cli.main import COMMANDS
+from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded
 from burnish.config.plugins import is_plugin
 from burnish.config.references import is_reference, references
-from burnish.config.schema import Source
+from burnish.config.reward import RewardPart
+from burnish.config.schema import TrainConfig
 from burnish.config.stage_trees import check_files, load_stages, sources_of
 from burnish.config.stages import BASE, POLICIES, StagesConfig
-from burnish.run.directory import MAY_CHANGE, flatten, run_name
+from burnish.rewards.parts import check_parts
+from burnish.run.directory import flatten, may_change, run_name
 from burnish.trainers.stages import Planned
 
 READS = {
@@ -121,9 +126,40 @@ def _base(plan: Plan) -> Ready:
 def _trained(plan: Plan, name: str, loaded: Loaded[Any]) -> Ready:
     stage, start = plan.config.stages[name], plan.config.start_of(name)
     check_files(loaded)
-    asked = {key: value for key, value in flatten(loaded.resolved).items() if key not in MAY_CHANGE}
+    if isinstance(loaded.config, TrainConfig):
+        _check_rewards(loaded.config.reward.parts, loaded.base)
+    asked = {key: value for key, value in flatten(loaded.resolved).items() if not may_change(key)}
     planned = Planned(name, stage.command, start, _needs(plan, [loaded.resolved]), {**asked, "take": stage.take})
     return Ready(planned, loaded)
+
+
+def _check_rewards(parts: list[RewardPart], base: Path) -> None:
+    """Refuse parts of a reward that a run would refuse. A user's file may import torch or start threads: a child looks at it."""
+    if not any(is_plugin(part.name) for part in parts):
+        check_parts(parts, base)
+        return
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_tell_what_is_wrong, args=(parts, base, theirs))
+    child.start()
+    theirs.close()
+    try:
+        wrong = ours.recv()
+    except EOFError:
+        names = ", ".join(part.name for part in parts if is_plugin(part.name))
+        wrong = f"reward.parts: a process that imported {names} ended without a word: see what the file does when it is imported"
+    child.join()
+    if wrong is not None:
+        raise UserError(wrong)
+
+
+def _tell_what_is_wrong(parts: list[RewardPart], base: Path, to: Connection) -> None:
+    try:
+        check_parts(parts, base)
+    except UserError as error:
+        to.send(str(error))
+    else:
+        to.send(None)
 
 
 def _other(plan: Plan, name: str) -> Ready:

@@ -14,10 +14,13 @@ from burnish.cli.stage_plan import MEASURED, Plan, Ready, make_plan
 from burnish.cli.train import add_supervision, num_restarts, patience_s
 from burnish.config.errors import UserError
 from burnish.config.load import dump, load
+from burnish.config.model import Model
+from burnish.config.references import is_reference
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE, StagesConfig
+from burnish.run.interrupt import StopOnInterrupt
 from burnish.run.stage_index import StageIndex
-from burnish.run.supervise import supervise
+from burnish.run.supervise import Supervisor
 from burnish.trainers.stages import Planned, Stages
 
 
@@ -54,18 +57,21 @@ def run(args: argparse.Namespace) -> int:
         for stage in stages.left():
             say(plan, stages, stage)
             stages.begin(stage)
-            ready, status = plan.stages[stage.name], None
+            ready, status, is_asked, heard = plan.stages[stage.name], None, False, StopOnInterrupt.num_heard
             if restarts:
-                status = supervise(plan.folder / stage.name, restarts, patience(args, ready))
+                supervisor = Supervisor(plan.folder / stage.name, restarts, patience(args, ready))
+                status, is_asked = supervisor.run(), supervisor.is_asked_to_stop
             if status is None:  # a driver of its own, or this process where there is none
                 from burnish.cli.stage_commands import run_stage
 
                 status = run_stage(plan, ready, plan.outside() | stages.made())
                 if restarts:
                     return status
-            if not stages.end(stage):
+            is_done, is_asked = stages.end(stage), is_asked or StopOnInterrupt.num_heard > heard
+            if not is_done or (is_asked and stages.left()):
                 how = "stopped" if status == 0 else f"ended with status {status}"
-                print(f"{how} in stage {stage.name}; the same command{without(args)} goes on from here: {plan.folder}")
+                where = f"{'after' if is_done else 'in'} stage {stage.name}"
+                print(f"{how} {where}; the same command{without(args)} goes on from here: {plan.folder}")
                 return status
         print("\n".join(summary(plan, stages.index)))
     return 0
@@ -134,7 +140,7 @@ def show(plan: Plan) -> None:
 
 
 def show_memory(plan: Plan, ready: Ready) -> None:
-    """The memory plan of a training stage, with the base's shape, which all its descendants have; the error if it cannot fit."""
+    """The memory plan of a training stage; the error if it cannot fit."""
     from burnish.config.reward_model import RewardModelConfig
     from burnish.controller.memory import planned
 
@@ -142,12 +148,26 @@ def show_memory(plan: Plan, ready: Ready) -> None:
     config = ready.loaded.config
     if isinstance(config, RewardModelConfig) or (isinstance(config, TrainConfig) and config.placement.name != "local"):
         return
-    own = {key: getattr(config.model, key) for key in ("dtype", "device", "backend")}
-    base = plan.config.model.model_copy(update=own)
-    memory = planned(config.model_copy(update={"model": base}), plan.base)
+    memory = planned(config.model_copy(update={"model": planned_model(plan, ready)}), plan.base)
     print(memory.text)
     for warning in memory.check():
         print(f"note: {warning}")
+
+
+def planned_model(plan: Plan, ready: Ready) -> Model:
+    """A stage's model for its memory plan: the base's shape, which all its descendants have, and the adapters that it trains."""
+    from burnish.controller.roles import find_directory
+    from burnish.models.adapters import base_of
+
+    assert ready.loaded is not None
+    base, model = plan.config.model, ready.loaded.config.model
+    own = {key: getattr(model, key) for key in ("dtype", "device", "backend", "lora")}
+    if is_reference(model.adapter):
+        assert ready.planned.start is not None
+        own["lora"] = planned_model(plan, plan.stages[ready.planned.start]).lora
+    elif model.adapter is None and base.adapter is not None:  # a stage before it has merged them
+        own |= {"adapter": None, "path": base.path or str(base_of(find_directory(base.adapter, plan.base)))}
+    return base.model_copy(update=own)
 
 
 def state(index: StageIndex, stage: Planned) -> str:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from burnish.config.slots.base import Record
 
 if TYPE_CHECKING:
-    from burnish.config.schema import Rollout
+    from burnish.config.rollout import Rollout
 
 
 def _listed(value: Any) -> Any:

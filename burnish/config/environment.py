@@ -27,10 +27,20 @@ class Environment(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)
-    """Most completions in one trajectory; one whose environment wants more is cut off (`rollout/out_of_turns` counts them)."""
+    """Most completions in one trajectory; one whose environment wants more is cut off (`rollout/out_of_turns` counts them). guess_number,
+    and algorithms that compare states, take 2 or more."""
     max_tokens: int | None = Field(None, ge=2)
-    """Most tokens of one trajectory, prompt and observations included: a turn that might not fit is not begun. null is what the model
-    has positions for."""
+    """Most tokens of one trajectory, prompt and observations included: a turn that might not fit is not begun, and a prompt whose first
+    turn might not is an error. null is what the model has positions for."""
+
+
+def check_turns(environment: Environment) -> None:
+    """Refuse a game of several turns that may have but one."""
+    if environment.name == GUESS_NUMBER and environment.max_turns == 1:
+        raise ValueError(
+            "environment guess_number is a game of several turns, and environment.max_turns=1 ends it after the first guess: set "
+            "environment.max_turns, such as 3 for its 7 numbers"
+        )
 
 
 def check_environment_fits(config: TrainConfig) -> None:
@@ -47,6 +57,7 @@ def check_environment_fits(config: TrainConfig) -> None:
         raise ValueError(
             "task guess_number is a game of several turns: set environment=guess_number and environment.max_turns"
         )
+    check_turns(environment)
     if environment.name == GUESS_NUMBER:
         other = next((source for source in sources if source.task != GUESS_NUMBER), None)
         if other is not None:
@@ -62,4 +73,9 @@ def check_environment_fits(config: TrainConfig) -> None:
         raise ValueError(
             f"{', '.join(config.algorithm.needs('states'))} compares turns that begin in the same state, and single_turn has one turn of "
             "each sample: give an environment that reports its state, such as guess_number, or use grpo"
+        )
+    if config.algorithm.needs("states") and environment.max_turns == 1:
+        raise ValueError(
+            f"{', '.join(config.algorithm.needs('states'))} compares turns that begin in the same state, and environment.max_turns=1 "
+            "leaves each sample its first: set environment.max_turns to the most that the environment may ask for, or use grpo"
         )

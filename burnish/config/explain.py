@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.algorithm import Algorithm
+from burnish.config.data import Source
 from burnish.config.placement import RayPlacement, processes
 from burnish.config.preference import PreferConfig
 from burnish.config.reward_model import RewardModelConfig
-from burnish.config.schema import SftConfig, Source, TrainConfig, Validation
+from burnish.config.schema import SftConfig, TrainConfig, Validation
 from burnish.config.shape import REQUIRED, Key, Shape, label, walk
 from burnish.config.slots import Record, Slot
 from burnish.config.slots.advantages import SpoChainAdvantage, SpoTreeAdvantage

@@ -11,6 +11,7 @@ from burnish.config.slots.base import Record
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 """The linear layers of a decoder layer by their Hugging Face names, in the order of the forward pass."""
+Base = Literal["dtype", "nf4", "nf4-double"]
 
 
 class Lora(Record):
@@ -24,6 +25,9 @@ class Lora(Record):
     """Which projections: all seven of every layer, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly (rsLoRA, 2312.03732)."""
+    base: Base = "dtype"
+    """The frozen matrices below: in model.dtype; nf4, in 4 bits with a scale for every 64 numbers (QLoRA, 2305.14314: 4.5 bits each); or
+    nf4-double, whose scales are in 8 bits (4.13). A product makes one of them plain for a moment: less memory, more time."""
 
     @property
     def scale(self) -> float:

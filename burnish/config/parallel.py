@@ -10,8 +10,8 @@ from burnish.config.errors import UserError
 from burnish.config.slots.base import Record
 
 if TYPE_CHECKING:
+    from burnish.config.model import Model
     from burnish.config.optimizer import Optimizer
-    from burnish.config.schema import Model
 
 
 class Parallel(Record):
@@ -47,11 +47,9 @@ def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, 
         raise ValueError(
             "parallel.sequence and parallel.tensor need the native decoder, and model.backend=transformers"
         )
-    if parallel.tensor > 1 and (model.lora is not None or model.adapter is not None):
-        raise ValueError("parallel.tensor cannot cut layers with adapters: use parallel.shard with model.lora")
-    if parallel.tensor > 1 and optimizer.name == "muon":
+    if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
         raise ValueError(
-            "parallel.tensor changes the order of rows that muon needs: use parallel.shard, or another optimizer"
+            f"parallel.tensor cannot cut matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.shard, or base=dtype"
         )
     if parallel.tensor > 1 and activations == "selective":
         raise ValueError("activations=selective cannot follow tensors that parallel.tensor cuts: use recompute or keep")

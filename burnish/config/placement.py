@@ -66,9 +66,9 @@ class RayPlacement(Slot):
             return [(Pool(places=max(sizes.values()), cpus=self.cpus), sizes)]
         return [(Pool(places=size, cpus=self.cpus), {role: size}) for role, size in sizes.items()]
 
-    def is_apart(self, role: str) -> bool:
+    def is_apart(self, role: Role) -> bool:
         """Whether a role has processes of its own: a reference or a critic that is not where the actor is, a reward in a pool."""
-        pool = self.roles.get(role)  # type: ignore[call-overload]
+        pool = self.roles.get(role)
         return pool is not None and (role == REWARD or pool != self.roles[ACTOR])
 
     def size(self, role: str) -> int:
@@ -164,6 +164,15 @@ def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
         raise ValueError("placement.roles.reference has no effect: algorithm.kl.reference is none")
     if CRITIC in placement.roles and algorithm.critic is None:
         raise ValueError("placement.roles.critic has no effect: the algorithm has no critic")
+    if placement.is_apart(REWARD) and all(part.name == "judge" for part in config.reward.parts):
+        raise ValueError(
+            "placement.roles.reward has no effect: every part of the reward is a judge, which the driver asks; remove the role and its pool"
+        )
+    if placement.pools and config.model.device.startswith("cuda") and not placement.pools[placement.roles[ACTOR]].gpu:
+        raise ValueError(
+            f"model.device={config.model.device}, but placement.pools.{placement.roles[ACTOR]}.gpu=false leaves actor and engines without "
+            "a GPU: set model.device=cpu, or leave gpu=false out"
+        )
     if placement.is_apart(REFERENCE):
         if reference.name not in STILL:
             raise ValueError(

@@ -5,7 +5,8 @@
       pools: {train: {places: 4}, more: {places: 2}, checks: {places: 2, cpus: 4, gpu: false}}
       roles: {actor: train, rollout: train, reference: more, critic: more, reward: checks}
 
-Roles of one pool take turns in its places (the k-th process of each in the k-th place), roles of different pools work apart.
+Roles of one pool take turns in its places (the k-th process of each in the k-th place), roles of different pools work apart. A reward
+takes no turns: it scores while engines sample.
 """
 
 from __future__ import annotations

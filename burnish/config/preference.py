@@ -6,9 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from burnish.config.data import Sources, Template
+from burnish.config.model import Model, check_trainable
 from burnish.config.optimizer import Optimizer, check_optimizer_fits
 from burnish.config.parallel import Parallel, check_parallel_fits
-from burnish.config.schema import Activations, Model, Run, Sources, Template, check_trainable
+from burnish.config.schema import Activations, Run
 from burnish.config.slots import Record
 from burnish.config.slots.losses import DpoLoss, PreferenceSlot
 

@@ -6,8 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from burnish.config.data import Sources, Template
+from burnish.config.model import Model, check_trainable
 from burnish.config.optimizer import Optimizer, check_optimizer_fits
-from burnish.config.schema import Activations, Model, Run, Sources, Template, check_trainable
+from burnish.config.schema import Activations, Run
 from burnish.config.slots import Record
 
 

@@ -199,12 +199,16 @@ def _game(tree: Tree) -> Iterator[Edit]:
     numbers, environment = {"numbers": 7}, tree["environment"]
     demonstrations = {"task": GUESS_NUMBER, "options": {**numbers, "num": 200, "forgetful": 0.0, "guesses": 3}}
     yield "warm_start", {**WARM_START, "data": demonstrations, "updates": 60, "max_tokens": 64}
-    turns = min(environment["max_turns"], 3)
+    turns = min(max(environment["max_turns"], 2), 3)  # the game takes two
     yield "environment", {"name": GUESS_NUMBER, "options": {}, "max_turns": turns, "max_tokens": None}
     yield "data.train", [{"task": GUESS_NUMBER, "options": numbers, "limit": 32}]
     yield "data.template", TEMPLATE
     if tree["data"]["validation"]:
         yield "data.validation", [{"task": GUESS_NUMBER, "options": numbers, "limit": 8}]
+    if tree["data"]["demonstrations"]:
+        yield "data.demonstrations", [demonstrations]
+    if tree["data"]["budget"] is not None:
+        yield "data.budget", {**BUDGET, "text": "{n}?"}  # in the game's characters
     yield "reward.parts", [{"name": "task", "weight": 1.0, "options": {}, "sources": None}]
 
 

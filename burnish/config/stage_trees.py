@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded, load_tree, read
 from burnish.config.parallel import Parallel
@@ -17,9 +18,10 @@ from burnish.config.plugins import is_plugin
 from burnish.config.preference import PreferConfig
 from burnish.config.references import is_reference
 from burnish.config.reward_model import RewardModelConfig
-from burnish.config.schema import SftConfig, Source, TrainConfig
+from burnish.config.schema import SftConfig, TrainConfig
 from burnish.config.shape import root_shape
 from burnish.config.slots import Record
+from burnish.config.slots.terms import TeacherReference
 from burnish.config.stages import BASE, TRAINED, StagesConfig
 from burnish.config.tree import complete, merge
 
@@ -101,11 +103,9 @@ def _with_adapters(loaded: dict[str, Loaded[Any]]) -> set[str]:
 
 def check_files(loaded: Loaded[Any]) -> None:
     """Every file, folder and plug-in that a stage names and no stage makes must be there."""
-    model = loaded.config.model
-    for key in ("path", "adapter"):
-        value = getattr(model, key)
-        if value is not None and not is_reference(value) and not _places(value, loaded.base, Path.is_dir):
-            raise UserError(f"model.{key}: no directory {value} (looked from {loaded.base} and from here)")
+    for key, value in _directories(loaded.config):
+        if not is_reference(value) and not _places(value, loaded.base, Path.is_dir):
+            raise UserError(f"{key}: no directory {value} (looked from {loaded.base} and from here)")
     for source in sources_of(loaded.config):
         path = source.path
         if path is not None and not is_reference(path) and not _places(path, loaded.base, Path.is_file):
@@ -113,6 +113,21 @@ def check_files(loaded: Loaded[Any]) -> None:
     for text in _texts(loaded.resolved):
         if is_plugin(text) and not _places(text.rpartition(":")[0], loaded.base, Path.is_file):
             raise UserError(f"plug-in {text!r}: no such file (looked from {loaded.base} and from here)")
+
+
+def _directories(config: AnyConfig) -> Iterator[tuple[str, str]]:
+    """The models a config names, with the keys that name them."""
+    found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
+    if isinstance(config, TrainConfig):
+        algorithm = config.algorithm
+        if isinstance(algorithm.kl.reference, TeacherReference):
+            found["algorithm.kl.reference.path"] = algorithm.kl.reference.path
+        if algorithm.process is not None:
+            found["algorithm.process.path"] = algorithm.process.path
+        for index, part in enumerate(config.reward.parts):
+            if part.name in ("model", "judge"):
+                found[f"reward.parts[{index}] ({part.name}): options.path"] = part.options.get("path")
+    return ((key, value) for key, value in found.items() if isinstance(value, str))
 
 
 def sources_of(config: AnyConfig) -> list[Source]:

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from burnish.config.data import Template
 from burnish.config.errors import nearest
+from burnish.config.model import Model, check_trainable
 from burnish.config.references import references
-from burnish.config.schema import Model, Run, Template, check_trainable
+from burnish.config.schema import Run
 from burnish.config.slots import Record
 
 Command = Literal[

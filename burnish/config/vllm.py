@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from burnish.config.slots.base import Record
 
 if TYPE_CHECKING:
-    from burnish.config.schema import Rollout
+    from burnish.config.rollout import Rollout
 
 OF_THE_ENGINE = ("dtype", "max_model_len", "enforce_eager")
 OF_A_SERVER = ("weights_dir", "timeout_s")

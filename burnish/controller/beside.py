@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from burnish.config.references import is_reference
 from burnish.config.schema import TrainConfig
 from burnish.controller.judge import GPU_CACHE_GIB
 from burnish.controller.roles import find_directory
@@ -16,13 +17,14 @@ from burnish.training.planner import CONTEXT, GIB, PROCESS
 
 
 def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
-    """What judges that are model directories take of the policy's device: weights, cache, and what a process takes before it has any."""
+    """What judges that are model directories take of the policy's device: weights, cache, and what a process takes before it has any.
+    One that a stage will make is not counted."""
     total = 0
     for index, part in enumerate(config.reward.parts):
         if part.name != JUDGE:
             continue
         options = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
-        if options.path is None or _place(options.device) != _place(config.model.device):
+        if options.path is None or is_reference(options.path) or _place(options.device) != _place(config.model.device):
             continue
         directory = find_directory(options.path, base)
         cache = options.cache_gib if options.cache_gib is not None else (GPU_CACHE_GIB if is_gpu else 0.0)

@@ -11,7 +11,6 @@ and what it was asked is asked again, as often as a call to an endpoint would be
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -30,6 +29,7 @@ from typing import Any
 import burnish
 from burnish.config.errors import UserError
 from burnish.models.architecture import read_config
+from burnish.models.digest import model_digest
 from burnish.rewards.judge.endpoint import JudgeFailed
 from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.process import describe_exit
@@ -40,11 +40,10 @@ START_S = 900.0
 MAX_STARTS = 3
 """How often in a row it is started again without having answered anything."""
 KILLED_S = 10.0
-EDGE = 1 << 16
+READ_BYTES = 1 << 16
 SHOWN_CHARS = 2000
 GPU_CACHE_GIB = 2.0
 """Of a judge on a GPU, unless its options say another size."""
-IDENTITY = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 class Died(Exception):
@@ -58,7 +57,7 @@ class EngineJudge:
         """Returns when the model is loaded; UserError with what the process said where it could not be."""
         read_config(directory)  # a directory that holds no model is not worth a process
         self.directory, self.options = directory, options
-        self.address = f"engine://{fingerprint(directory)}/{options.engine}/{options.dtype}"
+        self.address = f"engine://{model_digest(directory)}/{options.engine}/{options.dtype}"
         self._lock = threading.Lock()
         self._is_closed = False
         self._fruitless = 0  # starts since the last answer
@@ -200,7 +199,7 @@ class Worker:
         """Until the process ends."""
         frames = Frames()
         with contextlib.suppress(OSError):
-            while data := self._channel.recv(EDGE):
+            while data := self._channel.recv(READ_BYTES):
                 for body in frames.feed(data):
                     self._take(json.loads(body))
         self._end()
@@ -235,22 +234,3 @@ class Worker:
             self._ready.set_exception(died)
         for question in waiting:
             question.set_exception(died)
-
-
-def fingerprint(directory: Path) -> str:
-    """What tells a model from another without reading all of it: its small files, and the size, header and end of each of weights.
-
-    Training changes every tensor, so also the last bytes of a file.
-    """
-    found = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.name in IDENTITY:
-            found.update(path.name.encode() + path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin"):
-            size = path.stat().st_size
-            found.update(f"{path.name} {size}".encode())
-            with open(path, "rb") as file:
-                found.update(file.read(EDGE))
-                file.seek(max(0, size - EDGE))
-                found.update(file.read(EDGE))
-    return found.hexdigest()[:32]

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from burnish.config.data import Template
 from burnish.config.errors import UserError
-from burnish.config.schema import Model, Rollout, Template
+from burnish.config.model import Model
+from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.keys import fold

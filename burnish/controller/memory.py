@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.lora import Lora
+from burnish.config.model import Model
 from burnish.config.parallel import Parallel
 from burnish.config.preference import PreferConfig
-from burnish.config.schema import Model, Sft, SftConfig, Source, TrainConfig
+from burnish.config.schema import Sft, SftConfig, TrainConfig
 from burnish.controller.beside import judges_bytes, on_gpu
 from burnish.controller.roles import alphabet_of, find_directory
 from burnish.models.adapters import base_of, read_lora
@@ -105,10 +107,13 @@ def _planned(
     if isinstance(config, PreferConfig):
         setup = _preferred(config, arch, lora, is_gpu)
         return Planned({"preference": plan(_divided(setup, config.parallel))}, room, host_room, is_gpu)
+    process = _process(config, base)
+    if isinstance(process, str):
+        return Planned({}, room, host_room, is_gpu, process)
     stages = {}
     if config.warm_start is not None:
         stages["warm start"] = plan(_supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start"))
-    stages["training"] = plan(_reinforced(config, arch, lora, is_gpu, room, base))
+    stages["training"] = plan(_reinforced(config, arch, lora, process, is_gpu, room, base))
     return Planned(stages, room, host_room, is_gpu)
 
 
@@ -193,7 +198,13 @@ def _divided(setup: Setup, parallel: Parallel) -> Setup:
 
 
 def _reinforced(
-    config: TrainConfig, arch: Architecture, lora: Lora | None, is_gpu: bool, room: int | None, base: Path | None
+    config: TrainConfig,
+    arch: Architecture,
+    lora: Lora | None,
+    process: Architecture | None,
+    is_gpu: bool,
+    room: int | None,
+    base: Path | None,
 ) -> Setup:
     training, rollout, algorithm = config.training, config.rollout, config.algorithm
     stages = rollout.all_stages()
@@ -219,12 +230,14 @@ def _reinforced(
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         process=None if algorithm.process is None else algorithm.process.optimizer,
+        process_arch=process,
         engine_copy=_samples_here(config)
         and (
             rollout.engine == "vllm"
             or rollout.source.name != "sync"
             or (rollout.mismatch is not None and rollout.mismatch.name in OWN_WEIGHTS)
         ),
+        plain_copy=rollout.engine == "vllm",
     )
     return replace(setup, cache=_cache(config, setup, sequences, room))
 
@@ -247,6 +260,15 @@ def _teacher(config: TrainConfig, base: Path | None) -> int:
         return 0
     found = _architecture(Model(path=slot.path), [], config.seed, base)
     return 0 if isinstance(found, str) else found[0].num_parameters
+
+
+def _process(config: TrainConfig, base: Path | None) -> Architecture | str | None:
+    """The shape of a process reward model that has weights of its own, or why it is not known; None where it has none."""
+    process = config.algorithm.process
+    if process is None or process.path is None:
+        return None
+    found = _architecture(Model(path=process.path), [], config.seed, base)
+    return f"algorithm.process.path={process.path}: {found}" if isinstance(found, str) else found[0]
 
 
 def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) -> int:

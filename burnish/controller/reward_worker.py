@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.controller import roles
 from burnish.core.spread import spread
 from burnish.core.workers import InProcess, Store

@@ -12,9 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from burnish.config.data import Source
 from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.config.schema import Model, Reward, Rollout, Source, TrainConfig
+from burnish.config.model import Model
+from burnish.config.reward import Reward
+from burnish.config.rollout import Rollout
+from burnish.config.schema import TrainConfig
 from burnish.config.slots.terms import TeacherReference
 from burnish.config.source import gpu_refusal
 from burnish.config.vllm import Vllm
@@ -34,6 +38,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.models.value import ValueModel
 from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.parts import JUDGE, MODEL
+from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import sampling_options
 from burnish.rollout.mismatch import MismatchEngine
@@ -50,7 +55,8 @@ from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.reference import Reference, make_reference
-from burnish.training.scorer import ModelScorer, ScorerOptions
+from burnish.training.scorer import ModelScorer
+from burnish.training.side_by_side import num_hands
 
 
 def build_scorers(
@@ -230,7 +236,14 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
         training.share_prompts,
         training.grad_norms,
         ranks,
+        _hands(config, policy.module, ranks),
     )
+
+
+def _hands(config: TrainConfig, model: nn.Module, ranks: Ranks) -> int:
+    """Threads that compute micro-batches side by side: one where the engine computes at the same time."""
+    is_alone = config.rollout.source.name == "sync"
+    return num_hands(model, config.training.token_budget, ranks) if is_alone else 1
 
 
 def check_teacher(config: TrainConfig, policy: PolicyModel, base: Path | None) -> None:
@@ -286,7 +299,10 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
     if training.compile:
         compile_layers(model)
     distribute(model, ranks, config.parallel.offload)
-    return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks)
+    hands = _hands(config, model, ranks)
+    return Critic(
+        model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks, hands
+    )
 
 
 def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:

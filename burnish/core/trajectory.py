@@ -23,6 +23,7 @@ from burnish.core.steps import step_columns
 
 Finish = Literal["stop", "length", "turns", "aborted", "error"]
 OFF_POLICY = "off-policy"  # metadata of what somebody else than the policy wrote: a demonstration
+NO_LOGP = "no log-probs"  # of one whose author does not say how likely its tokens were
 NUMBERS = ("greedy_reward", "budget", "use")  # metadata that becomes a sequence column
 
 
@@ -77,6 +78,11 @@ class Trajectory:
     @property
     def is_demonstration(self) -> bool:
         return bool(self.metadata.get(OFF_POLICY))
+
+    @property
+    def has_logp(self) -> bool:
+        """Whether `behaviour_logp` is known, or only stands for numbers that nobody has."""
+        return not self.metadata.get(NO_LOGP)
 
     @property
     def truncated(self) -> bool:

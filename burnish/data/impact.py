@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.data.files import find_files
 from burnish.data.outputs import Kept, Report, counted, quiet, write_output
 from burnish.data.tallies import UNSEEN, Item, read_items, run_sources, tally_files

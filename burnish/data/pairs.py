@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.config.schema import Source, Template
 from burnish.data.files import Record
 from burnish.data.rows import Message, Row, records_of, refuse_weights, source_name, text_or_messages
 from burnish.data.supervised import Example, encode_example, refuse_keys

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Data, Source
 from burnish.core.keys import fold, unit
 from burnish.data.rows import Row, read_rows, source_name
 from burnish.data.tasks.base import Task
 from burnish.data.tasks.registry import make_task
-from burnish.data.template import render_text, tokens_of, with_suffix
+from burnish.data.template import kind_of, render_text, tokens_of, with_suffix
 from burnish.models.tokenizer import Tokenizer
 
 MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
@@ -36,6 +36,8 @@ class Prompt:
     tokens: list[int]
     budget: int | None = None
     """Tokens its answer was asked to take."""
+    is_chat: bool = False
+    """Whether the tokenizer's chat template wrote the text."""
 
     @cached_property
     def start(self) -> tuple[int, ...]:
@@ -109,7 +111,8 @@ class Pool:
         text, tokens = self._tokens(row)
         if len(tokens) <= self._data.max_prompt_tokens:
             self._longest = max(self._longest, len(tokens))
-            return Prompt(row, text, tokens, self._tokens_asked(row.id))
+            is_chat = kind_of(self._tokenizer, self._data.template) == "chat"
+            return Prompt(row, text, tokens, self._tokens_asked(row.id), is_chat)
         if self._data.overlong_prompts == "error":
             raise UserError(
                 f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import is_plugin, load_plugin
-from burnish.config.schema import Data, Source
 from burnish.config.slots import Slot
 from burnish.config.slots.curriculum import NoCurriculum, PrioritisedCurriculum
 from burnish.core.keys import fold, permutation, unit

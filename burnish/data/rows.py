@@ -18,7 +18,7 @@ from burnish.config.plugins import check_options, load_plugin
 from burnish.data.files import Located, Record, read_records
 
 if TYPE_CHECKING:  # reward workers import this module for Row alone, and should not pay for the schema
-    from burnish.config.schema import Source
+    from burnish.config.data import Source
 
 Message = dict[str, Any]
 

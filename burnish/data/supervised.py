@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.config.schema import Source, Template
 from burnish.core.keys import permutation
 from burnish.data.rows import Message, Row, read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
@@ -170,10 +170,14 @@ def _rows(source: Source, base: Path | None, seed: int) -> Iterator[tuple[str, R
     if source.task is None:
         yield from read_supervised_rows(source, base)
         return
+    for index, (where, record) in enumerate(task_demonstrations(source, seed)):
+        yield where, supervised_row(record, where, source, index)
+
+
+def task_demonstrations(source: Source, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a task shows, each with its place."""
+    assert source.task is not None
     if source.split == "test":
         raise UserError(f"task {source.task!r}: demonstrations come from the train side only; leave split out")
-    for index, record in enumerate(make_demonstrations(source.task, source.options, seed)):
-        if index == source.limit:
-            return
-        where = f"{source.task}, demonstration {index + 1}"
-        yield where, supervised_row(record, where, source, index)
+    for index, record in enumerate(make_demonstrations(source.task, source.options, seed)[: source.limit]):
+        yield f"{source.task}, demonstration {index + 1}", record

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.config.text import parse
 from burnish.data.files import READERS, Record, find_files, kind_of, read_records
 from burnish.data.rows import Row, prompt_row, records_of, source_name

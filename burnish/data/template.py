@@ -8,7 +8,7 @@ from burnish.config.errors import UserError, nearest
 from burnish.data.rows import Message, Row
 
 if TYPE_CHECKING:
-    from burnish.config.schema import Template
+    from burnish.config.data import Template
     from burnish.models.tokenizer import Tokenizer
 
 SLOT = "{prompt}"

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError, nearest
-from burnish.config.schema import Data, Source, Template
 from burnish.data.rows import Message, Row, checked_messages, records_of, refuse_weights, text_or_messages
-from burnish.data.supervised import encode_example, refuse_keys
-from burnish.data.tasks.registry import make_demonstrations
+from burnish.data.supervised import encode_example, refuse_keys, task_demonstrations
 from burnish.data.template import as_messages, render
 from burnish.models.tokenizer import Tokenizer
 
@@ -164,11 +163,7 @@ def encode_trace(row: Row, trace: Trace, tokenizer: Tokenizer, template: Templat
 
 
 def _records(source: Source, seed: int, base: Path | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if source.task is None:
-        yield from records_of(source, base)
-        return
-    for index, record in enumerate(make_demonstrations(source.task, source.options, seed)[: source.limit]):
-        yield f"{source.task}, demonstration {index + 1}", record
+    yield from records_of(source, base) if source.task is None else task_demonstrations(source, seed)
 
 
 def _read(record: Mapping[str, Any], where: str) -> tuple[Asked, Trace]:

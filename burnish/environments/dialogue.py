@@ -18,19 +18,28 @@ class Dialogue:
     """The conversation that a prompt begins, in the template it was rendered with: the tokenizer's, or none at all."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
-        self.tokenizer, self.role = tokenizer, role
-        self.opening = ""
-        """What the template writes before the assistant speaks; nothing in plain text."""
-        if tokenizer.has_chat_template:
-            asked = [{"role": "user", "content": "?"}]
-            without = tokenizer.chat_text(asked, add_generation_prompt=False)
-            mark = tokenizer.chat_text(asked)[len(without) :].strip()
-            at = prompt.text.rfind(mark) if mark else -1
-            self.opening = prompt.text[at:] if at >= 0 else ""
+        self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
+        self.opening = self._opening(prompt.text) if prompt.is_chat else ""
+        """What the template writes before the assistant speaks; nothing where the user's message ends with it (`[INST] .. [/INST]`)."""
+
+    def _opening(self, prompt: str) -> str:
+        asked = [{"role": "user", "content": "?"}]
+        without = self.tokenizer.chat_text(asked, add_generation_prompt=False)
+        opening = self.tokenizer.chat_text(asked)[len(without) :]
+        mark = opening.strip()
+        if not mark:
+            return opening
+        at = prompt.rfind(mark)  # what follows it is of the run's own template variables
+        if at < 0:
+            raise UserError(
+                f"the chat template opens the assistant's turn with {mark!r}, which this prompt has nowhere, so an environment cannot "
+                "tell how the next turn begins; leave out data.template.kwargs, or set data.template.kind=plain"
+            )
+        return prompt[at:]
 
     def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
         """The tokens of a message behind a completion."""
-        if not self.opening:
+        if not self.is_chat:
             return tuple(self.tokenizer.encode(text))
         ending, message = self._rendered(text)
         tokens = self.tokenizer.encode(ending + message + self.opening)

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from burnish.config.fits import NO_VERDICT
-from burnish.config.schema import RewardPart
+from burnish.config.reward import RewardPart
 from burnish.rewards.verifiers import answer_block, answered_number, chosen_letter, last_boxed
 
 MAX_CHARS = 20_000  # of a completion's end that are looked at

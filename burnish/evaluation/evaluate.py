@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from burnish.config.environment import Environment
-from burnish.config.schema import RewardPart, Rollout
+from burnish.config.reward import RewardPart
+from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine, driver_of
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory

@@ -6,9 +6,7 @@ the command that goes on. What leaves completions as they are (rows at once, wor
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin
 from burnish.data.files import find_files
+from burnish.models.digest import digest, model_digest
 from burnish.run.directory import flatten
 
 IGNORED = ("max_rows", "reward.workers", "model.device", "data.source.path")
-MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
-CHUNK, NUM_CHUNKS = 1 << 14, 64  # of a large file: read all over it, since training may leave any part as it was
 
 
 def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, Any]:
@@ -34,7 +31,7 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
     if path is not None:
         files = find_files(path, base)
         flat["data.source.files"] = [file.name for file in files]
-        flat["data.source.content"] = _digest([file.read_bytes() for file in files])
+        flat["data.source.content"] = digest([file.read_bytes() for file in files])
     plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
     for what, name in plugins:
         if is_plugin(name):
@@ -42,29 +39,6 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
             file = next((p for p in (base / raw, Path(raw)) if p.is_file()), None)
             if file is None:
                 raise UserError(f"{what} {name}: there is no file {raw} in {base} or here")
-            flat[f"{what}.content of {name}"] = _digest([file.read_bytes()])
+            flat[f"{what}.content of {name}"] = digest([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain
-
-
-def model_digest(path: Path) -> str:
-    """A digest of a model directory: its configs and tokenizer, and samples from all over its weights."""
-    files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
-    return _digest([part for file in files for part in (file.name.encode(), *_samples(file))])
-
-
-def _samples(path: Path) -> list[bytes]:
-    size = path.stat().st_size
-    if size <= CHUNK * NUM_CHUNKS:
-        return [path.read_bytes()]
-    with path.open("rb") as file:
-        starts = [i * (size - CHUNK) // (NUM_CHUNKS - 1) for i in range(NUM_CHUNKS)]
-        return [str(size).encode(), *(os.pread(file.fileno(), CHUNK, start) for start in starts)]
-
-
-def _digest(parts: list[bytes]) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little"))
-        whole.update(part)
-    return whole.hexdigest()[:16]

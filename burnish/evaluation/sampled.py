@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.data.files import find_files
 from burnish.data.rows import Message, source_name
 from burnish.data.tallies import Tally, completions, completions_file, matched, read_items, run_sources

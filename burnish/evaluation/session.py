@@ -15,7 +15,9 @@ import torch
 
 from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
-from burnish.config.schema import Model, Reward, Rollout
+from burnish.config.model import Model
+from burnish.config.reward import Reward
+from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine, build_scorers, paged_engine
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompts import Prompt, validation_prompts

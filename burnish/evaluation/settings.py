@@ -16,10 +16,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.config.environment import GUESS_NUMBER, SINGLE_TURN, Environment, named
+from burnish.config.data import Data, Source, Template
+from burnish.config.environment import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns, named
 from burnish.config.errors import UserError, unknown
 from burnish.config.load import Loaded, load
-from burnish.config.schema import Data, Model, Reward, Source, Template, ValidationMode
+from burnish.config.model import Model
+from burnish.config.reward import Reward
+from burnish.config.schema import ValidationMode
 from burnish.config.slots import Record
 from burnish.data.benchmarks import BENCHMARKS, benchmark_source
 from burnish.data.files import find_files, read_records
@@ -73,6 +76,7 @@ class EvalConfig(Record):
                 "environment guess_number and task guess_number belong together: set environment.name and environment.max_turns for "
                 "task:guess_number, and environment=single_turn for anything else"
             )
+        check_turns(self.environment)
         if self.sampling.n > 1 and self.sampling.temperature == 0:
             raise ValueError(
                 f"n={self.sampling.n} samples at temperature 0 are all alike and tell no more than one; "

@@ -7,22 +7,26 @@ the name of the key that asks for it; what only says how an adapter was begun or
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from burnish.config.errors import UserError, nearest
-from burnish.config.lora import PROJECTIONS, Lora
+from burnish.config.lora import PROJECTIONS, Base, Lora
 from burnish.config.text import read_json_object
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.lora import adapter_weights
 from burnish.models.projections import Projection, targets
+from burnish.models.row_order import order_of
 from burnish.models.weights import Block, block_tensors, file_tensors, fill_blocks
 from burnish.run.contents import Blob, Content, write_contents
 from burnish.run.staging import Stage, leave
 from burnish.run.tensor_file import TensorFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_weights.json"
+"""Ours, beside what PEFT knows: how the weights below were kept where not in the model's type, since others are another model."""
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "base_model_name_or_path", "init_lora_weights")
 HISTORY = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core"),
@@ -57,7 +61,18 @@ def read_lora(directory: Path) -> Lora:
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise UserError(f"{where}: r={rank!r} and lora_alpha={alpha!r}; expected two numbers above 0")
     chosen = _targets(config.get("target_modules"), where)
-    return Lora(rank=rank, alpha=alpha, targets=chosen, rslora=bool(config.get("use_rslora")))
+    base = _base(directory / BASE)
+    return Lora(rank=rank, alpha=alpha, targets=chosen, rslora=bool(config.get("use_rslora")), base=base)
+
+
+def _base(file: Path) -> Base:
+    """How the weights below an adapter were kept."""
+    named = read_json_object(file).get("base") if file.is_file() else "dtype"
+    known: tuple[Base, ...] = get_args(Base)
+    found = next((base for base in known if base == named), None)
+    if found is None:
+        raise UserError(f"{file}: base is {named!r}; expected one of {', '.join(known)}")
+    return found
 
 
 def _targets(named: Any, where: Path) -> Any:
@@ -123,9 +138,10 @@ def adapter_contents(model: Decoder, stage: Stage, base: Path | None) -> list[Co
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    parts = block_tensors(adapter_weights(model), adapter_blocks(model.arch, lora))
+    parts = block_tensors(adapter_weights(model), adapter_blocks(model.arch, lora), partial(order_of, model))
     tensors = {name: stage(tensor) for name, tensor in parts}
-    return [TensorFile(WEIGHTS, tensors, {"format": "pt"}), Blob(CONFIG, json.dumps(config, indent=1))]
+    own = [] if lora.base == "dtype" else [Blob(BASE, json.dumps({"base": lora.base}))]
+    return [TensorFile(WEIGHTS, tensors, {"format": "pt"}), Blob(CONFIG, json.dumps(config, indent=1)), *own]
 
 
 def save_adapter(model: Decoder, directory: Path, base: Path | None) -> None:
@@ -138,7 +154,8 @@ def load_adapter(model: Decoder, directory: Path) -> None:
     if model.lora is None:
         raise UserError(f"{directory} holds an adapter, and the model has none: set model.lora or model.adapter")
     found, expected = read_lora(directory), model.lora
-    if (found.rank, found.scale, found.projections) != (expected.rank, expected.scale, expected.projections):
+    kinds = [(lora.rank, lora.scale, lora.projections, lora.base) for lora in (found, expected)]
+    if kinds[0] != kinds[1]:
         raise UserError(f"{directory} has adapters of another kind: {describe(found)}, not {describe(expected)}")
     if not (directory / WEIGHTS).is_file():
         pickled = (directory / "adapter_model.bin").is_file()
@@ -147,10 +164,12 @@ def load_adapter(model: Decoder, directory: Path) -> None:
         )
         raise UserError(f"{directory} has no {WEIGHTS}{hint}")
     where, table = directory / WEIGHTS, adapter_blocks(model.arch, expected)
-    fill_blocks(adapter_weights(model), table, file_tensors(where), str(where), f"the model and {CONFIG} imply")
+    whose, order = f"the model and {CONFIG} imply", partial(order_of, model)
+    fill_blocks(adapter_weights(model), table, file_tensors(where), str(where), whose, order)
 
 
 def describe(lora: Lora) -> str:
     """`LoRA of rank 16 x 2 on q_proj, v_proj`: the rank and the scale."""
     which = "all projections" if lora.projections == PROJECTIONS else ", ".join(lora.projections)
-    return f"LoRA of rank {lora.rank} x {lora.scale:g} on {which}"
+    below = "" if lora.base == "dtype" else f" over weights in 4 bits ({lora.base})"
+    return f"LoRA of rank {lora.rank} x {lora.scale:g} on {which}{below}"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.config.schema import NewModel
 from burnish.config.text import read_json_object
 from burnish.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from burnish.config.model import NewModel
 
 Windows = int | None | tuple[int | None, ...]
 """How far tokens look back: one window for all layers (None is no limit), or one for each."""
@@ -134,6 +136,15 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
         mlp_size=config["intermediate_size"],
         **_fields(config),
     )
+
+
+def positions_of(directory: Path) -> int | None:
+    """Tokens of the longest sequence that a directory's model is made for; None where its config.json does not say."""
+    config = read_config(directory)
+    if why_not_native(config) is None:
+        return from_hf(config, str(directory / "config.json")).max_positions
+    said = config.get("text_config", config).get("max_position_embeddings")
+    return None if said is None else int(said)
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:

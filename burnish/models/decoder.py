@@ -11,12 +11,12 @@ Hugging Face's names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burnish.config.lora import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.ops.attention import PackedAttention
 from burnish.models.ops.geglu import geglu
@@ -27,6 +27,9 @@ from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
 from burnish.models.ops.split import Attend, Cut, Split, Uncut
 from burnish.models.ops.swiglu import swiglu
 from burnish.models.ops.trunks import Trunks, rows_of
+
+if TYPE_CHECKING:  # an engine needs no schema, which takes as long to import as its kernels to load
+    from burnish.config.lora import Lora
 
 LayerPolicy = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}

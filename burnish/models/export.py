@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Model
+from burnish.config.model import Model
 from burnish.config.text import read_json_object
 from burnish.models.adapters import base_of, is_adapter
 from burnish.models.architecture import read_config

@@ -29,10 +29,16 @@ Project = Callable[[nn.Linear, Tensor], Tensor]
 
 
 def paged_forward(
-    model: Decoder, tokens: Tensor, cache: Cache, attend: PagedAttend, linear: Project | None = None
+    model: Decoder,
+    tokens: Tensor,
+    cache: Cache,
+    attend: PagedAttend,
+    linear: Project | None = None,
+    which: Tensor | None = None,
 ) -> Tensor:
-    """Final hidden states [N, hidden] of the tokens; `cache` is [layers, 2, P, kv_heads, page, D].
+    """Final hidden states [N, hidden] of the tokens, or of some of them; `cache` is [layers, 2, P, kv_heads, page, D].
 
+    Behind the last layer's keys and values the tokens that are not asked for have no part in anything.
     What goes into the residual may come in parts, which the norm adds up (`ops/partial_sums.py`), unless a `linear` is given:
     then everything is exact (`ops/exact.py`).
     """
@@ -47,7 +53,12 @@ def paged_forward(
         layer = cast(Layer, module)
         keys, values = cache[index]
         qkv = linear(layer.qkv, add_norm(x, delta, layer.attention_norm.weight, eps, shift))
-        delta = into_residual(layer.out, attend(index, qkv, head_norms(layer), keys, values))
+        mixed = attend(index, qkv, head_norms(layer), keys, values)
+        if which is not None and index == arch.num_layers - 1:
+            x, mixed = x[which], mixed[which]
+            if not which.shape[0]:  # pieces of prompts, none of them the last
+                return x
+        delta = into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
         gate_up = linear(layer.gate_up, add_norm(x, delta, layer.mlp_norm.weight, eps, shift))
         delta = into_residual(layer.down, activate(gate_up))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from burnish.config.lora import Lora
 from burnish.core.keys import fold
 from burnish.models.decoder import Decoder
+from burnish.models.four_bits import quantise_layers
 from burnish.models.ops.lora import LoraLinear
 from burnish.models.projections import Projection, lora_parameters, projections, targets
 from burnish.models.weights import blocks, hf_tensors
@@ -26,14 +27,16 @@ __all__ = ["adapter_off", "adapter_weights", "add_lora", "holding", "lora_parame
 
 
 def wrap_layers(model: Decoder, lora: Lora) -> None:
-    """Freeze the model and give its targets adapters of zeros, on the very tensors it has."""
+    """Freeze the model and give its targets adapters of zeros, on the very tensors it has, or on these in 4 bits."""
     model.requires_grad_(False)
+    quantise_layers(model, lora.base)
+    dtype = model.embedding.weight.dtype
     wanted = targets(model.arch, lora)
     for layer in model.layers:
         for name in dict.fromkeys(target.module for target in wanted):
             spans = [(target.start, target.stop) for target in wanted if target.module == name]
             base = cast(nn.Linear, getattr(layer, name))
-            setattr(layer, name, LoraLinear(base, spans, lora.rank, lora.scale))
+            setattr(layer, name, LoraLinear(base, spans, lora.rank, lora.scale, dtype))
     model.lora = lora
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.config.lora import Lora
-from burnish.config.schema import Model
+from burnish.config.model import Model
 from burnish.core.local import gathered
 from burnish.models.adapters import adapter_contents, base_of, describe, is_adapter, load_adapter, read_lora
 from burnish.models.architecture import from_nothing, read_config, why_not_native
@@ -46,6 +46,14 @@ class PolicyModel:
     def lora(self) -> Lora | None:
         """The adapters the model has; then they alone are trained, saved and loaded."""
         return self.module.lora if isinstance(self.module, Decoder) else None
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether an engine that has weights of its own starts from the model's directory and takes the adapters alone.
+
+        Not where the weights below are in 4 bits: those of the directory are another model. It takes whole weights then.
+        """
+        return self.lora is not None and self.lora.base == "dtype"
 
     def save(self, directory: Path) -> None:
         """Weights, configs and tokenizer as a Hugging Face directory; of a model with adapters those, as PEFT saves them."""
@@ -140,22 +148,22 @@ def load_policy(
         note = f"forward by transformers, slower than the native decoder ({why})"
         other = TransformersPolicy.load(path, dtype, device)
         return PolicyModel(other, _tokenizer(path, other.inner.get_input_embeddings().num_embeddings), path, note)
-    module = load_decoder(path, dtype, device)
+    lora = config.lora if adapter is None else read_lora(adapter)
+    module = load_decoder(path, dtype, device, "dtype" if lora is None else lora.base)
     tokenizer = _tokenizer(path, module.arch.vocab_size)
-    note = f"native decoder, {module.arch.num_parameters:,} parameters{_adapt(module, config.lora, adapter, seed)}"
+    note = f"native decoder, {module.arch.num_parameters:,} parameters{_adapt(module, lora, adapter, seed)}"
     return PolicyModel(module, tokenizer, path, note)
 
 
 def _adapt(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:
     """Give a model the adapters of a directory, or new ones, or none; what to say of it."""
+    if lora is None:
+        return ""
     if adapter is not None:
-        lora = read_lora(adapter)
         wrap_layers(module, lora)
         load_adapter(module, adapter)
-    elif lora is not None:
-        add_lora(module, lora, seed)
     else:
-        return ""
+        add_lora(module, lora, seed)
     come = f" from {adapter}" if adapter is not None else ""
     return f", {describe(lora)}{come} ({lora_parameters(module.arch, lora):,} parameters)"
 

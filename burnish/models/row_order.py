@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.projections import targets
 
 FUSED = ("qkv", "gate_up")
 Order = Callable[[str], "Tensor | None"]
@@ -45,8 +46,13 @@ def num_parts(model: Decoder) -> int:
 
 def order_of(model: Decoder, name: str) -> Tensor | None:
     """The order that the rows of a parameter have in a model; None where it is the usual one."""
-    parts, module = num_parts(model), name.split(".")[-2:][0]
-    return row_order(heights(model.arch, module), parts) if parts > 1 and module in FUSED else None
+    parts, (module, kind) = num_parts(model), ("", *name.split("."))[-2:]
+    if parts == 1 or module not in FUSED or kind == "lora_a":
+        return None
+    if kind != "lora_b":
+        return row_order(heights(model.arch, module), parts)
+    assert model.lora is not None, "a model with adapters"
+    return row_order(tuple(t.num_outputs for t in targets(model.arch, model.lora) if t.module == module), parts)
 
 
 def usual(whole: Tensor, order: Tensor | None) -> Tensor:

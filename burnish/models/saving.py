@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burnish.models.architecture import read_config, to_hf
 from burnish.models.decoder import Decoder
+from burnish.models.four_bits import shapes_of
 from burnish.models.weights import blocks, hf_tensors
 from burnish.run.contents import Blob, Content, Part, write_contents
 from burnish.run.parts import part_of
@@ -55,7 +56,7 @@ def decoder_contents(
     part = part_of(model.parameters())
     if part.index == 0:
         yield from _configs(model, source, eos_ids, pad_id)
-    parameters = dict(model.named_parameters())
+    parameters = shapes_of(model)
     sizes = [
         (block.theirs, block.shard(parameters).numel * parameters[block.ours].element_size())
         for block in blocks(model.arch)

@@ -7,7 +7,8 @@ table serves loading and saving.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from burnish.config.errors import UserError, nearest
+from burnish.config.lora import Base
 from burnish.core.local import gathered, local, shard_of
 from burnish.core.shards import Shard, Slices, alone, in_usual_order, overlap
 from burnish.models.architecture import Architecture, from_hf, read_config, why_not_native
 from burnish.models.decoder import Decoder
 from burnish.models.families import FAMILIES
+from burnish.models.four_bits import PlainWeights, WeightsToFill, quantise_layers
 from burnish.models.meta import without_memory
 from burnish.models.row_order import Order, order_of, usual
 
@@ -107,8 +110,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Our decoder with the weights of a Hugging Face directory."""
+def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base: Base = "dtype") -> Decoder:
+    """Our decoder with the weights of a Hugging Face directory; those of its layers in 4 bits where `base` says so."""
     config = read_config(directory)
     reason = why_not_native(config)
     if reason:
@@ -116,6 +119,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     arch = from_hf(config, str(directory / "config.json"))
     with without_memory():
         model = Decoder(arch)
+        quantise_layers(model, base)
     model.to(dtype).to_empty(device=device)  # in this order no float32 copy of the model is ever made
     fill(model, stored_tensors(directory), str(directory))
     return model
@@ -129,13 +133,15 @@ def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTensor]], w
         return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
 
     wanted = ((name, tensor) for name, tensor in tensors if not is_spare(name))
+    weights = WeightsToFill(model)
     fill_blocks(
-        dict(model.named_parameters()),
+        weights,
         blocks(model.arch),
         wanted,
         where,
         "config.json implies",
         partial(order_of, model),
+        weights.filled,
     )
 
 
@@ -146,14 +152,15 @@ def fill_blocks(
     where: str,
     whose: str,
     order: Order | None = None,
+    filled: Callable[[str], None] | None = None,
 ) -> None:
     """Copy named tensors into the blocks of parameters they are; `whose` are the shapes, in an error.
 
     Of parameters that are spread over processes each reads what it holds. `order` tells of a parameter whose rows do not
-    stand in the usual order.
+    stand in the usual order; `filled` is told of each that has all its blocks.
     """
     known = {block.theirs: block for block in table}
-    waiting = set(known)
+    waiting, left = set(known), Counter(block.ours for block in known.values())
     for name, tensor in tensors:
         if name not in known:
             raise UserError(f"{where}: unexpected tensor {name!r}{nearest(name, known)}")
@@ -164,7 +171,11 @@ def fill_blocks(
         for block in in_usual_order(shard_of(parameter), None if rows is None else rows.tolist()):
             if (common := overlap(block, alone(stored))) is not None:
                 local(parameter)[common.target].copy_(tensor[common.source])
-        waiting.discard(name)
+        if name in waiting:
+            waiting.discard(name)
+            left[known[name].ours] -= 1
+            if filled is not None and not left[known[name].ours]:
+                filled(known[name].ours)
     if waiting:
         raise UserError(f"{where}: {len(waiting)} tensors are missing, first {sorted(waiting)[0]}")
 
@@ -204,11 +215,11 @@ def file_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, as views of our parameters.
+    """The weights under Hugging Face's names, as views of our parameters; of those in 4 bits, the numbers they stand for.
 
     Those of a model that is spread over processes are gathered one parameter at a time: all must ask for all of them.
     """
-    yield from block_tensors(dict(model.named_parameters()), blocks(model.arch), partial(order_of, model))
+    yield from block_tensors(PlainWeights(model), blocks(model.arch), partial(order_of, model))
 
 
 def block_tensors(

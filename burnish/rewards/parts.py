@@ -9,9 +9,10 @@ from pathlib import Path
 from burnish.config.errors import UserError, unknown
 from burnish.config.fits import NO_VERDICT
 from burnish.config.plugins import is_plugin
-from burnish.config.schema import RewardPart
+from burnish.config.reward import RewardPart
 from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.plugin import load_scorer, required_columns
+from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rewards.types import Result, Score, ScoreRequest
 from burnish.rewards.verifiers import VERIFIERS, check_verifier
 
@@ -68,7 +69,9 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
             check_verifier(part.name, part.options, where)
         elif part.name == JUDGE:
             JudgeOptions.of(part.options, where)
-        elif part.name != MODEL:  # whose options are checked by whoever makes it
+        elif part.name == MODEL:
+            ScorerOptions.of(part.options, where)
+        else:
             raise unknown("reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function"])
         name = part.name.rpartition(":")[2]
         same = sum(p.config.name.rpartition(":")[2] == name for p in checked)

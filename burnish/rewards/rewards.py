@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Protocol, cast
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.data.rows import Row
 from burnish.rewards.code import check_sandbox
 from burnish.rewards.judge.endpoint import Asker

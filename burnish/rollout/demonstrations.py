@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from burnish.core.trajectory import OFF_POLICY, TokenSequence, Trajectory
+from burnish.core.trajectory import NO_LOGP, OFF_POLICY, TokenSequence, Trajectory
 from burnish.data.prompts import Draw
 from burnish.data.traces import TracedTokens, Traces
 from burnish.models.tokenizer import Tokenizer
@@ -39,5 +39,5 @@ class Demonstrations:
             sequences=[TokenSequence(tokens, written, logp, np.full(len(tokens), -1, dtype=np.int32))],
             finish="stop",
             completion=self.tokenizer.decode(tokens[start:].tolist()),
-            metadata={"prompt_length": start, OFF_POLICY: True},
+            metadata={"prompt_length": start, OFF_POLICY: True} | ({NO_LOGP: True} if traced.logp is None else {}),
         )

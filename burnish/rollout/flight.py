@@ -115,10 +115,16 @@ class Flight:
             one.environment = driver.make_environment(draw.prompt)
             return one.environment.start()
 
-        answer = _asked(start, "start")
+        answer = _asked(start, "start", row.id)
         if isinstance(answer, str):
             return self._trajectory(one, "error", error=answer)
         one.start = tuple(self._turn(one, answer, "start"))
+        longest, whole = driver.max_positions, len(one.start) + sampling.max_tokens
+        if longest is not None and whole > longest:
+            raise UserError(
+                f"row {row.id}: the environment's start() gave {len(one.start)} tokens, and max_tokens={sampling.max_tokens} more make "
+                f"{whole}, but a trajectory has at most {longest} (environment.max_tokens, or the model's positions); lower max_tokens"
+            )
         one.append(one.start)
         one.prompt_length = len(one.context)
         self.aside.append(one)
@@ -179,7 +185,7 @@ class Flight:
             return self._trajectory(one, "length")
         environment, text = one.environment, self.driver.tokenizer.decode(tokens)
         assert environment is not None, "it gave the prompt"
-        answer = _asked(lambda: environment.observe(tokens, text), "observe")
+        answer = _asked(lambda: environment.observe(tokens, text), "observe", one.draw.prompt.row.id)
         if isinstance(answer, str):
             return self._trajectory(one, "error", error=answer)
         if isinstance(answer, Done):
@@ -273,14 +279,14 @@ class Flight:
         )
 
 
-def _asked(ask: Callable[[], Turn | Done], method: str) -> Turn | Done | str:
+def _asked(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:
     """What an environment answers; where it raises, what it raised, in words. A mistake that its author names ends the run."""
     try:
         return ask()
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (a user's code may raise anything: the sample is lost, and says why)
-        return f"the environment's {method}() raised {type(error).__name__}: {error}"
+        return f"row {row}: the environment's {method}() raised {type(error).__name__}: {error}"
 
 
 def _reward(value: object) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from burnish.config.schema import Sampling
+from burnish.config.rollout import Sampling
 from burnish.core.engine import SamplingOptions
 from burnish.data.prompts import Draw, Prompt
 from burnish.rewards.rewards import Rewards

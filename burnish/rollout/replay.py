@@ -6,7 +6,8 @@
 What comes back is the group as it was: its tokens, the log-probs and versions they were drawn with, its rewards. All that
 follows from the policy of now (values, advantages, weights of a correction) is computed again. A group enters the store when
 a step has had it in its loss, and leaves it after `uses` such steps, when its oldest token is more than `max_age` steps old,
-when filters left nothing of it in the loss, or when there are more than `capacity`.
+when filters left nothing of it in the loss, or when there are more than `capacity`. A tree of which filters left nothing this
+time, and which has edges for another, stays, or enters: that step counts as a use.
 
 The store is in every checkpoint. Steps after a checkpoint are made again with the same rollouts, so a run that was killed
 gets the same store again; the journal's `used` records show how often each sample was in a loss.
@@ -44,7 +45,7 @@ class Entry:
     oldest: int
     """The version of its oldest token."""
     uses: int
-    """Steps that had it in their loss."""
+    """Steps that it was given to."""
 
     @property
     def id(self) -> str:
@@ -78,21 +79,26 @@ class ReplayStore:
                 found.append(trajectory)
         return found
 
-    def learnt(self, step: int, rollouts: Scored, used: Iterable[str]) -> None:
-        """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups."""
+    def learnt(self, step: int, rollouts: Scored, used: Iterable[str], unfinished: Iterable[str] = ()) -> None:
+        """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups.
+
+        Groups of the `unfinished` stay though nothing of them was in the loss: a step was theirs all the same.
+        """
         ids = list(used)
         in_loss = {group_of(name) for name in ids}
+        may_stay = in_loss | {group_of(name) for name in unfinished}
         back = {group_of(t.id) for t in rollouts.replayed}
         ages = []
         for entry in self.entries:
             if entry.id not in back:
                 continue
-            if entry.id in in_loss:
+            if entry.id in may_stay:
                 entry.uses += 1
-                ages.append(step - 1 - entry.oldest)
             else:
                 entry.uses = self.settings.uses  # nothing of it is left to learn from
-        self.entries += _entries(rollouts.trajectories, in_loss)
+            if entry.id in in_loss:
+                ages.append(step - 1 - entry.oldest)
+        self.entries += _entries(rollouts.trajectories, may_stay)
         self.entries = [e for e in self.entries if e.uses < self.settings.uses and self._has_time(e, step)]
         self.entries = self.entries[max(0, len(self.entries) - self.settings.capacity) :]
         self._values = {
@@ -154,11 +160,11 @@ class ReplaySource:
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
-        self.inner.learnt(step, rollouts, batch)
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
+        self.inner.learnt(step, rollouts, batch, unfinished)
         usable = rollouts.usable
         owners = [] if batch is None else batch.sequence["trajectory_ids"].unique().tolist()
-        self.store.learnt(step, rollouts, [usable[i].id for i in owners])
+        self.store.learnt(step, rollouts, [usable[i].id for i in owners], [usable[i].id for i in unfinished])
 
     def begin(self, step: int) -> None:
         self.inner.begin(step)
@@ -187,11 +193,11 @@ def group_of(trajectory_id: str) -> str:
     return trajectory_id.rpartition(".")[0]
 
 
-def _entries(trajectories: Sequence[Trajectory], in_loss: set[str]) -> list[Entry]:
-    """The new groups that were in the loss, whole: with all samples that count in their statistics."""
+def _entries(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[Entry]:
+    """The new groups that may come back, whole: with all samples that count in their statistics."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        if trajectory.reward is not None and group_of(trajectory.id) in in_loss:
+        if trajectory.reward is not None and group_of(trajectory.id) in wanted:
             groups.setdefault(group_of(trajectory.id), []).append(trajectory)
     found = []
     for samples in groups.values():

@@ -66,8 +66,9 @@ class Source(Protocol):
     def begin(self, step: int) -> None:
         """The step before has all its rollouts and is learnt now: what is to be made for this one may be begun."""
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
-        """A step is learnt from its rollouts; `batch` is what of them was in its loss, None where nothing was."""
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
+        """A step is learnt from its rollouts; `batch` is what of them was in its loss, None where nothing was. `unfinished` are the
+        places among those that are usable whose groups have parts that only later steps would learn from."""
 
     def load(self, version: int) -> None:
         """The learner has new weights: take them."""
@@ -194,7 +195,7 @@ class SyncSource:
     def begin(self, step: int) -> None:
         """Nothing is made before its weights are there."""
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None) -> None:
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
         """What was handed over is never asked for again."""
 
     def load(self, version: int) -> None:

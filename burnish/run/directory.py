@@ -50,6 +50,11 @@ MAY_CHANGE = (
 _held: set[int] = set()
 
 
+def may_change(key: str) -> bool:
+    """Whether a run that goes on may have another value there."""
+    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+
+
 def run_name(given: str | None, recipe: str, seed: int) -> str:
     """What a run is called: as its config says, or else after its recipe and seed."""
     return given or f"{recipe}-{seed}"
@@ -196,7 +201,7 @@ def _refuse_other_config(run: RunDirectory, config_text: str) -> None:
     new = flatten(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
-    differing = [k for k in differing if not any(k == name or k.startswith(f"{name}.") for name in MAY_CHANGE)]
+    differing = [k for k in differing if not may_change(k)]
     if not differing:
         return
     shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in differing[:MAX_SHOWN_KEYS]]

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONCE_S = 0.5
@@ -17,6 +17,9 @@ ONCE_S = 0.5
 
 class StopOnInterrupt:
     """The first signal lets the step finish and be saved; the second stops at once (the journal keeps what is done)."""
+
+    num_heard: ClassVar[int] = 0
+    """Signals of this process so far: one that comes in the last step changes nothing there, and is not lost on what would follow."""
 
     def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.note, self.requested = note, False
@@ -32,6 +35,7 @@ class StopOnInterrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, before = self._clock(), self._heard
         self._heard = now
+        StopOnInterrupt.num_heard += 1
         if self.requested:
             if now - before < ONCE_S:
                 return

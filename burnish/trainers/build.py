@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from burnish.algorithms.aggregation import aggregation_weights
+from burnish.config.data import Template
 from burnish.config.errors import UserError, nearest
 from burnish.config.remarks import remarks
-from burnish.config.schema import Sft, Template, TrainConfig
+from burnish.config.schema import Sft, TrainConfig
 from burnish.controller import roles
 from burnish.controller.process import build_process, check_process
 from burnish.controller.start import Roles, start_roles
@@ -41,6 +42,7 @@ from burnish.trainers import observe, sft
 from burnish.trainers.demonstrated import demonstrations_of
 from burnish.trainers.job import Demonstrations, Job, Validate
 from burnish.trainers.memory import MemoryWatch
+from burnish.trainers.positions import check_positions, check_readers
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.process import ProcessRewards
 from burnish.trainers.rollouts import build_replay, build_source, with_replay
@@ -107,6 +109,7 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
     )
     held_out = held_out_prompts(config, base, policy)
     longest = check_positions(config, policy.max_positions, stream.longest(), held_out)
+    check_readers(config, base, stream.longest(), held_out, driver.max_positions)
     paged = roles.paged_engine(engine)
     if paged is not None and config.rollout.cache_gib is not None:
         paged.plan(longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
@@ -203,7 +206,6 @@ def facts_of(config: TrainConfig) -> Facts:
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
     selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
-    selection = selection if config.algorithm.replay is None else "any"  # an older policy drew what comes back
     sampled = dtype if rollout.cache_dtype == "auto" else f"{dtype} with an {rollout.cache_dtype} cache"
     return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
 
@@ -222,23 +224,6 @@ def imitation(parts: Parts, device: torch.device) -> Demonstrations | None:
         return batch.with_token(weight=config.algorithm.auxiliary.sft * aggregation_weights(batch, "token-mean"))
 
     return examples
-
-
-def check_positions(config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt]) -> int:
-    """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run. Returns the
-    tokens of the longest."""
-    longest_held_out = max((len(prompt.tokens) for prompt in held_out), default=0)
-    wanted = [("rollout", max(stage.max_tokens for stage in config.rollout.all_stages()), longest)]
-    if held_out:
-        modes = config.validation.modes.items()
-        wanted += [(f"validation.modes.{name}", mode.max_tokens, longest_held_out) for name, mode in modes]
-    for where, max_tokens, prompt in wanted:
-        if positions is not None and prompt + max_tokens > positions:
-            raise UserError(
-                f"the longest prompt has {prompt} tokens, and {where}.max_tokens={max_tokens} more make {prompt + max_tokens}, "
-                f"but the model is made for {positions} positions; lower {where}.max_tokens or data.max_prompt_tokens"
-            )
-    return max(prompt + max_tokens for _, max_tokens, prompt in wanted)
 
 
 def held_out_prompts(config: TrainConfig, base: Path | None, policy: PolicyModel) -> list[Prompt]:

@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Sft, Source, TrainConfig
+from burnish.config.schema import Sft, TrainConfig
 from burnish.controller import roles
 from burnish.data.supervised import load_examples
 from burnish.data.tasks.registry import make_demonstrations

@@ -15,13 +15,16 @@ from burnish.algorithms.correction import (
     Corrected,
     budget_correction,
     compared,
+    decoupled_correction,
     gap_profiles,
     measured,
     worst_tokens,
 )
+from burnish.algorithms.correction.budget import RUNGS
 from burnish.algorithms.correction.gap import LARGEST
 from burnish.algorithms.correction.symptoms import symptoms
 from burnish.algorithms.demonstrations import has_demonstrations, put_back, sampled
+from burnish.algorithms.replay import new_ones
 from burnish.config.slots.base import Slot
 from burnish.config.slots.correction import BudgetCorrection, BypassCorrection, DecoupledCorrection, SeedCorrection
 from burnish.core.batch import Batch
@@ -72,6 +75,9 @@ def corrected(
 ) -> tuple[Batch, BudgetState | None, str]:
     """The batch with weights (`rollout_weight`) and without what is rejected; where a budget chooses the correction, its
     next state and why it changed. What there is to log goes into `stats`.
+
+    Groups that come back are corrected like the others, but what is logged and what a budget goes by is of new samples alone: that
+    the policy has moved away from older ones is known, and no fault of the engine.
     """
     if not acts_before_advantages(correction):
         return batch, None, ""
@@ -84,14 +90,25 @@ def corrected(
         columns = {name: put_back(batch, own.token[name], fill) for name, fill in fills.items() if name in own.token}
         columns["loss_mask"] &= batch.loss_mask
         return batch.with_token(**columns), budget, why
-    why = ""
-    if isinstance(correction, BudgetCorrection):
-        found, budget, why = budget_correction(batch, budget, **options_of(correction))
-    else:
-        found = CORRECTIONS[correction.name](batch, **options_of(correction))
-    stats |= found.metrics
+    new, why, found = new_ones(batch), "", None
+    if new.num_sequences:
+        if isinstance(correction, BudgetCorrection):
+            found, budget, why = budget_correction(new, budget, **options_of(correction))
+        else:
+            found = CORRECTIONS[correction.name](new, **options_of(correction))
+        stats |= found.metrics
+    if found is None or new.num_sequences < batch.num_sequences:
+        found = _applied(batch, correction, budget)
     batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
     return batch if found.weights is None else batch.with_token(rollout_weight=found.weights), budget, why
+
+
+def _applied(batch: Batch, correction: Slot, budget: BudgetState | None) -> Corrected:
+    """A correction of all of a batch; of a budget, the rung it is on."""
+    if isinstance(correction, BudgetCorrection):
+        return decoupled_correction(batch, **RUNGS[(budget or BudgetState()).rung].options)
+    found: Corrected = CORRECTIONS[correction.name](batch, **options_of(correction))
+    return found
 
 
 @torch.inference_mode()  # hundreds of small operations, each a little quicker; only numbers leave

@@ -34,10 +34,8 @@ def demonstrations_of(
 
 
 def demonstration_values(rollouts: Scored) -> dict[str, float]:
-    """Of a step whose groups have demonstrations: how many, their tokens, their mean reward and accuracy, and the prompts without."""
+    """Of a step whose groups may have demonstrations: how many, their tokens, their mean reward and accuracy, and the prompts without."""
     found = rollouts.demonstrations
-    if not found:
-        return {}
     rewards = [t.reward for t in found if t.reward is not None]
     judged = [t.accuracy for t in found if t.accuracy is not None]
     groups = {(t.prompt_id, t.visit) for t in found}

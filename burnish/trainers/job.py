@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -89,12 +89,14 @@ class Learned:
     prepared: dict[str, float] = field(default_factory=dict)
     budget: BudgetState | None = None
     """The next state of a mismatch budget, where there is one."""
+    unfinished: Sequence[int] = ()
+    """Trajectories that later steps may learn other parts of, by their place in the batch that was prepared."""
     mismatch: GapReport = field(default_factory=GapReport)
     """How far the sampler was from the trainer."""
     trainer_logp: Tensor | None = None
     """[N] the trainer's log-probs of the batch before its first update, nan where not known; None where none are."""
     num_prepared: int = 0
-    """Sequences before the sample filters: those the preparation's numbers are of."""
+    """Sequences that the policy sampled, before the sample filters: those the preparation's numbers are of."""
 
 
 def snapshot(job: Job, stage: Stage) -> Snapshot:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.algorithms.demonstrations import sampled
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
 from burnish.core.trajectory import Trajectory
@@ -19,7 +20,6 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
 from burnish.run.visits import Visit
 from burnish.trainers.correct import WorstToken
-from burnish.trainers.demonstrated import demonstration_values
 from burnish.trainers.job import Learned
 from burnish.trainers.token_values import token_values
 from burnish.trainers.turns import dialogue, turn_values
@@ -31,12 +31,13 @@ PREPARED = {"vf_explained_var": "critic/vf_explained_var"}
 
 def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, Any]:
     """All metrics of a training step."""
-    values = reward_values(rollouts) | rollout_values(rollouts) | demonstration_values(rollouts)
+    values = reward_values(rollouts) | rollout_values(rollouts)
     batch, updates = learned.batch, learned.updates
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
-        values["reward/shaped"] = float(batch.sequence["reward"].mean()) if batch.num_sequences else 0.0
+        rewards = sampled(batch).sequence["reward"]
+        values["reward/shaped"] = float(rewards.mean()) if rewards.numel() else 0.0
     values["actor/updates"] = sum(u.skipped is None for u in updates)
     values |= {name if "/" in name else f"actor/{name}": value for name, value in mean_stats(updates).items()}
     values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
@@ -173,7 +174,7 @@ def sample_rows(
                 "finish": "demonstration" if t.is_demonstration else t.finish,
                 "length": t.num_actions,
                 "pieces": tokenizer.pieces(written),
-                "logp": sequence.behaviour_logp[sequence.action_mask].tolist(),
+                "logp": sequence.behaviour_logp[sequence.action_mask].tolist() if t.has_logp else None,
                 **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
                 "turns": dialogue(t, tokenizer),
                 "details": t.metadata.get("details"),

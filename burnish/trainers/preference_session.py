@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.preference import PreferenceLoss
+from burnish.config.data import Source
 from burnish.config.preference import PreferConfig
-from burnish.config.schema import Source
 from burnish.controller.memory import planned
 from burnish.controller.roles import build_policy
 from burnish.core.batch import Batch
@@ -24,37 +24,26 @@ from burnish.trainers import preference, updates
 from burnish.trainers.cached_reference import cached_means
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.preference import References, Unit
-from burnish.trainers.updates import Outcome, UpdateJob
+from burnish.trainers.updates import Outcome, RowsJob
 from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.join import join
 from burnish.training.parallel.ranks import Ranks
-from burnish.training.profile import step_to_profile
 from burnish.training.reference import Reference
 
 
 @dataclass
-class PreferenceJob(UpdateJob):
+class PreferenceJob(RowsJob[Unit]):
     """A run on preferences; what of it is measured, and when."""
 
     config: PreferConfig = field(kw_only=True)
     loss: PreferenceLoss = field(kw_only=True)
-    units: list[Unit] = field(kw_only=True)
-    held_out: list[Unit] = field(kw_only=True)
-    order: list[int] = field(kw_only=True)
-    """The numbers of the units of all updates."""
     references: dict[str, References | None] = field(default_factory=dict, kw_only=True)
     """Of `train` and `held_out`."""
 
     @property
     def kind(self) -> str:
-        """What its metrics on held-out data are called after."""
         return "pairs" if self.loss.is_paired else "answers"
-
-    def used(self, update: int) -> Sequence[str]:
-        """The rows of an update."""
-        size = self.config.preference.batch_size
-        return [self.units[i].id for i in self.order[(update - 1) * size : update * size]]
 
     def measure(self, update: int) -> dict[str, float]:
         """On the held-out rows: before the first update, every so many, and after the last."""
@@ -64,10 +53,6 @@ class PreferenceJob(UpdateJob):
         self.run.display.phase("measuring on held-out rows")
         found = preference.measure(self.learner, self.held_out, self.loss, self.references["held_out"])
         return {f"validation/{self.kind}/{name}": value for name, value in found.items()}
-
-    def score(self, values: dict[str, float]) -> float | None:
-        """Held-out accuracy."""
-        return values.get(f"validation/{self.kind}/accuracy")
 
 
 def execute(
@@ -99,7 +84,7 @@ def execute(
     with updates.open_run(config, config.run, resolved, name, config.seed, ranks) as run:
         job = PreferenceJob(
             config.run, run, policy, learner, stage.updates, "preference", memory=MemoryWatch(memory, "preference"),
-            config=config, loss=loss, units=units, held_out=held_out,
+            config=config, loss=loss, rows=units, held_out=held_out, batch_size=stage.batch_size,
             order=preference.unit_order(len(units), stage, config.seed),
         )  # fmt: skip
         for text in [memory.text, *warnings, *left_out.notes]:
@@ -139,7 +124,7 @@ def make_references(job: PreferenceJob, live: Reference | None) -> dict[str, Ref
         return {"train": None, "held_out": None}
     if live is not None:
         return dict.fromkeys(("train", "held_out"), _asked(live, job.learner))
-    tables = {"train": job.units, "held_out": job.held_out}
+    tables = {"train": job.rows, "held_out": job.held_out}
     return {
         name: _looked_up(cached_means(job.run, name, job.learner, units, job.loss)) if units else None
         for name, units in tables.items()
@@ -162,22 +147,15 @@ def _looked_up(means: Tensor) -> References:
 
 def train(job: PreferenceJob, profile: int | None) -> None:
     """What is left of the updates, with a measurement before the first one."""
-    display, stage = job.run.display, job.config.preference
-    if job.updates >= job.total:
-        display.note(f"{job.run.directory.path} is complete: all {job.total} updates are done")
+    if not updates.begin(job, f"{job.loss.name} on {len(job.rows):,} {job.kind}", profile):
         return
-    what = f"{len(job.units):,} {job.kind}"
-    display.start(f"{job.loss.name} on {what}: {job.policy.note}", job.total, job.updates)
-    job.profile = step_to_profile(profile, job.updates, job.total) if job.learner.ranks.is_first else None
-    if job.updates == 0 and (before := job.measure(0)):
-        job.run.commit(0, before, [])
     updates.train(
         job,
         lambda after, around: preference.train(
             job.learner,
-            job.units,
+            job.rows,
             job.loss,
-            stage,
+            job.config.preference,
             job.order,
             job.references["train"],
             after,

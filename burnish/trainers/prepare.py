@@ -15,11 +15,11 @@ from torch import Tensor
 from burnish.algorithms.advantages import ADVANTAGES, Estimate, place_rewards
 from burnish.algorithms.correction import BudgetState
 from burnish.algorithms.curriculum import linear_anneal
-from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, loss_mask_from
+from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS, edges_left, loss_mask_from
 from burnish.algorithms.filters.pairs import better_of_two, pair_counts
 from burnish.algorithms.kl import kl_reward
 from burnish.algorithms.losses.value import explained_variance
-from burnish.algorithms.replay import behaviour_anchor, is_replayed, new_ones, replay_drift
+from burnish.algorithms.replay import behaviour_anchor, is_replayed, new_ones, with_behaviour
 from burnish.algorithms.shaping import SHAPERS
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
@@ -27,7 +27,7 @@ from burnish.config.slots import Plugin
 from burnish.config.slots.curriculum import HardOnlyCurriculum
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
-from burnish.trainers.correct import GapReport, corrected, gap_report
+from burnish.trainers.correct import GapReport, acts_before_advantages, corrected, gap_report
 from burnish.trainers.functions import filter_function, function_of, options_of, policy_loss
 from burnish.trainers.process import ProcessRewards
 from burnish.trainers.state import TrainerState, first_state
@@ -72,6 +72,10 @@ class Recipe:
         elsewhere = anchored or "reference" in algorithm.loss.needs or algorithm.kl.reward.coef > 0
         self.needs_ref = elsewhere or "kl" not in self.loss.needs
         self.needs_sum_p2 = bool(algorithm.needs("sum_p2"))
+        # What comes back is anchored on the policy that wrote it, unless a correction weighs it by the policy of now.
+        self.needs_old_of_all = (
+            algorithm.replay is None or self.needs_sum_p2 or acts_before_advantages(algorithm.correction)
+        )
         self.is_paired = any(name == "pairs" for name, *_ in self.filters)
 
     # --- before the log-probs ---------------------------------------------------------------------------------------------
@@ -140,20 +144,21 @@ class Recipe:
         """
         state = state or first_state(self.algorithm)
         stats: dict[str, float] = {}
+        is_reference = reference is not None and self.needs_ref and reference.is_policy and not self.bypass
         if self.needs_sum_p2 or (self.needs_old and not self.bypass):
             wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
-            outputs = learner.outputs(batch, wanted)
-            batch = batch.with_token(old_logp=outputs.pop("logp"), **outputs)
+            asked = batch if self.needs_old_of_all or is_reference else new_ones(batch)
+            outputs = learner.outputs(asked, wanted) if asked.num_sequences else {"logp": asked.token["behaviour_logp"]}
+            old = outputs.pop("logp")
+            batch = batch.with_token(old_logp=old if asked is batch else with_behaviour(batch, old), **outputs)
         if self.bypass:  # the engine's policy is the anchor, whatever else was computed
             batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
         batch, budget, why = corrected(batch, self.algorithm.correction, stats, state.budget)
         if reference is not None and self.needs_ref:
-            same = reference.is_policy and self.needs_old and not self.bypass  # one pass serves both
+            same = is_reference and self.needs_old  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
-        if self.algorithm.replay is not None and self.needs_old:
-            stats |= {} if self.bypass else replay_drift(batch)
-            if "rollout_weight" not in batch.token:  # a correction's weights count the steps in between already
-                batch = batch.with_token(old_logp=behaviour_anchor(batch))
+        if self.algorithm.replay is not None and self.needs_old and "rollout_weight" not in batch.token:
+            batch = batch.with_token(old_logp=behaviour_anchor(batch))  # weights count the steps in between already
         if critic is not None:
             batch = batch.with_token(values=critic.values(batch))
         notes = [f"correction: {why}"] if why else []
@@ -169,7 +174,6 @@ class Recipe:
             options["baseline"] = state.reward_mean or 0.0
         if warming:
             options["lam_critic"] = 1.0
-        stats |= pair_counts(batch) if self.is_paired else {}
         estimate = self.advantage(batch, **options)
         if isinstance(estimate, Estimate):
             batch = batch.with_token(returns=estimate.returns)
@@ -220,8 +224,8 @@ class Recipe:
             rewards = rewards + column
         if term.coef > 0:
             coef = term.coef if kl_coef is None else kl_coef
-            rewards, stats["kl_reward"] = kl_reward(batch, rewards, term.estimator, coef, term.center)
-            stats["kl_coef"] = coef
+            rewards, kl = kl_reward(batch, rewards, term.estimator, coef, term.center)
+            stats |= {"kl_coef": coef} | ({} if math.isnan(kl) else {"kl_reward": kl})
         return batch.with_token(token_rewards=rewards)
 
     def lr_scale(self, step: int) -> float:
@@ -233,9 +237,11 @@ class Recipe:
 
     # --- after the advantages ---------------------------------------------------------------------------------------------
 
-    def trim(self, batch: Batch) -> Batch:
-        """Sample filters and resampling; sequences with nothing left in the loss go."""
+    def trim(self, batch: Batch, stats: dict[str, float] | None = None) -> Batch:
+        """Sample filters and resampling; sequences with nothing left in the loss go. `stats` is given what to log of it."""
         for name, function, options in self.filters:
+            if name == "pairs" and stats is not None:
+                stats.update(pair_counts(batch))
             if name in RESAMPLERS:
                 batch = batch.select(function(batch, **options))
             elif name in SAMPLE_FILTERS:
@@ -246,6 +252,14 @@ class Recipe:
         left[batch.sequence_ids[batch.loss_mask]] = True
         batch = batch.select(left.nonzero().squeeze(1))
         return batch.with_sequence(chosen=better_of_two(batch)) if self.is_paired else batch
+
+    def unfinished(self, batch: Batch) -> list[int]:
+        """The trajectories of trees that have edges for later steps, whether or not filters left any of them for this one."""
+        options = next((options for name, _, options in self.filters if name == "tree_edges"), None)
+        if options is None or self.algorithm.replay is None:
+            return []
+        found: list[int] = batch.sequence["trajectory_ids"][edges_left(batch, **options)].tolist()
+        return found
 
 
 def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from burnish.config.data import Source
 from burnish.config.reward_model import RewardModelConfig
-from burnish.config.schema import Source
 from burnish.controller.roles import build_policy
 from burnish.data.pairs import LeftOut, Pair, Reading, load_pairs
 from burnish.models.activations import set_activations
@@ -24,10 +23,9 @@ from burnish.run.staging import Stage
 from burnish.run.trackers import check_trackers
 from burnish.trainers import reward_model, updates
 from burnish.trainers.reward_model import Measured
-from burnish.trainers.updates import Outcome, UpdateJob
+from burnish.trainers.updates import Outcome, RowsJob
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO
-from burnish.training.profile import step_to_profile
 from burnish.training.scorer import STATISTICS
 
 
@@ -56,25 +54,21 @@ class SavedScorer:
     def load_weights(self, directory: Path) -> None:
         """Weights in place, and what was measured of them."""
         self.module.load_weights(directory)
-        statistics = directory / STATISTICS
-        self.measured = Measured(**json.loads(statistics.read_text())) if statistics.is_file() else None
+        self.measured = read_measured(directory)
+
+
+def read_measured(directory: Path) -> Measured | None:
+    """How the scorer of a directory does on the held-out pairs of its run, if it had any."""
+    statistics = directory / STATISTICS
+    return Measured(**json.loads(statistics.read_text())) if statistics.is_file() else None
 
 
 @dataclass
-class ScorerJob(UpdateJob):
+class ScorerJob(RowsJob[Pair]):
     """A run that trains a scorer; what of it is measured, and when."""
 
     config: RewardModelConfig = field(kw_only=True)
     scorer: SavedScorer = field(kw_only=True)
-    pairs: list[Pair] = field(kw_only=True)
-    held_out: list[Pair] = field(kw_only=True)
-    order: list[int] = field(kw_only=True)
-    """The numbers of the pairs of all updates."""
-
-    def used(self, update: int) -> Sequence[str]:
-        """The pairs of an update."""
-        size = self.config.reward_model.batch_size
-        return [self.pairs[i].id for i in self.order[(update - 1) * size : update * size]]
 
     def measure(self, update: int) -> dict[str, float]:
         """On the held-out pairs: before the first update, every so many, with every checkpoint, and after the last."""
@@ -88,18 +82,13 @@ class ScorerJob(UpdateJob):
         )
         return self.scorer.measured.values
 
-    def score(self, values: dict[str, float]) -> float | None:
-        """Held-out accuracy."""
-        return values.get("validation/pairs/accuracy")
-
 
 def execute(
     config: RewardModelConfig, resolved: dict[str, Any], base: Path, name: str, profile: int | None = None
-) -> tuple[Outcome, Measured | None]:
-    """Train as far as it is not done; how far it came, and how it does on the held-out pairs.
+) -> Outcome:
+    """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
 
-    What can be wrong with model and data is found before the run directory is made. `profile` is the update to record
-    with a profiler, or `NEXT`.
+    `profile` is the update to record with a profiler, or `NEXT`.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -117,13 +106,13 @@ def execute(
         order = reward_model.pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
         job = ScorerJob(
             config.run, run, scorer, learner, stage.updates, "reward_model",
-            config=config, scorer=scorer, pairs=pairs, held_out=held_out, order=order,
+            config=config, scorer=scorer, rows=pairs, held_out=held_out, order=order, batch_size=stage.batch_size,
         )  # fmt: skip
         for text in left_out.notes:
             run.display.note(text)
         updates.resume(job)
         train(job, profile)
-        return updates.outcome(job), scorer.measured
+        return updates.outcome(job)
 
 
 def load(
@@ -140,18 +129,12 @@ def load(
 
 def train(job: ScorerJob, profile: int | None) -> None:
     """What is left of the updates, with a measurement before the first one."""
-    display, stage = job.run.display, job.config.reward_model
-    if job.updates >= job.total:
-        display.note(f"{job.run.directory.path} is complete: all {job.total} updates are done")
+    if not updates.begin(job, f"reward model on {len(job.rows):,} pairs", profile):
         return
-    display.start(f"reward model on {len(job.pairs):,} pairs: {job.scorer.note}", job.total, job.updates)
-    job.profile = step_to_profile(profile, job.updates, job.total)
-    if job.updates == 0 and (before := job.measure(0)):
-        job.run.commit(0, before, [])
-    pad_id = job.scorer.tokenizer.pad_id
+    stage, pad_id = job.config.reward_model, job.scorer.tokenizer.pad_id
     updates.train(
         job,
         lambda after, around: reward_model.train(
-            job.learner, job.pairs, pad_id, stage, job.order, after, job.updates, around
+            job.learner, job.rows, pad_id, stage, job.order, after, job.updates, around
         ),
     )

@@ -21,8 +21,9 @@ from torch.autograd.profiler import record_function
 
 from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.surprise import surprise
+from burnish.algorithms.demonstrations import sampled
 from burnish.algorithms.losses import NllLoss
-from burnish.algorithms.replay import is_replayed
+from burnish.algorithms.replay import is_replayed, replay_drift
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
@@ -30,6 +31,7 @@ from burnish.core.trajectory import pack
 from burnish.rollout.scored import Scored
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.trainers import observe
+from burnish.trainers.demonstrated import demonstration_values
 from burnish.trainers.explain import explained
 from burnish.trainers.job import Job, Learned, snapshot
 from burnish.trainers.minibatches import mini_batches
@@ -62,6 +64,7 @@ def train(job: Job) -> bool:
                 speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
             values = observe.step_values(rollouts, learned, time.perf_counter() - started) | speed
             values |= job.source.values(rollouts, step - 1)
+            values |= demonstration_values(rollouts) if config.data.demonstrations_per_group else {}
             if job.memory is not None:
                 values |= job.memory.after(job.learner.updates, values, run.display.note)
             for line in job.health.check(step, values, job.facts):
@@ -129,8 +132,9 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
         raise explained(job, step, error) from error
     for text in notes:
         note(job, step, text)
-    batch = recipe.trim(whole)
-    learned = Learned(batch, prepared=stats, num_prepared=whole.num_sequences, budget=budget)
+    batch = recipe.trim(whole, stats)
+    learned = Learned(batch, prepared=stats, num_prepared=sampled(whole).num_sequences, budget=budget)
+    learned.unfinished = recipe.unfinished(whole)
     if batch.num_sequences == 0:
         note(job, step, f"no update, {observe.why_nothing_left(whole)}")
     loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
@@ -146,7 +150,7 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
         is_first = not learned.updates  # its forward pass saw the policy before it moved
         update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated, columns=is_first)
         if is_first and update.logp is not None:
-            learned.prepared |= surprise(mini, update.logp, update.entropy)
+            learned.prepared |= surprise(mini, update.logp, update.entropy) | replay_drift(mini, update.logp)
         learned.updates.append(update)
         if update.skipped:
             note(job, step, f"no update, {update.skipped}")
@@ -161,7 +165,7 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
     """What follows the updates of a step: the engine's version, the reference, prompt statistics, controllers."""
     for learner in job.learners:
         learner.release()
-    job.source.learnt(step, rollouts, learned.batch)
+    job.source.learnt(step, rollouts, learned.batch, learned.unfinished)
     job.source.load(step)
     if job.reference is not None and job.reference.after_step(job.learner.model, step) and job.reference.restarts:
         job.learner.reset_optimizer()

@@ -20,7 +20,6 @@ from burnish.trainers.updates import Outcome, UpdateJob
 from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.join import join
-from burnish.training.profile import step_to_profile
 
 
 def execute(
@@ -50,14 +49,9 @@ def execute(
     with updates.open_run(config, config.run, resolved, name, config.seed, ranks) as run:
         job = UpdateJob(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryWatch(memory, "sft"))
         updates.resume(job)
-        if job.updates >= stage.updates:
-            run.display.note(f"{run.directory.path} is complete: all {stage.updates} updates are done")
-        else:
-            title = f"supervised on {len(examples):,} examples: {policy.note}"
-            run.display.start(title, stage.updates, job.updates)
+        if updates.begin(job, f"supervised on {len(examples):,} examples", profile):
             for text in [memory.text, *warnings, *([note] if note is not None else [])]:
                 run.display.note(text)
-            job.profile = step_to_profile(profile, job.updates, stage.updates) if ranks.is_first else None
             updates.train(
                 job,
                 lambda after, around: sft.train(learner, examples, stage, config.seed, after, job.updates, around),

@@ -24,7 +24,7 @@ class TokenValues(NamedTuple):
     advantages: Values | None
     """None where all tokens of a sample share its advantage."""
     gap: Values | None
-    """The trainer's log-prob less the engine's."""
+    """The trainer's log-prob less the engine's; None of a demonstration, which no engine sampled."""
 
 
 def token_values(
@@ -57,7 +57,7 @@ def token_values(
 
         advantages = None if per_token is None else of(part.token["advantages"])
         gap = None
-        if trainer_logp is not None:
+        if trainer_logp is not None and not usable[owners[index]].is_demonstration:
             gap = of(part.token["trainer_logp"] - part.token["behaviour_logp"])
         found[usable[owners[index]].id] = TokenValues(advantages, gap)
     return found

@@ -1,6 +1,6 @@
 """What every run on data that is all there has in common: run directory, updates in order, checkpoints, going on.
 
-`burnish sft` and `burnish prefer` hand in a loop that makes updates and calls back after each; this module commits
+`burnish sft`, `burnish prefer` and `burnish reward-model` hand in a loop that makes updates and calls back after each; this module commits
 them, saves some, and stops when the user asks.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from burnish.config.load import dump
 from burnish.config.schema import Run as RunConfig
@@ -26,7 +26,7 @@ from burnish.run.staging import Stage
 from burnish.trainers.memory import MemoryWatch
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import Ranks
-from burnish.training.profile import profiled
+from burnish.training.profile import profiled, step_to_profile
 
 OnUpdate = Callable[[int, dict[str, float]], bool | None]
 """Called after every update with its number and metrics; True ends the training there."""
@@ -93,6 +93,40 @@ class UpdateJob:
         return None
 
 
+class HasId(Protocol):
+    """What an update is made of: a pair, a labelled answer."""
+
+    @property
+    def id(self) -> str:
+        """Of its row."""
+
+
+Row = TypeVar("Row", bound=HasId)
+
+
+@dataclass
+class RowsJob(UpdateJob, Generic[Row]):
+    """A run whose updates are made of so many rows each, in an order known beforehand, with others held out."""
+
+    rows: list[Row] = field(kw_only=True)
+    held_out: list[Row] = field(kw_only=True)
+    order: list[int] = field(kw_only=True)
+    """The numbers of the rows of all updates."""
+    batch_size: int = field(kw_only=True)
+
+    @property
+    def kind(self) -> str:
+        """What its metrics on held-out data are called after."""
+        return "pairs"
+
+    def used(self, update: int) -> Sequence[str]:
+        return [self.rows[i].id for i in self.order[(update - 1) * self.batch_size : update * self.batch_size]]
+
+    def score(self, values: dict[str, float]) -> float | None:
+        """Held-out accuracy."""
+        return values.get(f"validation/{self.kind}/accuracy")
+
+
 def open_run(config: Record, settings: RunConfig, resolved: dict[str, Any], name: str, seed: int, ranks: Ranks) -> Run:
     """The run directory, new or with its past, in the hands of the first process; the others follow when it is there."""
     if not ranks.is_first:
@@ -100,6 +134,19 @@ def open_run(config: Record, settings: RunConfig, resolved: dict[str, Any], name
     folder = RunDirectory.create(Path(settings.directory), run_name(settings.name, name, seed), dump(config))
     ranks.from_first(str(folder.path))
     return Run(folder, settings, resolved)
+
+
+def begin(job: UpdateJob, what: str, profile: int | None) -> bool:
+    """Say what is trained, and measure before the first update; False where all updates are done. `profile`: `step_to_profile`."""
+    display = job.run.display
+    if job.updates >= job.total:
+        display.note(f"{job.run.directory.path} is complete: all {job.total} updates are done")
+        return False
+    display.start(f"{what}: {job.policy.note}", job.total, job.updates)
+    job.profile = step_to_profile(profile, job.updates, job.total) if job.learner.ranks.is_first else None
+    if job.updates == 0 and (before := job.measure(0)):
+        job.run.commit(0, before, [])
+    return True
 
 
 def train(job: UpdateJob, loop: Callable[[OnUpdate, Around], None]) -> None:

@@ -20,6 +20,7 @@ from burnish.config.lora import Lora
 from burnish.config.optimizer import Optimizer
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
+from burnish.models.four_bits import plain_bytes, weight_bytes
 from burnish.models.kept import Forward
 from burnish.models.lora import wrap_layers
 from burnish.models.meta import without_memory
@@ -40,7 +41,7 @@ PIECES = 5
 
 
 _made: dict[str, Decoder] = {}
-"""The last policy made: plans are compared that differ in other things."""
+"""The last two models made, those of a policy and of a process reward model: plans are compared that differ in other things."""
 
 
 def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None) -> Decoder:
@@ -51,7 +52,8 @@ def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None) -> De
             model = Decoder(arch).to(dtype)
             if lora is not None:
                 wrap_layers(model, lora)
-        _made.clear()
+        if len(_made) > 1:
+            del _made[next(iter(_made))]
         _made[key] = model
     return _made[key]
 
@@ -94,6 +96,8 @@ class Footprint:
     """For a moment in an update."""
     is_accumulated: bool
     """Whether an update has several backward passes, so that all but the first find sums."""
+    whole: int
+    """Of the weights, what no processes divide: matrices in 4 bits."""
 
     @property
     def resident(self) -> int:
@@ -118,7 +122,8 @@ class Footprint:
     def cut(self, shards: int) -> Footprint:
         """Of one of several processes that hold a piece of every parameter each."""
         parts = ("weights", "master", "moments", "on_host", "sums", "gradients")
-        return replace(self, **{name: getattr(self, name) // shards for name in parts})
+        pieces = {name: getattr(self, name) // shards for name in parts}
+        return replace(self, **pieces | {"weights": self.whole + (self.weights - self.whole) // shards})
 
 
 def footprint(model: nn.Module, optimizer: Optimizer, learning: Learning, on_gpu: bool) -> Footprint:
@@ -132,7 +137,8 @@ def footprint(model: nn.Module, optimizer: Optimizer, learning: Learning, on_gpu
     state = sum(size_of(spec) for layout in layouts for spec in layout.values())
     passing = _passes(model, decoder, learning, on_gpu)
     return Footprint(
-        weights=sum(p.nbytes for p in model.parameters()),
+        weights=weight_bytes(model),
+        whole=weight_bytes(model) - sum(p.nbytes for p in model.parameters()),
         master=master,
         moments=state - master,
         on_host=state if optimizer.offload and on_gpu else 0,
@@ -154,6 +160,8 @@ def _passes(model: nn.Module, decoder: Decoder, learning: Learning, on_gpu: bool
     activations = forward.layers(policy).of(rows, tokens) + forward.around().of(rows, tokens) + states
     again = forward.again(policy).of(rows, tokens)
     layer = again + rows * (GATE[policy == "selective", on_gpu] * arch.mlp_size + arch.hidden_size) * element
+    # A matrix in 4 bits is plain for a moment, when the gate's gradients are not there.
+    layer = max(layer, again + rows * (arch.mlp_size + arch.hidden_size) * element + plain_bytes(decoder, on_gpu))
     to_come = sum(
         p.nbytes for p in decoder.layers[0].parameters() if p.requires_grad
     )  # of the gradients of all parameters

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from burnish.core.batch import Batch
+from burnish.core.hands import ALONE, Hands
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
 from burnish.models.ops.kl import Distribution
@@ -17,6 +18,9 @@ from burnish.models.ops.trunks import Trunks
 from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_batches, single_units, whole_units
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharing import pays, shared_prefixes
+
+LEAST_TOKENS = 256
+"""Of a micro-batch that is made only so that nobody stands idle."""
 
 Needs = frozenset[str]
 """What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy`, `kl` or `sum_p2` if named."""
@@ -66,12 +70,15 @@ class Packing:
     """b / a of the cost a L + b L^2 of a sequence of L tokens."""
     shares: bool = False
     """Whether the model computes tokens that the samples of a group begin with once."""
+    hands: int = 1
+    """How many micro-batches are computed at once, with one token budget among them."""
 
     @staticmethod
-    def of(model: nn.Module, token_budget: int, share_prompts: bool = True) -> Packing:
+    def of(model: nn.Module, token_budget: int, share_prompts: bool = True, hands: int = 1) -> Packing:
         """As suits a model: ours shares prompts and knows what its attention costs."""
         cost = getattr(model, "attention_cost", None)
-        return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prompts and cost is not None)
+        shares = share_prompts and cost is not None
+        return Packing(token_budget, ATTENTION_COST if cost is None else cost, shares, hands)
 
 
 @dataclass(frozen=True)
@@ -140,8 +147,13 @@ def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> li
     if not chosen.numel():
         return []
     whole = chosen.numel() == batch.num_sequences
+    if not whole_groups:
+        packing = replace(packing, token_budget=max(1, packing.token_budget // packing.hands))
     units, shared = (_whole_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
-    return [_piece(batch, chosen, part, shared, mask) for part in micro_batches(units, packing.token_budget)]
+    enough = sum(unit.num_tokens for unit in units) // LEAST_TOKENS
+    multiple = max(1, min(packing.hands, len(units), enough))
+    parts = micro_batches(units, packing.token_budget, multiple=multiple)
+    return [_piece(batch, chosen, part, shared, mask) for part in parts]
 
 
 def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
@@ -221,13 +233,16 @@ def batch_outputs(
     on_piece: Callable[[Piece], None] | None = None,
     ranks: Ranks = SOLO,
     reference: AskReference | None = None,
+    hands: Hands = ALONE,
 ) -> dict[str, Tensor]:
     """[N] outputs at the tokens of the mask column, by name, without gradient; 0 elsewhere."""
     columns: dict[str, Tensor] = {}
-    for piece in pieces(batch, packing, mask, ranks):
+    found = pieces(batch, packing, mask, ranks)
+    outputs = hands.map(lambda _, piece: forward(model, piece, needs, temperature, reference), found)
+    for piece, output in zip(found, outputs, strict=True):
         if on_piece is not None:
             on_piece(piece)
-        for name, values in forward(model, piece, needs, temperature, reference).items():
+        for name, values in output.items():
             if name not in columns:
                 columns[name] = values.new_zeros(batch.num_tokens)
             columns[name][piece.positions] = values

@@ -15,6 +15,7 @@ from burnish.config.lora import Lora
 from burnish.config.optimizer import Optimizer
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
+from burnish.models.four_bits import weight_bytes
 from burnish.models.value import ValueModel
 from burnish.training.footprint import Footprint, Learning, footprint, meta_policy
 
@@ -53,10 +54,14 @@ class Setup:
     critic: Optimizer | None = None
     process: Optimizer | None = None
     """Of a process reward model."""
+    process_arch: Architecture | None = None
+    """Of one with weights of its own; None is a copy of the policy."""
     cache: int = 0
     """Bytes of the engine's cache, which sleeps while the learners work."""
     engine_copy: bool = False
     """Whether the engine has weights of its own."""
+    plain_copy: bool = False
+    """Whether those are plain, also where the policy's are in 4 bits."""
     section: str = "training"
     """Where in the configuration the learner's keys are."""
     shards: int = 1
@@ -129,10 +134,11 @@ def plan(setup: Setup) -> Plan:
     model = meta_policy(setup.arch, dtype, setup.lora)
     actor = footprint(model, setup.optimizer, setup.learning, setup.on_gpu).cut(setup.shards)
     learners = {POLICY: actor}
-    weights = sum(p.nbytes for p in model.parameters())
+    weights = weight_bytes(model)
     others = [*_gathered(setup, model), *_reference(setup, actor)]
     if setup.engine_copy:
-        others.append(Part("engine's weights", weights, "a sampler with a fault has its own"))
+        own = setup.arch.num_parameters * dtype.itemsize if setup.plain_copy else weights
+        others.append(Part("engine's weights", own, "a sampler with a fault has its own"))
     if setup.critic is not None:
         critic_model = ValueModel(model)
         critic = footprint(critic_model, setup.critic, replace(setup.learning, full_kl=False), setup.on_gpu)
@@ -142,9 +148,11 @@ def plan(setup: Setup) -> Plan:
         learners[CRITIC] = critic
         others.append(Part("critic", critic.resident, "weights, master copies, moments"))
     if setup.process is not None:
-        process = footprint(model, setup.process, replace(setup.learning, full_kl=False), setup.on_gpu)
-        if setup.lora is not None:
-            process = replace(process, weights=sum(p.nbytes for p in model.parameters() if p.requires_grad))
+        shape = setup.process_arch
+        judge = model if shape is None else meta_policy(shape, dtype, setup.lora)
+        process = footprint(judge, setup.process, replace(setup.learning, full_kl=False), setup.on_gpu)
+        if setup.lora is not None and shape is None:  # the frozen weights are the policy's
+            process = replace(process, weights=sum(p.nbytes for p in judge.parameters() if p.requires_grad))
         learners[PROCESS_MODEL] = process
         start = 0 if setup.lora is not None else process.weights
         others.append(Part("process reward model", process.resident + start, "weights, copies, moments; its start"))
@@ -171,7 +179,8 @@ def _rest(name: str, learners: dict[str, Footprint]) -> int:
 
 
 def _parts_of_state(setup: Setup, one: Footprint) -> list[Part]:
-    found = [Part("weights", one.weights, f"{setup.arch.num_parameters:,} parameters in {setup.dtype}")]
+    quantised = "" if setup.lora is None or setup.lora.base == "dtype" else f", the layers' in {setup.lora.base}"
+    found = [Part("weights", one.weights, f"{setup.arch.num_parameters:,} parameters in {setup.dtype}{quantised}")]
     for name, size, note in (
         ("master copies", one.master, "float32"),
         ("moments", one.moments, setup.optimizer.name),
@@ -188,9 +197,8 @@ def _parts_of_learning(setup: Setup, name: str, learners: dict[str, Footprint]) 
     if one.passing >= one.sums + one.update:
         tokens = f"{learning.rows:,} tokens" if learning.tokens == learning.rows else f"{learning.rows:,} rows"
         found.append(Part("gradient sums", one.sums * one.is_accumulated))
-        found.append(
-            Part("activations", one.activations, f"{tokens} x {setup.arch.num_layers} layers, {setup.activations}")
-        )
+        arch = setup.process_arch if name == PROCESS_MODEL and setup.process_arch is not None else setup.arch
+        found.append(Part("activations", one.activations, f"{tokens} x {arch.num_layers} layers, {setup.activations}"))
         found.append(Part(_words(one), one.transient))
     else:
         found += [

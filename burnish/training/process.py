@@ -6,6 +6,7 @@ Both give log-probs at temperature 1: what the policy was sampled at is no busin
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +30,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def twin_of(policy: Model) -> Model:
     """A copy to be trained by itself. Of a policy with adapters these alone are copied: the frozen weights below are the policy's own."""
     own = adapter_weights(policy)
-    shared = {id(p): p for name, p in policy.named_parameters() if own and name not in own}
+    shared = {
+        id(t): t for name, t in chain(policy.named_parameters(), policy.named_buffers()) if own and name not in own
+    }
     return copy.deepcopy(policy, shared)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.algorithms.kl import ema_update
-from burnish.config.schema import Model
+from burnish.config.model import Model
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.ops.kl import Distribution

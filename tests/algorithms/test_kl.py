@@ -185,6 +185,15 @@ def test_the_logged_kl_does_not_depend_on_the_coefficient_and_leaves_out_rows_no
         assert kl_reward(emptied, f1.token["token_rewards"], "k1", coef)[1] == pytest.approx(-0.125 / 3, abs=1e-9)
 
 
+def test_the_logged_kl_is_of_the_policys_own_samples(f1: Batch) -> None:
+    shown = f1.with_sequence(demonstration=torch.tensor([False, False, False, True]))
+    rewards, current = kl_reward(shown, f1.token["token_rewards"], "k1", 0.1)
+    close(rewards[f1.action_mask], SHAPED)
+    assert current == pytest.approx(-0.125 / 3, abs=1e-9)
+    alone = f1.with_sequence(demonstration=torch.tensor([True] * 4))
+    assert math.isnan(kl_reward(alone, f1.token["token_rewards"], "k1", 0.1)[1])
+
+
 def test_centring_by_token_on_f1(f1: Batch) -> None:
     rewards, current = kl_reward(f1, f1.token["token_rewards"], "k1", 0.1, "token")
     expected = [-0.013846, -0.013846, 0.016154, 0.986154, -0.013846, 0.016154, 0.026154, -0.013846, 0.006154, 0.016154, -0.013846, -0.003846, 1.006154]  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from burnish.cli.main import main
-from burnish.config.schema import Model, NewModel
+from burnish.config.model import Model, NewModel
 from burnish.evaluation.completions import read_completions
 from burnish.models.policy import load_policy
 from burnish.run.checkpoints import Checkpoints

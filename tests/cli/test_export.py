@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli.main import main
-from burnish.config.schema import Model
+from burnish.config.model import Model
 from burnish.models.adapters import is_adapter
 from burnish.models.policy import load_policy
 from burnish.run.checkpoints import MANIFEST, Checkpoints

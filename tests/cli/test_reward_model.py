@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli.main import main
-from burnish.config.schema import Model, NewModel
+from burnish.config.model import Model, NewModel
 from burnish.data.tasks.registry import make_preferences
 from burnish.models.policy import load_policy
 from burnish.run.metrics import MEASURED, read

@@ -9,7 +9,7 @@ import torch
 
 from burnish.cli.main import main
 from burnish.cli.sample import Printer
-from burnish.config.schema import Model, NewModel
+from burnish.config.model import Model, NewModel
 from burnish.models.policy import load_policy
 from burnish.models.tokenizer import Tokenizer
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli.main import main
-from burnish.config.schema import Model, NewModel, Sft
+from burnish.config.model import Model, NewModel
+from burnish.config.schema import Sft
 from burnish.data.supervised import Example, example_order
 from burnish.models.policy import load_policy
 from burnish.run.metrics import MEASURED, read

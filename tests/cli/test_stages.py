@@ -20,11 +20,14 @@ import pytest
 import yaml
 
 from burnish.cli import stage_commands
+from burnish.config.errors import UserError
 from burnish.data import outputs
 from burnish.evaluation.journal import Journal as EvalJournal
 from burnish.run.processes import descendants, send
 from burnish.run.run import Run
-from burnish.run.stage_index import StageIndex, read_outcome
+from burnish.run.stage_index import Outcome, StageIndex, read_outcome, write_outcome
+from burnish.run.supervise import is_possible
+from burnish.trainers.stages import Planned, Stages
 from tests.cli.staged import CLEAN, recipe, refused, remains, sft, short, stages
 
 
@@ -219,6 +222,24 @@ def test_from_needs_the_stages_before_it_and_a_name_that_there_is(capsys: pytest
     assert "did you mean 'scorer'" in refused(capsys, tree, "--from", "scorrer")
 
 
+def test_a_stage_left_out_while_from_begins_again_before_it_is_begun_again_itself(tmp_path: Path) -> None:
+    a, b, c = (Planned(name, "sft", None, (), {"of": name}) for name in "abc")
+
+    def make(*plan: Planned, start_from: str | None = None) -> None:
+        with Stages.open(tmp_path / "all", plan, "", start_from) as opened:
+            for stage in opened.left():
+                opened.begin(stage)
+                (tmp_path / "all" / stage.name).mkdir()
+                write_outcome(tmp_path / "all" / stage.name, Outcome(stage.name, {}))
+                assert opened.end(stage)
+
+    make(a, b, c)
+    make(a, c, start_from="a")
+    assert not (tmp_path / "all" / "b").exists()
+    with pytest.raises(UserError, match="--from c: stage b before it is not done"):
+        make(a, b, c, start_from="c")
+
+
 def test_a_kill_while_from_deletes_leaves_nothing_old_to_be_taken_for_new(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = short("cold")
     assert stages(tree) == 0
@@ -270,7 +291,10 @@ def test_two_at_once_and_folders_of_others_are_refused(capsys: pytest.CaptureFix
 
 
 def test_the_process_above_the_stages_stays_light() -> None:
-    Path("all.yaml").write_text(yaml.safe_dump(recipe(), sort_keys=False))
+    Path("heavy.py").write_text("import numpy\n\ndef f(completions):\n    return [0.0] * len(completions)\n")
+    tree = recipe()
+    tree["stages"]["last"]["config"]["reward"]["parts"].append("heavy.py:f")
+    Path("all.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     code = (
         "import sys; from burnish.config.load import load; from burnish.config.stages import StagesConfig; from pathlib import Path;"
         "import burnish.cli.stages as s; from burnish.cli.stage_plan import make_plan;"
@@ -278,6 +302,56 @@ def test_the_process_above_the_stages_stays_light() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stop_in_the_last_step_of_a_stage_is_one_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = Run.commit
+
+    def interrupted(run: Run, number: int, *rest: Any) -> None:
+        commit(run, number, *rest)
+        if (run.directory.name, number) == ("cold", 20):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Run, "commit", interrupted)
+    tree = short("cold", "scorer")
+    assert stages(tree) == 0
+    assert "stopped after stage cold; the same command goes on from here: runs/all" in capsys.readouterr().out
+    assert list(StageIndex.read(Path("runs/all")).entries) == ["base", "cold"]
+    assert stages(tree) == 0
+    assert StageIndex.read(Path("runs/all")).is_done("scorer")
+
+
+STUB = """
+import os, signal, sys, time
+from burnish.cli import main, stage_commands
+from burnish.run.stage_index import Outcome, write_outcome
+
+def run_stage(plan, ready, made):
+    name, heard = ready.planned.name, []
+    if name == "cold":
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not heard:  # passed on by the process above
+            time.sleep(0.01)
+    (plan.folder / name).mkdir()
+    write_outcome(plan.folder / name, Outcome(name, {}))
+    return 0
+
+stage_commands.run_stage = run_stage
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
+def test_a_stop_that_the_driver_of_a_stage_finishes_with_stops_the_process_above_it() -> None:
+    Path("all.yaml").write_text(yaml.safe_dump(short("cold", "scorer"), sort_keys=False))
+    command = [sys.executable, "-c", STUB, "stages", "all.yaml", "run.name=all"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "stopped after stage cold" in done.stdout
+    assert list(StageIndex.read(Path("runs/all")).entries) == ["base", "cold"]
 
 
 def size(folder: Path) -> int:

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from burnish.cli.main import main
+from burnish.cli.stage_plan import Plan, make_plan
+from burnish.cli.stages import planned_model
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 from burnish.config.stage_trees import load_stages
@@ -76,6 +78,37 @@ WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
         ["no.py:f"],
         "stage last: plug-in 'no.py:f': no such file",
     ),
+    "no such teacher": (
+        ("last", "config", "algorithm"),
+        {"kl": {"loss": {"coef": 0.1}, "reference": {"name": "teacher", "path": "nowhere"}}},
+        "stage last: algorithm.kl.reference.path: no directory nowhere",
+    ),
+    "no such process model": (
+        ("last", "config", "algorithm"),
+        {"preset": "prime", "process": {"path": "nowhere"}},
+        "stage last: algorithm.process.path: no directory nowhere",
+    ),
+    "no such reward model": (
+        ("last", "config", "reward", "parts"),
+        ["task", {"name": "model", "options": {"path": "nowhere"}}],
+        "stage last: reward.parts[1] (model): options.path: no directory nowhere",
+    ),
+    "no such judge": (
+        ("last", "config", "reward", "parts"),
+        [{"name": "judge", "options": {"path": "nowhere"}}],
+        "stage last: reward.parts[0] (judge): options.path: no directory nowhere",
+    ),
+    "no such reward": (("last", "config", "reward", "parts"), ["tusk"], "stage last: unknown reward 'tusk'"),
+    "an option that no reward model has": (
+        ("last", "config", "reward", "parts"),
+        [{"name": "model", "options": {"path": "stage:scorer", "clips": 1}}],
+        "stage last: reward.parts[0] (model): unknown option 'clips'",
+    ),
+    "an option that no judge has": (
+        ("last", "config", "reward", "parts"),
+        [{"name": "judge", "options": {"path": "stage:cold", "vote": 3}}],
+        "stage last: reward.parts[0] (judge): unknown option 'vote'",
+    ),
     "what eval refuses": (("samples", "options", "temperature"), 0, "samples at temperature 0 are all alike"),
     "no such recipe": (("cold", "recipe"), "no.yaml", "no.yaml: no such file"),
 }
@@ -95,9 +128,68 @@ def test_what_is_wrong_with_any_stage_is_said_before_the_first_starts(
     assert not Path("runs").exists()
 
 
+def test_a_function_of_the_user_s_is_looked_at_before_the_first_stage_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("mine.py").write_text("def f(completions, weight=1.0):\n    return [weight] * len(completions)\n")
+    Path("fatal.py").write_text("import os\nos._exit(3)\n")
+    tree = short("cold", "reasoning")
+    place = tree["stages"]["reasoning"]["config"]["reward"]
+    place["parts"] = [{"name": "mine.py:f", "options": {"wait": 2}}]
+    assert "stage reasoning: reward.parts[0] (mine.py:f): unknown option 'wait'" in refused(capsys, tree)
+    place["parts"] = ["mine.py:g"]
+    assert "mine.py defines no 'g'" in refused(capsys, tree)
+    place["parts"] = ["task", "fatal.py:f"]
+    assert "stage reasoning: reward.parts: a process that imported fatal.py:f ended" in refused(capsys, tree)
+    place["parts"] = [{"name": "mine.py:f", "options": {"weight": 2}}]
+    assert stages(tree, "--dry-run") == 0
+
+
+def test_a_judge_that_a_stage_makes_is_no_obstacle_to_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = short("cold", "reasoning")
+    judge = {"name": "judge", "options": {"path": "stage:cold", "device": "cpu"}}
+    tree["stages"]["reasoning"]["config"]["reward"]["parts"] = [judge]
+    assert stages(tree, "--dry-run") == 0
+    assert capsys.readouterr().out.count("memory: ") == 2
+
+
+def test_a_stage_is_planned_with_the_adapters_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tree = short("cold", "reasoning", "preferred", "merged", "last")
+    tree["model"] = {"path": "model", "device": "cpu"}
+    tree["stages"]["reasoning"]["config"]["model"] = {"lora": {"rank": 2}}
+    tree["stages"]["last"]["config"]["reward"].pop("parts")
+    plan = plan_of(tree)
+    loras = {name: planned_model(plan, one).lora for name, one in plan.stages.items() if one.loaded is not None}
+    assert {name: lora and lora.rank for name, lora in loras.items()} == {
+        **{"cold": None, "reasoning": 2, "preferred": 2, "last": None}
+    }
+    tree["model"] = {"adapter": "model", "path": "model", "device": "cpu"}
+    tree["stages"]["reasoning"]["config"].pop("model")
+    plan = plan_of(tree)
+    adapters = {name: planned_model(plan, one).adapter for name, one in plan.stages.items() if one.loaded is not None}
+    assert adapters == {"cold": "model", "reasoning": "model", "preferred": "model", "last": None}
+
+
+def test_what_a_run_may_change_a_stage_may() -> None:
+    tree = short("cold", "reasoning")
+    pools = {"here": {"places": 1, "cpus": 2}}
+    placement = {"name": "ray", "pools": pools, "roles": {"actor": "here", "rollout": "here"}}
+    tree["stages"]["reasoning"]["config"]["placement"] = placement
+    asked = plan_of(tree).stages["reasoning"].planned.asked
+    assert [key for key in asked if key.startswith("placement.")] == []
+    assert "rollout.n" in asked
+
+
+def plan_of(tree: dict[str, Any]) -> Plan:
+    Path("all.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    return make_plan(load(StagesConfig, Path("all.yaml")), Path("all.yaml"), "all")
+
+
 def test_a_stage_of_any_name_or_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     tree = recipe()
     assert "a stage cannot be called 'base'" in refused(capsys, {**tree, "stages": {"base": tree["stages"]["cold"]}})
+    assert "a stage cannot be called 'lock'" in refused(capsys, {**tree, "stages": {"lock": tree["stages"]["cold"]}})
     assert "a stage cannot be called 'a/b'" in refused(capsys, {**tree, "stages": {"a/b": tree["stages"]["cold"]}})
     assert "stages" in refused(capsys, {**tree, "stages": {}})
     assert "measure needs data" in refused(capsys, {**tree, "measure": {"limit": 3}})

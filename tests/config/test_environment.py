@@ -21,8 +21,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def test_a_name_alone_is_an_environment() -> None:
-    config = load(TrainConfig, None, [GAME[0], GAME[1], "environment=guess_number"]).config
-    assert (config.environment.name, config.environment.max_turns) == ("guess_number", 1)
+    config = load(TrainConfig, None, [GAME[0], GAME[1], "environment=game.py:Game"]).config
+    assert (config.environment.name, config.environment.max_turns) == ("game.py:Game", 1)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,8 @@ def test_a_name_alone_is_an_environment() -> None:
         (["reward.parts=[exact]"], "reward.parts has no effect: environment guess_number gives the rewards itself"),
         (["environment.max_turns=1", "environment.max_tokens=9"], "max_tokens has no effect with environment.max_turns=1"),
         ([*ONE_TURN, "data.train={task: sort_digits}"], "gigpo compares turns that begin in the same state"),
+        (["environment.max_turns=1"], "max_turns=1 ends it after the first guess: set environment.max_turns"),
+        (["environment={name: game.py:Game, max_turns: 1}"], "gigpo compares turns that begin in the same state, and environment.max_turns=1"),
         (["rollout.n=1"], "compares samples of one prompt"),
         (["algorithm.advantage=spo_tree"], "cannot be brought back to there"),
         (
@@ -63,3 +65,10 @@ def test_any_environment_shrinks_to_the_built_in_game(name: str, tmp_path: Path)
     assert [source.task for source in (*config.data.train, *config.data.validation)] == ["guess_number"] * 2
     assert config.warm_start is not None
     assert config.warm_start.data[0].task == "guess_number"
+
+
+def test_an_environment_of_one_turn_shrinks_to_a_game_of_two(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "{model: {path: m}, data: {train: {path: a.jsonl}}, environment: game.py:Game, reward: {parts: exact}, algorithm: dr_grpo}"
+    )
+    assert load_small(TrainConfig, tmp_path / "recipe.yaml", [])[0].config.environment.max_turns == 2

@@ -38,6 +38,8 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
         (["model.adapter=x", "model.path=null", "model.new={}"], "model.adapter adapts a model that has learnt"),
         (["model.lora={}", "model.backend=transformers"], "model.lora needs the native decoder"),
         (["model.lora.dropout=0.1"], "dropout"),
+        (["model.lora.base=int4"], "model.lora.base: got 'int4'"),
+        (["model.lora.base=nf4", "model.backend=transformers"], "model.lora needs the native decoder"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(overrides: list[str], words: str) -> None:

@@ -18,6 +18,7 @@ from burnish.config.shrink import shrink
 from burnish.config.stage_shrink import load_small_stages
 from burnish.config.stage_trees import load_stages
 from burnish.config.stages import StagesConfig
+from burnish.data.tasks.registry import make_task
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PREFERENCES = ("dpo", "ipo", "kto", "simpo", "orpo")
@@ -95,6 +96,20 @@ def test_a_recipe_of_everything_becomes_small_everywhere(tmp_path: Path) -> None
     assert (config.validation.modes["sampled"].n, config.validation.modes["sampled"].max_tokens) == (2, 10)
     assert config.validation.modes["sampled"].temperature == 0.6
     assert config.warm_start is not None
+
+
+def test_all_data_of_an_environment_of_several_turns_becomes_the_games(tmp_path: Path) -> None:
+    text = """
+    model: {path: models/big}
+    environment: {name: 'mine.py:Game', max_turns: 9}
+    data: {train: {path: a.parquet}, demonstrations: {path: d.parquet}, budget: {low: 100, high: 4000}}
+    algorithm: {auxiliary: {sft: 0.1}, shaping: [lcpo_exact]}
+    """
+    data = small(tmp_path, text).data
+    assert [source.task for source in (*data.train, *data.demonstrations)] == ["guess_number"] * 2
+    assert data.budget is not None
+    made = [make_task(source.task, source.options, 0) for source in data.train if source.task is not None]
+    assert set(data.budget.text.replace("{n}", "0123456789")) <= set(made[0].alphabet or "")
 
 
 def test_every_stage_keeps_a_step_of_its_own(tmp_path: Path) -> None:

@@ -7,18 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.load import load
-from burnish.config.schema import Model, NewModel, Reward, Rollout, TrainConfig
-from burnish.controller.judge import EngineJudge, fingerprint
+from burnish.config.model import Model, NewModel
+from burnish.config.reward import Reward
+from burnish.config.rollout import Rollout
+from burnish.config.schema import TrainConfig
+from burnish.controller import judge as judges
+from burnish.controller.judge import EngineJudge
 from burnish.controller.judge_worker import request_of
 from burnish.controller.memory import planned
 from burnish.controller.roles import build_engine, build_scorers
@@ -26,6 +31,7 @@ from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.judge.endpoint import JudgeFailed
 from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import ScoreRequest
@@ -136,7 +142,88 @@ def test_a_process_that_dies_is_started_again_and_asked_again(judge: EngineJudge
     assert judge._worker._process.pid != process.pid
 
 
-def test_the_cache_knows_the_model_and_not_the_process(judge: EngineJudge, tmp_path: Path) -> None:
+class Mortal:
+    """Stands where a process does: it dies of the next question once it has given so many answers in its life."""
+
+    made: ClassVar[list[Mortal]] = []
+    answers: ClassVar[list[int]] = []
+    """Of those still to be made, the next one's first; 0 where the list is empty."""
+    note = ""
+
+    def __init__(self, directory: Path, options: JudgeOptions) -> None:
+        self.left, self.is_dead, self.is_killed = self.answers.pop(0) if self.answers else 0, False, False
+        self.made.append(self)
+
+    def submit(self, body: dict[str, Any]) -> Future[str]:
+        question: Future[str] = Future()
+        self.is_dead = self.left == 0
+        self.left -= 1
+        if self.is_dead:
+            question.set_exception(judges.Died("it died"))
+        else:
+            question.set_result("9")
+        return question
+
+    def kill(self) -> None:
+        self.is_dead = self.is_killed = True
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> type[Mortal]:
+    monkeypatch.setattr(judges, "Worker", Mortal)
+    monkeypatch.setattr(Mortal, "made", [])
+    monkeypatch.setattr(Mortal, "answers", [])
+    return Mortal
+
+
+def test_a_process_that_always_dies_is_started_again_three_times_in_a_row(
+    mortal: type[Mortal], directory: Path
+) -> None:
+    made = EngineJudge(directory, JudgeOptions.of(options_of(directory, retries=9), "here"))
+    for _ in range(2):  # whoever asks later starts no more
+        with pytest.raises(JudgeFailed, match="died after each of 3 starts without an answer"):
+            made.ask(body("1"), time.monotonic() + 60)
+        assert len(mortal.made) == 1 + 3
+    mortal.made.clear()
+    mortal.answers[:] = [0, 0, 0, 1]
+    made = EngineJudge(directory, JudgeOptions.of(options_of(directory, retries=9), "here"))
+    assert made.ask(body("1"), time.monotonic() + 60) == ("9", 3)
+    with pytest.raises(JudgeFailed, match="after each of 3 starts"):
+        made.ask(body("1"), time.monotonic() + 60)
+    assert len(mortal.made) == 4 + 3  # an answer gives it three more
+
+
+def test_a_judge_that_is_closed_while_its_process_starts_leaves_none(
+    mortal: type[Mortal], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = EngineJudge(directory, JudgeOptions.of(options_of(directory), "here"))
+    mortal.made[0].is_dead = True
+    is_starting, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(Mortal):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            is_starting.set()
+            assert may_go_on.wait(60)
+
+    monkeypatch.setattr(judges, "Worker", Slow)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(made.ask, body("1"), time.monotonic() + 60)
+        assert is_starting.wait(60)
+        made.close()
+        assert not mortal.made[1].is_killed
+        may_go_on.set()
+        with pytest.raises(JudgeFailed, match="the judge was closed"):
+            asked.result(60)
+    assert mortal.made[1].is_killed
+    with pytest.raises(JudgeFailed, match="the judge was closed"):
+        made.ask(body("1"), time.monotonic() + 60)
+    assert len(mortal.made) == 2
+
+
+def test_the_cache_knows_the_model_and_not_the_process(
+    judge: EngineJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, first = scored(judge, ANSWERS[:5], tmp_path, cache="kept")
     _, again = scored(judge, ANSWERS[:5], tmp_path, cache="kept")
     assert (first["judge_calls"], again["judge_calls"], again["judge_cached"]) == (5, 0, 5)
@@ -144,11 +231,15 @@ def test_the_cache_knows_the_model_and_not_the_process(judge: EngineJudge, tmp_p
     copy.mkdir()
     for file in judge.directory.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    assert fingerprint(copy) == fingerprint(judge.directory)
-    weights = bytearray((copy / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (copy / "model.safetensors").write_bytes(weights)
-    assert fingerprint(copy) != fingerprint(judge.directory)
+    monkeypatch.setattr(judges, "Worker", Mortal)
+    assert EngineJudge(copy, judge.options).address == judge.address
+    large = bytearray(1 << 19)
+    seen = set()
+    for at in (0, 1 << 18, (1 << 19) - 1):
+        large[at] ^= 1
+        (copy / "more.safetensors").write_bytes(large)
+        seen.add(EngineJudge(copy, judge.options).address)
+    assert len(seen | {judge.address}) == 4
 
 
 def test_a_question_that_leaves_no_room_is_a_failure_of_the_scorer(judge: EngineJudge) -> None:

@@ -99,6 +99,20 @@ def test_a_critic_and_a_warm_start_have_their_place(directory: Path) -> None:
     assert "the critic learns" in found.text
 
 
+def test_the_plan_reads_the_shape_of_a_process_reward_model(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    path = tmp_path / "it" / "config.json"
+    path.write_text(json.dumps({**SHAPE, "num_hidden_layers": 4}))
+    prime = ["algorithm=prime", f"algorithm.process.path={path.parent}"]
+    setup = of_train(directory, *prime).stages["training"].setup
+    assert (setup.arch.num_layers, setup.process_arch and setup.process_arch.num_layers) == (28, 4)
+    assert of_train(directory, prime[0]).stages["training"].setup.process_arch is None
+    path.write_text(json.dumps({"model_type": "mamba"}))
+    reason = of_train(directory, *prime).reason
+    assert reason is not None
+    assert f"algorithm.process.path={path.parent}: the forward pass is transformers' own" in reason
+
+
 def test_a_supervised_run_is_planned_too(directory: Path) -> None:
     overrides = [f"model.path={directory}", "model.dtype=bfloat16", "model.device=cuda", "sft.data.path=x.jsonl"]
     found = planned(load(SftConfig, None, overrides).config, None)

@@ -25,6 +25,8 @@ from tests.controller.toy import TOY, config_of
 BASIC = ["model.new.num_layers=1", "data.train.task=sort_digits"]
 IN_ONE = ["placement=ray", "placement.pools={a: {}}", "placement.roles={actor: a, rollout: a}"]
 APART = ["placement=ray", "placement.pools={a: {}, b: {}}", "placement.roles={actor: a, rollout: b, reference: b}", "algorithm.kl.loss.coef=0.1"]  # fmt: skip
+SCORED = ["placement=ray", "placement.pools={a: {}, b: {}}", "placement.roles={actor: a, rollout: a, reward: b}"]
+BESIDE = ["placement=ray", "placement.pools={a: {}, b: {}}", "placement.roles={actor: a, rollout: b, critic: b}", "algorithm=ppo"]  # fmt: skip
 
 
 def bundles(layout: str, workers: int, engines: int, on_gpu: bool = False) -> tuple[int, list[int], list[int]]:
@@ -166,12 +168,27 @@ def test_one_process_needs_no_cluster() -> None:
         ([*APART, "algorithm.kl.loss.estimator=full"], "compares whole distributions inside the policy's update"),
         ([*APART, "placement.pools={a: {gpu: false}, b: {}}"], "leaves the actor without a GPU"),
         ([*IN_ONE, "placement.pools={a: {places: 3}}", "parallel.replicate=2"], "placement.pools.a.places=3: parallel: .* does not make 3 processes"),
+        ([*SCORED, 'reward.parts=[{name: judge, options: {url: "http://a/v1", model: m}}]'], "every part of the reward is a judge"),
+        ([*IN_ONE, "placement.pools={a: {gpu: false}}", "model.device=cuda"], "model.device=cuda, but placement.pools.a.gpu=false"),
+        ([*BESIDE, "rollout.source=async"], "rollout.source=async samples while the learner learns, and one pool"),
         ([*IN_ONE, "rollout.source=ahead"], "one pool lets them take turns: give them pools of their own"),
     ],
 )  # fmt: skip
 def test_what_would_have_no_effect_or_cannot_be_done_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         load(TrainConfig, None, [*BASIC, *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SCORED, 'reward.parts=[{name: judge, options: {url: "http://a/v1", model: m}}, task]'],
+        [*IN_ONE, "placement.pools={a: {gpu: false}}", "model.device=cpu"],
+        [*BESIDE, "placement.roles.critic=a", "rollout.source=async"],
+    ],
+)
+def test_what_is_next_to_that_is_not_refused(overrides: list[str]) -> None:
+    load(TrainConfig, None, [*BASIC, *overrides])
 
 
 def test_adapters_are_trained_by_one_worker() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,36 @@ def test_an_engine_that_ends_is_started_again_and_nothing_is_lost_or_twice(
     local = parts.local
     local.load(1, ())
     assert run(parts.engine, asked) == run(local, asked)
+
+
+@pytest.mark.parametrize("has_answered", [True, False])
+def test_an_engine_that_has_answered_is_not_silent_however_long_nobody_listened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_answered: bool
+) -> None:
+    class Late(HereBackend):
+        def __init__(self, *made: Any) -> None:
+            super().__init__(*made)
+            self.late = {1}
+
+        def any_of(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
+            return [token for token in self.wait(tokens, timeout_s) if token.rank not in self.late]
+
+        def restart(self, rank: int) -> None:
+            super().restart(rank)
+            self.late.discard(rank)
+
+    parts = parts_of(tmp_path, backend=Late)
+    parts.engine.deadline_s = 600.0
+    asked = requests(4)
+    parts.engine.submit(asked)
+    parts.engine._listen()
+    assert parts.engine.members[1].listening is not None
+    later = time.monotonic() + remote.SILENT_S + 1
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: later, perf_counter=time.perf_counter))
+    if has_answered:
+        parts.backend.late.clear()  # type: ignore[attr-defined]
+    assert {c.id: told(c) for c in parts.engine.stream()} == run(parts.local, asked)
+    assert parts.backend.restarted == ([] if has_answered else [1])
 
 
 def test_what_an_engine_took_with_it_counts_as_stopped_before_its_first_token(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from burnish.config.schema import NewModel, Reward
+from burnish.config.model import NewModel
+from burnish.config.reward import Reward
 from burnish.controller import reward_desk
 from burnish.controller.group import WorkerGroup
 from burnish.controller.reward_desk import RewardDesk
@@ -21,6 +26,7 @@ from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.score import new_scorer
 from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.process import START_S, Call
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import ScoreRequest
 from burnish.run.contents import write_contents
@@ -110,6 +116,37 @@ def test_a_worker_that_ends_is_named_and_its_answers_are_scored_again_once(score
     assert len(made.notes) == 1
     assert made.notes[0].startswith("reward worker 1 is started again, and its ")
     assert "answers are scored again: reward rank 1" in made.notes[0]
+
+
+class Silent:
+    """Workers that take calls and never answer."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.dealt = threading.Event()
+
+    def send(self, rank: int, method: str, calls: list[Call]) -> SimpleNamespace:
+        self.dealt.set()
+        return SimpleNamespace(rank=rank)
+
+    def ready(self, handles: list[Any], timeout_s: float) -> list[Any]:
+        time.sleep(0.01)
+        return []
+
+
+@pytest.mark.parametrize(("part", "waits_s"), [(0, 1000.0), (1, START_S + 2 * 0.5)])
+def test_a_model_has_the_deadline_of_a_worker_and_a_verifier_that_of_its_calls(part: int, waits_s: float) -> None:
+    workers = Silent()
+    desk = RewardDesk(workers, queue.SimpleQueue(), 1, 0.5, 1000.0, print, models={0})  # type: ignore[arg-type]
+    try:
+        before = time.monotonic()
+        desk.submit([Call(part, (0,), b"")])
+        assert workers.dealt.wait(60)
+        after, until = time.monotonic(), desk._desks[0].until
+    finally:
+        desk.close()
+    assert before + waits_s <= until <= after + waits_s
 
 
 def test_a_worker_that_always_ends_stops_the_run(scorer_at: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Data, Source
 from burnish.config.slots.curriculum import LengthBudget
 from burnish.data.prompts import PromptStream, validation_prompts
 from burnish.data.template import with_suffix

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from burnish.algorithms.curriculum import prioritised
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Data, Source
 from burnish.config.slots.curriculum import (
     CURRICULA,
     CurriculumSlot,

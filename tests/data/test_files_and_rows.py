@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.data.files import find_files, read_records
 from burnish.data.rows import read_rows, read_supervised_rows, source_name
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from burnish.cli.main import main
-from burnish.config.schema import Source
+from burnish.config.data import Source
 from burnish.data.filtering import histogram
 from burnish.data.readers import BOXED
 from burnish.data.rows import read_rows

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from burnish.cli.main import main
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.data.impact import Impact, impact_scores, reward_curves
 from burnish.data.rows import read_rows
 from burnish.run.journal import Journal

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from burnish.cli import main as cli
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.data.outputs import manifest_path
 from burnish.data.overlap import find_overlap
 from burnish.data.prepare import Wanted, prepare

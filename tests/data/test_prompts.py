@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Data, Source
 from burnish.core.keys import permutation
 from burnish.data.prompts import PromptStream, validation_prompts
 from burnish.models.tokenizer import Tokenizer
@@ -56,6 +56,15 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"task": "sort_digits"},
     {"path": "long.jsonl", "weight": 0.5},
 )
+
+
+def test_a_prompt_knows_whether_a_chat_template_wrote_it(folder: Path) -> None:
+    inner = Tokenizer.from_characters("0123456789>+=ab")._inner
+    inner.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    for tokenizer, kind, expected in ((TOKENIZER, "auto", False), (Tokenizer(inner), "auto", True), (Tokenizer(inner), "plain", False)):  # fmt: skip
+        data = Data.model_validate({"template": {"kind": kind}})
+        (draw,) = PromptStream([Source(path="ten.jsonl")], tokenizer, data, 0, "train", folder).draw(1)
+        assert (draw.prompt.is_chat, draw.prompt.text.endswith(">")) == (expected, expected)
 
 
 @pytest.mark.parametrize("sampler", ["shuffle", "sequential", "mine.py:twice"])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Source
 from burnish.data.readers import BOXED, Unusable, boxed
 from burnish.data.rows import read_rows
 from burnish.data.shapes import SHAPES, shaped

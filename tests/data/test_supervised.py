@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.config.schema import Source, Template
 from burnish.data.rows import Row
 from burnish.data.supervised import encode_example, example_order, load_examples
 from burnish.data.template import render

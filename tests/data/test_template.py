@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from burnish.config.data import Template
 from burnish.config.errors import UserError
-from burnish.config.schema import Template
 from burnish.data.rows import Row
 from burnish.data.template import render, render_text
 from burnish.models.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from burnish.config.data import Data
 from burnish.config.errors import UserError
-from burnish.config.schema import Data
 from burnish.data.prompts import PromptStream
-from burnish.data.traces import Traces, asked_by
+from burnish.data.traces import Traces, asked_by, traces_by_prompt
 from burnish.models.tokenizer import Tokenizer
 
 ROWS = [{"prompt": f"{k}>", "answer": str(k), "shown": f"{k}{k}" if k % 2 else None} for k in range(11, 17)]
@@ -128,6 +128,15 @@ def test_what_is_wrong_is_said_with_its_place(
     with pytest.raises(UserError) as error:
         scan()
     assert words in str(error.value)
+
+
+def test_a_task_shows_its_train_side_alone(tokenizer: Tokenizer) -> None:
+    source = {"task": "sort_digits", "options": {"num": 9}, "limit": 4}
+    data = Data.model_validate({"train": {"task": "sort_digits"}, "demonstrations": source})
+    assert sum(map(len, traces_by_prompt(data.demonstrations, 0, None).values())) == 4
+    held_out = Data.model_validate({"train": {"task": "sort_digits"}, "demonstrations": {**source, "split": "test"}})
+    with pytest.raises(UserError, match="demonstrations come from the train side only; leave split out"):
+        Traces(held_out, tokenizer, 8, 0, None)
 
 
 def test_an_unknown_column_names_those_there_are(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from burnish.config.data import Template
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError
-from burnish.config.schema import Template
 from burnish.data.prompts import Prompt
 from burnish.data.rows import Row
 from burnish.data.supervised import encode_example
 from burnish.data.tasks.guess_number import GuessNumberTask, narrowed
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
-from burnish.data.template import render, render_text
+from burnish.data.template import kind_of, render, render_text
 from burnish.environments.base import Done, Environment, Turn, environment_factory
 from burnish.environments.dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
@@ -28,7 +28,8 @@ CHAT = (
 
 def prompt_of(row: Row, tokenizer: Tokenizer, **template: Any) -> Prompt:
     made = Template(**template)
-    return Prompt(row, render_text(row, tokenizer, made), render(row, tokenizer, made))
+    is_chat = kind_of(tokenizer, made) == "chat"
+    return Prompt(row, render_text(row, tokenizer, made), render(row, tokenizer, made), is_chat=is_chat)
 
 
 def game(tokenizer: Tokenizer, secret: int = 20, low: int = 17, high: int = 31, words: bool = False) -> Environment:
@@ -184,6 +185,29 @@ def test_the_assistant_is_opened_as_the_prompt_opened_it() -> None:
     assert tokenizer.decode(Dialogue(prompt, tokenizer).reply([], "so?"), skip_special=False).endswith(
         "<assistant>(hm)"
     )
+
+
+def test_a_chat_goes_on_as_one_where_the_users_message_opens_the_assistant() -> None:
+    """The templates of Mistral and Llama 2 have no words of their own before the assistant speaks."""
+    inst = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+    for template in (inst, inst + "{% if add_generation_prompt %} {% endif %}"):
+        tokenizer = chat_tokenizer(template)
+        prompt = prompt_of(Row("s/0", "1+1?", "s", None), tokenizer)
+        said = [*tokenizer.encode("two"), tokenizer.eos_ids[0]]
+        end = prompt.text.removeprefix("[INST] 1+1? [/INST]")
+        assert Dialogue(prompt, tokenizer).reply(said, "so?") == tuple(tokenizer.encode("[INST] so? [/INST]" + end))
+        assert Dialogue(prompt, tokenizer).reply(said[:-1], "so?") == tuple(
+            tokenizer.encode("<eos>[INST] so? [/INST]" + end)
+        )
+
+
+def test_a_template_whose_variables_change_how_the_assistant_is_opened_is_refused() -> None:
+    tokenizer = chat_tokenizer(
+        "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}{% if terse %}>{% else %}<assistant>{% endif %}{% endif %}"
+    )
+    prompt = prompt_of(Row("s/0", "1+1?", "s", None), tokenizer, kwargs={"terse": True})
+    with pytest.raises(UserError, match="opens the assistant's turn with '<assistant>', which this prompt has nowhere"):
+        Dialogue(prompt, tokenizer)
 
 
 def test_a_plain_prompt_goes_on_in_plain_text() -> None:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.schema import Data, Model, NewModel, Reward, RewardPart, Rollout, Source
+from burnish.config.data import Data, Source
+from burnish.config.model import Model, NewModel
+from burnish.config.reward import Reward, RewardPart
+from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine
 from burnish.core.engine import SamplingOptions
 from burnish.data.prompts import Prompt, validation_prompts

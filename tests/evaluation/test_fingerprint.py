@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from burnish.evaluation.fingerprint import CHUNK, NUM_CHUNKS, fingerprint, model_digest
+from burnish.config.errors import UserError
+from burnish.evaluation.fingerprint import fingerprint
 from burnish.evaluation.settings import settings
 
 
@@ -34,6 +35,16 @@ def test_what_leaves_completions_as_they_are_does_not_count(folder: Path) -> Non
     assert changed(made(), made("copy", "max_rows=7", "reward.workers=5", "model.device=cpu")) == []
 
 
+def test_an_environment_whose_file_is_not_there_is_named(folder: Path) -> None:
+    own = ("environment.name=game.py:Game", "environment.max_turns=2")
+    with pytest.raises(UserError, match=r"environment game\.py:Game: there is no file game\.py in .* or here"):
+        made("m", *own)
+    (folder / "game.py").write_text("class Game: ...\n")
+    before = made("m", *own)
+    (folder / "game.py").write_text("class Game: pass\n")
+    assert changed(before, made("m", *own)) == ["environment.content of game.py:Game"]
+
+
 def test_settings_and_contents_count(folder: Path) -> None:
     before = made()
     assert changed(before, made("m", "sampling.temperature=0.5", "seed=3")) == ["sampling.temperature", "seed"]
@@ -41,15 +52,3 @@ def test_settings_and_contents_count(folder: Path) -> None:
     (folder / "r.py").write_text((folder / "r.py").read_text().replace("1.0", "0.0"))
     (folder / "m" / "config.json").write_text('{"a": 1}')
     assert changed(before, made()) == ["data.source.content", "model.content", "reward.content of r.py:f"]
-
-
-@pytest.mark.parametrize("at", [0.0, 0.31, 0.5, 0.999])
-def test_a_change_all_over_large_weights_is_seen(folder: Path, at: float) -> None:
-    size = 4 * CHUNK * NUM_CHUNKS
-    data = bytearray(size)
-    (folder / "m" / "model.safetensors").write_bytes(data)
-    before = model_digest(folder / "m")
-    start = int(at * size)
-    data[start : start + 4 * CHUNK] = b"\1" * len(data[start : start + 4 * CHUNK])
-    (folder / "m" / "model.safetensors").write_bytes(data)
-    assert model_digest(folder / "m") != before

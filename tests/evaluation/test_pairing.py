@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish.cli.main import main
-from burnish.config.schema import Source, Template
+from burnish.config.data import Source, Template
 from burnish.data.pairs import Reading, load_pairs
 from burnish.evaluation.pairing import Pairing, pairs_of
 from burnish.evaluation.sampled import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from burnish.cli.main import main
-from burnish.config.schema import Source
+from burnish.config.data import Source
 from burnish.data.rows import read_supervised_rows
 from burnish.evaluation.readable import has_code, is_broken, longest_paragraph, purity, repeated_share
 from burnish.evaluation.rejection import Rejection, why_not

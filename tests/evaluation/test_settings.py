@@ -51,6 +51,12 @@ def test_a_file_needs_a_reward_and_the_error_lists_them() -> None:
     assert made("d.jsonl", None, "reward.parts=exact").reward.parts[0].name == "exact"
 
 
+def test_a_game_of_several_turns_says_how_many() -> None:
+    assert made("task:guess_number", None, "environment={name: guess_number, max_turns: 2}").environment.max_turns == 2
+    with pytest.raises(UserError, match=r"max_turns=1 ends it after the first guess: set environment.max_turns"):
+        made("task:guess_number", None, "environment=guess_number")
+
+
 def test_a_run_brings_its_template_reward_seed_and_max_tokens() -> None:
     config = made("d.jsonl", run=RUN)
     assert (config.seed, config.sampling.max_tokens, config.sampling.stop) == (7, 33, ["\n"])

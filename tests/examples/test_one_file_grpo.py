@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from burnish.config.load import from_preset
+from burnish.config.model import NewModel
 from burnish.config.optimizer import Optimizer
-from burnish.config.schema import NewModel
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.data.tasks.registry import make_task
 from burnish.models.architecture import from_nothing

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.config.lora import Lora
-from burnish.config.schema import Model, NewModel
+from burnish.config.model import Model, NewModel
 from burnish.models.adapters import base_of, load_adapter, read_lora, save_adapter
 from burnish.models.decoder import Decoder
 from burnish.models.lora import adapter_weights, add_lora, merged_tensors

@@ -27,11 +27,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def make(lora: bool = False) -> Decoder:
+def make(lora: Lora | None = None) -> Decoder:
     model = Decoder(Architecture("qwen3", 61, 32, 2, 4, 2, 8, 48, 64, qkv_bias=True, qk_norm=True))
     initialise(model, 0, 0.1)
-    if lora:
-        add_lora(model, Lora(rank=2), 0)
+    if lora is not None:
+        add_lora(model, lora, 0)
     return model
 
 
@@ -46,8 +46,12 @@ def gradients(model: Decoder, lengths: list[int]) -> dict[str, Tensor]:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_compiled_layers_give_the_same_gradient_for_every_size_compiled_once(lora: bool) -> None:
+@pytest.mark.parametrize(
+    "lora", [None, Lora(rank=2), Lora(rank=2, targets=["v_proj", "down_proj"], base="nf4")], ids=str
+)
+def test_compiled_layers_give_the_same_gradient_for_every_size_compiled_once(
+    lora: Lora | None,
+) -> None:
     from torch._dynamo.utils import counters
 
     plain = make(lora)

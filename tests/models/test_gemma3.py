@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
-from burnish.config.schema import NewModel
+from burnish.config.model import NewModel
 from burnish.core.engine import Request, SamplingOptions
 from burnish.models.architecture import from_hf, from_nothing, to_hf, why_not_native
 from burnish.models.decoder import Decoder, initialise

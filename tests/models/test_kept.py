@@ -45,7 +45,7 @@ def kept(arch: Architecture, dtype: torch.dtype, policy: str, lora: Lora | None,
         add_lora(model, lora, 0)
     set_activations(model, policy)
     model.rotations(64)
-    with Alive(*model.parameters(), TOKENS, OFFSETS) as alive:
+    with Alive(*model.parameters(), *model.buffers(), TOKENS, OFFSETS) as alive:
         out = model.hidden(TOKENS, OFFSETS, trunks=trunks)
         return alive.bytes - out.nbytes
 
@@ -61,6 +61,7 @@ ADAPTERS = [
     Lora(rank=3),
     Lora(rank=2, targets=["q_proj", "v_proj"]),
     Lora(rank=2, targets=["down_proj", "o_proj"]),
+    Lora(rank=2, targets=["q_proj", "up_proj"], base="nf4"),
 ]
 
 

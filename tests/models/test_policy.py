@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from burnish.algorithms.losses import NllLoss
 from burnish.config.errors import UserError
+from burnish.config.model import Model, NewModel
 from burnish.config.optimizer import Optimizer
-from burnish.config.schema import Model, NewModel
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.hf import TransformersPolicy

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
-from burnish.config.schema import NewModel
+from burnish.config.model import NewModel
 from burnish.models import saving
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards import process
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import ScoreRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.schema import Source
+from burnish.config.data import Source
 from burnish.data.rows import Row, read_rows
 from burnish.rewards.verifiers import row as judge
 

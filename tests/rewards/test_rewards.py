@@ -6,7 +6,7 @@ import time
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.rewards import CHUNK, Rewards
 from burnish.rewards.types import Score, ScoreRequest
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.data.rows import Row
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.short_answers import qa

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from burnish.algorithms.view import view_of
+from burnish.config.data import Data, Source
 from burnish.config.load import from_preset
-from burnish.config.schema import Data, Environment, Reward, RewardPart, Source
+from burnish.config.reward import Reward, RewardPart
+from burnish.config.schema import Environment
 from burnish.core.engine import SamplingOptions
 from burnish.core.keys import fold, sample_key
 from burnish.core.trajectory import TokenSequence, Trajectory, pack

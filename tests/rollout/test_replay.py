@@ -92,6 +92,18 @@ def test_what_a_filter_leaves_out_of_the_loss_neither_enters_nor_stays() -> None
     assert store.entries == []
 
 
+def test_a_tree_whose_edges_of_this_time_are_all_masked_is_used_and_stays_for_the_others() -> None:
+    store = ReplayStore(Replay(share=1.0, uses=3, max_age=9), seed=0)
+    new = [*group("a", 0), *group("b", 0)]
+    store.learnt(1, scored(new), [], unfinished=["a#0.0"])
+    assert [(entry.id, entry.uses) for entry in store.entries] == [("a#0", 1)]
+    store.learnt(2, scored([], store.take(2, 4)), [], unfinished=["a#0.1"])
+    assert [(entry.id, entry.uses) for entry in store.entries] == [("a#0", 2)]
+    assert store.values()["replay/groups"] == 0
+    store.learnt(3, scored([], store.take(3, 4)), [], unfinished=["a#0.1"])
+    assert store.entries == []
+
+
 def test_a_sample_that_could_not_be_scored_stays_out_of_its_group() -> None:
     store = ReplayStore(Replay(), seed=0)
     store.learnt(1, scored([sample("a", 0, 0), sample("a", 1, 0, reward=None)]), ["a#0.0"])

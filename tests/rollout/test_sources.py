@@ -11,7 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from burnish.config.schema import Data, Environment, Reward, RewardPart, Source
+from burnish.config.data import Data, Source
+from burnish.config.reward import Reward, RewardPart
+from burnish.config.schema import Environment
 from burnish.config.slots.curriculum import LengthBudget, PrioritisedCurriculum
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory, pack

@@ -11,8 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Data, Environment, Source
+from burnish.config.schema import Environment
 from burnish.config.slots.curriculum import PrioritisedCurriculum
 from burnish.core.engine import Completion, SamplingOptions
 from burnish.core.trajectory import Trajectory

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Data, Environment, Source
+from burnish.config.schema import Environment
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.keys import fold, sample_key
 from burnish.data.prompts import PromptStream

@@ -13,7 +13,7 @@ import pytest
 
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.trajectory import Trajectory, TurnSpan, pack
 from burnish.data.prompts import Draw, Prompt
@@ -121,6 +121,12 @@ def test_an_episode_that_is_cut_off_has_what_it_earned_until_then(model: Decoder
         assert (one.finish, one.reward) == ("stop", 0.75)
 
 
+def test_a_first_turn_that_might_not_fit_is_told_with_its_row(model: Decoder) -> None:
+    assert len(play(model, Scoring, positions=43)) == 4
+    with pytest.raises(UserError, match=r"row r0: .* gave 3 tokens, and max_tokens=40 more make 43, but .* at most 42"):
+        play(model, Scoring, positions=42)
+
+
 def test_rewards_of_turns_without_one_for_the_end_are_a_mistake_that_is_told(model: Decoder) -> None:
     with pytest.raises(UserError, match=r"gave turns of r. a reward and none at the end"):
         play(model, last=None)
@@ -134,6 +140,13 @@ def test_states_are_in_every_turn_or_in_none(model: Decoder) -> None:
     with pytest.raises(UserError, match="state in some turns and not in others"):
         play(model, states=lambda k: None if k == 1 else str(k))
     assert {span.state for t in play(model, states=lambda k: None) for span in t.turns} == {None}
+
+
+def test_a_state_that_is_no_text_is_refused(model: Decoder) -> None:
+    with pytest.raises(UserError, match=r"start\(\) gave a state of type int; expected a text"):
+        play(model, states=lambda k: k)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserError, match=r"observe\(\) gave a state of type tuple; expected a text"):
+        play(model, states=lambda k: (k,) if k else "0")  # type: ignore[arg-type, return-value]
 
 
 # --- environments that fail ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from burnish.config.schema import NewModel
+from burnish.config.model import NewModel
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel

@@ -210,13 +210,13 @@ def test_an_environment_from_a_file_that_fails_costs_its_samples_and_not_the_run
         assert row["finish"] == "error"
         at_once = int(row["answer"]) % 3 == 0
         why = "start() raised ConnectionError: no server" if at_once else "observe() raised ConnectionError: no answer"
-        assert row["error"] == f"the environment's {why} for {row['answer']}"
+        assert row["error"] == f"row {row['group'].partition('#')[0]}: the environment's {why} for {row['answer']}"
         assert (row["length"] == 0) == at_once
     assert all(row["reward"] is not None for row in table if int(row["answer"]) % 2 and int(row["answer"]) % 3)
     assert (
         sum(row["rollout/environment_errors"] for row in rows) == sum(row["reward/failed"] for row in rows) == len(lost)
     )
-    assert "samples could not be scored and are not used; first: the environment's" in capsys.readouterr().out
+    assert "samples could not be scored and are not used; first: row guess_number/" in capsys.readouterr().out
 
 
 def test_an_evaluation_plays_as_the_run_did(

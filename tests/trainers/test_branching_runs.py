@@ -88,3 +88,11 @@ def test_tokens_sampled_for_values_and_shared_by_paths_are_in_the_metrics(tmp_pa
     events = [json.loads(line) for line in (tree / "journal" / "events.jsonl").read_text().splitlines()]
     (ids,) = [e["ids"] for e in events if e["event"] == "used"]
     assert len(ids) == len(set(ids)) > 0
+
+
+def test_trees_whose_edges_were_all_masked_come_back_while_they_have_others(tmp_path: Path, warm: Path) -> None:
+    masked = "algorithm.filters=[{name: prob_mask, below: 1.0e-30}, {name: tree_edges, most: %d}]"
+    more = ["model.new=null", f"model.path={warm}", *COMMON, *RUNS["tree"], "training.steps=1"]
+    few, all_of_them = (run_of(tmp_path / str(most), TINY, [*more, masked % most]) for most in (1, 99))
+    assert rows_of(few)[0]["rollout/sequences_used"] == 0 < rows_of(few)[0]["replay/size"]
+    assert rows_of(all_of_them)[0]["replay/size"] == 0

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from burnish.cli.main import main
+from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import load
-from burnish.config.schema import Source, TrainConfig
+from burnish.config.schema import TrainConfig
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.trainers.controls import check_controls, control_data
 

@@ -115,6 +115,7 @@ def test_every_group_has_its_demonstration_whatever_the_source(source: str, tmp_
         assert row["demonstrations/missing"] == 0
         assert row["mismatch/max"] < (1e-3 if source == "sync" else 20)  # a demonstration taken for a sample is far off
         assert 0 < row["actor/demonstrated"] < 0.5
+        assert row["reward/shaped"] == pytest.approx(row["reward/mean"])  # nothing is shaped
     assert min(row["reward/accuracy"] for row in rows) < 1  # of the policy's samples alone
     used = [e["ids"] for e in events(folder) if e["event"] == "used"]
     assert all(sum(name.endswith(".4") for name in ids) == 4 and len(ids) == 20 for ids in used)
@@ -122,6 +123,9 @@ def test_every_group_has_its_demonstration_whatever_the_source(source: str, tmp_
     table = pq.read_table(folder / "samples" / "train-000001.parquet").to_pylist()
     assert [row["sample"] for row in table if row["finish"] == "demonstration"] == [4] * 4
     assert all(row["completion"].strip() == row["answer"] for row in table if row["finish"] == "demonstration")
+    for row in table:  # no engine sampled it, and its author says nothing
+        has_logp = row["finish"] != "demonstration"
+        assert (row["logp"] is not None, row["gap"] is not None) == (has_logp, has_logp)
 
 
 def test_prompts_without_a_demonstration_are_counted_and_named(tmp_path: Path, warm: Path) -> None:
@@ -138,6 +142,33 @@ def test_prompts_without_a_demonstration_are_counted_and_named(tmp_path: Path, w
     assert sum(row["demonstrations/missing"] for row in steps) == 3  # an epoch is three steps
     assert [row["demonstrations/number"] for row in steps] == [4 - row["demonstrations/missing"] for row in steps]
     assert all(row["demonstrations/accuracy"] == 0 for row in steps)  # judged by the same reward
+
+
+def test_a_step_without_any_demonstration_says_so(tmp_path: Path, warm: Path) -> None:
+    known = {"prompt": ROWS[0]["prompt"], "completion": "11", "logp": [-0.5, -0.25, -0.125]}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "shown.jsonl").write_text(json.dumps(known) + "\n")
+    overrides = ["data.train=[{path: rows.jsonl}]", "reward.parts=exact", "data.demonstrations.path=shown.jsonl"]
+    start = ["model.new=null", f"model.path={warm}", "algorithm=luffy", "data.demonstrations_per_group=1"]
+    folder = run_of(tmp_path / "run", TINY, [*start, *overrides, "training.steps=3", "run.samples_every=1"])
+    steps = read(folder / "metrics.jsonl")
+    assert sorted((row["demonstrations/number"], row["demonstrations/missing"]) for row in steps) == [
+        (0, 4), (0, 4), (1, 3)
+    ]  # fmt: skip
+    assert [("demonstrations/reward" in row) for row in steps] == [row["demonstrations/number"] > 0 for row in steps]
+    rows = [row for path in sorted((folder / "samples").glob("train-*")) for row in pq.read_table(path).to_pylist()]
+    (shown,) = [row for row in rows if row["finish"] == "demonstration"]
+    assert (shown["logp"], shown["gap"]) == (known["logp"], None)
+
+
+def test_the_kl_in_the_reward_is_steered_by_the_policys_own_samples(tmp_path: Path, warm: Path) -> None:
+    kl = "algorithm.kl={reward: {estimator: k2, coef: 0.1}, reference: frozen, adaptive: {target: 1.0, horizon: 100}}"
+    start = ["model.new=null", f"model.path={warm}", "training.steps=3"]
+    rows = read(run_of(tmp_path / "run", TINY, [*start, *LUFFY, kl]) / "metrics.jsonl")
+    for row, later in zip(rows, rows[1:], strict=False):
+        assert row["actor/kl_reward"] < 0.8
+        expected = row["actor/kl_coef"] * (1 - 0.2 * 16 / 100)  # 4 prompts x 4 samples
+        assert later["actor/kl_coef"] == pytest.approx(expected)
 
 
 KILLED = ("between two mini-batches", "answers written, not scored", "a step after a checkpoint", "between two rounds")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.schema import NewModel
+from burnish.config.model import NewModel
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel

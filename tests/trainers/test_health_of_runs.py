@@ -118,6 +118,7 @@ def test_what_filters_do_to_the_samples_is_known(sorter: Path, tmp_path: Path) -
     (tmp_path / "it.yaml").write_text(f"model: {{path: {sorter}}}\n{SORTING}")
     found = []
     for filters in ("[]", "[zero_signal]", "[overlong]", "[zero_signal, positives_only]"):
-        config = load(TrainConfig, tmp_path / "it.yaml", [f"algorithm.filters={filters}"]).config
-        found.append(facts_of(config).selection)
-    assert found == ["none", "unlikely", "any", "any"]
+        for replay in ("null", "{}"):  # what comes back is not looked at
+            overrides = [f"algorithm.filters={filters}", f"algorithm.replay={replay}"]
+            found.append(facts_of(load(TrainConfig, tmp_path / "it.yaml", overrides).config).selection)
+    assert found == ["none", "none", "unlikely", "unlikely", "any", "any", "any", "any"]

@@ -12,8 +12,8 @@ import torch
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.load import load
+from burnish.config.model import Model
 from burnish.config.preference import PreferConfig
-from burnish.config.schema import Model
 from burnish.controller.roles import build_policy
 from burnish.data.pairs import Labelled
 from burnish.data.supervised import Example

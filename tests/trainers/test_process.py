@@ -149,6 +149,18 @@ def test_answers_nobody_judged_are_rewarded_and_not_learnt() -> None:
     assert "no answer of the batch was judged" in nobody.notes[0]
 
 
+def test_answers_that_come_back_are_rewarded_and_not_learnt_again() -> None:
+    answers = trajectories()
+    for number, answer in enumerate(answers):
+        answer.metadata["use"] = float(number == 1)
+    process = rewards()
+    before = cast(Table, process.model.learner.model).logp.detach().clone()
+    found = process(pack(answers))
+    moved = cast(Table, process.model.learner.model).logp.detach() - before
+    assert (moved != 0).tolist() == [False] + [True] * 4 + [False] * 2 + [True] * 7
+    assert written(found.batch, "process_rewards") == pytest.approx([0.05 * q for row in Q for q in row])
+
+
 def test_the_sequences_of_one_answer_are_judged_together() -> None:
     first, second, third, fourth = trajectories()
     both = Trajectory("p", 0, 0, [*first.sequences, *third.sequences], "stop", "", reward=1.0, accuracy=1.0)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
+from burnish.algorithms.correction import BudgetState
+from burnish.algorithms.correction.surprise import surprise
+from burnish.algorithms.replay import new_ones, replay_drift
 from burnish.algorithms.view import view_of
 from burnish.config.algorithm import Algorithm
 from burnish.core.batch import Batch
@@ -18,6 +23,7 @@ from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.trainers import rl
 from burnish.trainers.prepare import Recipe
+from burnish.trainers.state import first_state
 from tests.trainers import test_asynchrony
 from tests.trainers.test_asynchrony import STEPS, TOY, live, numbers, weights
 from tests.trainers.test_prepare import Scorer, make_batch, prepared
@@ -41,13 +47,19 @@ def batch_of_two() -> Batch:
 
 
 def test_the_ratio_of_what_comes_back_is_to_the_policy_that_wrote_it() -> None:
-    batch, stats = prepared(with_replay(), batch_of_two())
+    batch, _ = prepared(with_replay(), batch_of_two())
     written = batch.action_mask
     now = -0.5 * batch.positions.double()
     fresh = (batch.sequence["use"] == 0)[batch.sequence_ids]
     assert torch.equal(batch.token["old_logp"][written & fresh], now[written & fresh])
     assert batch.token["old_logp"][written & ~fresh].tolist() == [BEHAVIOUR] * 3
-    assert stats["replay/kl"] == pytest.approx(float((BEHAVIOUR - now[written & ~fresh]).mean()))
+
+
+def test_how_far_the_policy_has_moved_is_told_of_the_tokens_in_the_loss_that_come_back() -> None:
+    batch, now = batch_of_two(), -0.5 * batch_of_two().positions.double()
+    batch = batch.with_token(loss_mask=batch.action_mask & (batch.positions == 1))
+    assert replay_drift(batch, now) == {"replay/kl": BEHAVIOUR + 0.5}
+    assert replay_drift(new_ones(batch), new_ones(batch).positions.double()) == {}
 
 
 def test_where_a_correction_weighs_every_token_the_ratio_is_to_the_policy_of_now() -> None:
@@ -61,9 +73,93 @@ def test_where_a_correction_weighs_every_token_the_ratio_is_to_the_policy_of_now
 
 
 def test_with_bypass_every_ratio_is_to_the_sampler() -> None:
-    batch, stats = prepared(with_replay(correction="bypass_ppo_clip"), batch_of_two())
+    batch, _ = prepared(with_replay(correction="bypass_ppo_clip"), batch_of_two())
     assert batch.token["old_logp"][batch.action_mask].tolist() == [BEHAVIOUR] * 6
-    assert "replay/kl" not in stats
+
+
+class Asked(Scorer):
+    """Keeps how many sequences each question was of."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.asked: list[int] = []
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        self.asked.append(batch.num_sequences)
+        return super().outputs(batch, needs)
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_asked"),
+    [({}, 2), ({"correction": "decoupled_token_is"}, 4), ({"correction": "decoupled_k3_rs"}, 4), ({"advantage": "otb"}, 4)],
+)  # fmt: skip
+def test_the_learner_is_asked_for_old_log_probs_of_what_comes_back_only_where_something_reads_them(
+    slots: dict[str, Any], num_asked: int
+) -> None:
+    learner = Asked()
+    with_replay(**slots).prepare(batch_of_two(), cast(Any, learner))
+    assert learner.asked == [num_asked]
+
+
+def test_a_reference_that_is_the_policy_is_asked_of_all_in_the_same_pass() -> None:
+    learner, reference = Asked(), Scorer(0.25)
+    reference.is_policy = True
+    recipe = with_replay(kl={"loss": {"coef": 0.1}, "reference": "iterate"})
+    batch = recipe.prepare(batch_of_two(), cast(Any, learner), cast(Any, reference)).batch
+    assert (learner.asked, reference.calls) == ([4], 0)
+    assert torch.equal(batch.token["ref_logp"], learner.logprobs(batch))
+
+
+def test_a_batch_of_nothing_new_is_not_asked_for_at_all() -> None:
+    learner, back = Asked(), batch_of_two().select(torch.tensor([2, 3]))
+    batch = with_replay().prepare(back, cast(Any, learner)).batch
+    assert learner.asked == []
+    assert batch.token["old_logp"][batch.action_mask].tolist() == [BEHAVIOUR] * 3
+
+
+CORRECTIONS = ["decoupled_seq_is_rs", {"name": "seed", "threshold": 1.5}, {"name": "budget", "k3_kl": 0.05}]
+
+
+def moved_on() -> Batch:
+    """The policy has moved far from what comes back, and little from what is new."""
+    batch = batch_of_two()
+    now, back = -0.5 * batch.positions.double(), (batch.sequence["use"] > 0)[batch.sequence_ids]
+    behaviour = torch.where(back, now - 2, now - 0.4 * batch.positions)
+    return batch.with_token(behaviour_logp=torch.where(batch.action_mask, behaviour, 0.0))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_correction_is_of_all_samples_and_its_report_of_new_ones(correction: Any) -> None:
+    recipe, batch = with_replay(correction=correction), moved_on()
+    found, alone = (recipe.prepare(it, cast(Any, Scorer(0.5))) for it in (batch, new_ones(batch)))
+    assert found.stats == alone.stats
+    assert (found.budget, found.notes) == (alone.budget, alone.notes)
+    if isinstance(correction, dict) and correction["name"] == "budget":
+        assert found.budget is not None
+        assert found.budget.rung > 0
+    weights = found.batch.token["rollout_weight"]
+    assert torch.equal(weights[: alone.batch.num_tokens], alone.batch.token["rollout_weight"])
+    changed = ~found.batch.loss_mask | (weights != 1)
+    assert changed[batch.action_mask].all(), "what comes back is corrected too"
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_where_nothing_is_new_there_is_no_report_and_a_budget_stays_where_it_was(correction: Any) -> None:
+    back, state = moved_on().select(torch.tensor([2, 3])), first_state(Algorithm())
+    state = replace(state, budget=BudgetState(rung=2))
+    found = with_replay(correction=correction).prepare(back, cast(Any, Scorer(0.5)), state=state)
+    assert found.stats == {}
+    assert found.batch.token["rollout_weight"][back.action_mask].max() <= 3
+    is_budget = isinstance(correction, dict) and correction["name"] == "budget"
+    assert (found.budget == state.budget) or not is_budget
+
+
+def test_surprise_is_of_new_samples() -> None:
+    batch = moved_on()
+    logp, entropy = batch.positions.double() * -0.5, batch.positions.double() * 0.3
+    new = new_ones(batch)
+    count = new.num_tokens
+    assert surprise(batch, logp, entropy) == surprise(new, logp[:count], entropy[:count]) != {}
 
 
 def test_the_loss_of_a_sample_that_comes_back_is_bounded_by_its_ratio_to_the_policy_that_wrote_it() -> None:
@@ -126,6 +222,7 @@ def check_uses(folder: Path) -> None:
     assert [row["replay/groups"] for row in rows] == [0.0, *[3.0] * (STEPS - 1)]
     assert rows[1]["replay/fraction"] == pytest.approx(12 / 28)
     assert all("mismatch/mean" in row for row in rows)
+    assert ["replay/kl" in row for row in rows] == [False, *[True] * (STEPS - 1)]
 
 
 @pytest.mark.parametrize("source", ["sync", "ahead", "{name: async, max_staleness: 1}"])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from burnish.algorithms.losses.scoring import ScorerLoss
+from burnish.config.model import NewModel
 from burnish.config.optimizer import Optimizer
 from burnish.config.reward_model import RewardModel
-from burnish.config.schema import NewModel
 from burnish.data.pairs import Pair
 from burnish.data.supervised import Example
 from burnish.models.architecture import from_nothing

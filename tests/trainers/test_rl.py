@@ -12,7 +12,9 @@ from torch import Tensor
 
 from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.schema import Rollout, Training
+from burnish.config.load import from_preset
+from burnish.config.rollout import Rollout
+from burnish.config.schema import Training
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Finish, TokenSequence, Trajectory
 from burnish.rollout.scored import Scored
@@ -106,6 +108,14 @@ def test_kl_in_the_reward_is_among_the_metrics() -> None:
     assert values["actor/updates"] == 1
     assert values["mismatch/max"] == 0
     assert notes == []
+
+
+@pytest.mark.parametrize(("finish", "identical"), [("stop", 1), ("length", 0)])
+def test_pairs_are_counted_where_they_are_made(finish: Finish, identical: int) -> None:
+    algorithm = from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
+    sampled, learned = step_of(job(algorithm, [], rollouts(finish)))
+    values = observe.step_values(sampled, learned, step_s=2.0)
+    assert (values["pairs/made"], values["pairs/ties"], values["pairs/identical"]) == (0, 0, identical)
 
 
 def test_the_reference_hears_of_every_update_that_was_made() -> None:

@@ -36,7 +36,7 @@ reward_model:
 def scorer(folder: Path, *overrides: str) -> Path:
     (folder / "scorer.yaml").write_text(SCORER)
     loaded = load(RewardModelConfig, folder / "scorer.yaml", [*overrides, f"run.directory={folder}"])
-    outcome, _ = train_scorer(loaded.config, loaded.resolved, loaded.base, "scorer")
+    outcome = train_scorer(loaded.config, loaded.resolved, loaded.base, "scorer")
     return outcome.model
 
 

@@ -28,7 +28,8 @@ from burnish.algorithms.shaping import SHAPERS
 from burnish.config.algorithm import Algorithm
 from burnish.config.load import from_preset
 from burnish.config.optimizer import Optimizer
-from burnish.config.schema import Rollout, Training
+from burnish.config.rollout import Rollout
+from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture

@@ -11,13 +11,14 @@ import torch
 from burnish.algorithms.aggregation import aggregation_weights
 from burnish.algorithms.losses import NllLoss
 from burnish.config.errors import UserError
-from burnish.config.lora import Lora
+from burnish.config.lora import Base, Lora
 from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.activations import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.four_bits import weight_bytes
 from burnish.models.lora import add_lora
 from burnish.training import footprint as footprints
 from burnish.training.learner import Learner
@@ -64,9 +65,9 @@ def held_in_two_updates(arch: Architecture, setup: Setup, num_sequences: int) ->
     learner = Learner(model, setup.optimizer, 10, setup.token_budget)
     batch = batch_of(num_sequences)
     model.rotations(LENGTH)
-    weights = sum(p.nbytes for p in model.parameters())
+    weights = weight_bytes(model)
     peaks = []
-    with Alive(*model.parameters(), batch.tokens, batch.offsets, *batch.token.values()) as alive:
+    with Alive(*model.parameters(), *model.buffers(), batch.tokens, batch.offsets, *batch.token.values()) as alive:
         for _ in range(2):
             alive.peak = alive.bytes
             learner.update(batch, NllLoss())
@@ -80,6 +81,8 @@ def test_the_plan_is_what_a_learner_holds(activations: str) -> None:
         (None, True, 16, 2048),
         (None, False, 32, 512),
         (Lora(rank=4), False, 32, 512),
+        (Lora(rank=4, base="nf4"), False, 32, 512),
+        (Lora(rank=4, base="nf4-double", targets=["v_proj"]), True, 32, 512),
     ):
         arch = replace(SMALL, tied=tied)
         setup = Setup(
@@ -199,6 +202,42 @@ def test_a_process_reward_model_has_a_learner_and_a_start_of_its_own_and_shares_
     adapters = on_gpu(OF_1_5B, lora=Lora(rank=8))
     more = plan(replace(adapters, process=Optimizer())).total - plan(adapters).total
     assert more < 0.3 * GIB
+
+
+def test_a_process_reward_model_of_another_shape_is_counted_by_its_own() -> None:
+    alone, both = plan(on_gpu(OF_1_5B)), plan(on_gpu(OF_1_5B, process=Optimizer(), process_arch=OF_7B))
+    (part,) = [part for part in both.resident if part.name == "process reward model"]
+    assert part.bytes == pytest.approx(16 * OF_7B.num_parameters, rel=0.01)
+    assert both.phase == "the process reward model learns"
+    assert both.total - alone.total > 20 * OF_7B.num_parameters
+    adapters = on_gpu(OF_1_5B, lora=Lora(rank=8), process=Optimizer())
+    more = plan(replace(adapters, process_arch=OF_1_5B)).total - plan(adapters).total
+    assert more == 2 * OF_1_5B.num_parameters  # frozen weights that are not the policy's
+
+
+@pytest.mark.parametrize(("base", "bits"), [("nf4", 4.5), ("nf4-double", 4.13)])
+def test_frozen_weights_in_4_bits_are_counted_so_and_are_whole_in_every_process(base: Base, bits: float) -> None:
+    plain, quantised = (on_gpu(OF_7B, lora=Lora(rank=32, base=kind)) for kind in ("dtype", base))
+    inside = 28 * 3584 * (4608 + 3584 + 3 * 18944)
+    saved = plan(plain).total - plan(quantised).total
+    assert saved == pytest.approx(inside * (16 - bits) / 8, rel=0.01)
+    made = plan(replace(quantised, shards=4))
+    (weights,) = [part for part in made.resident if part.name == "weights"]
+    (alone,) = [part for part in plan(quantised).resident if part.name == "weights"]
+    assert weights.bytes == pytest.approx(inside * bits / 8 + (alone.bytes - inside * bits / 8) / 4, rel=1e-3)
+    assert f"parameters in bfloat16, the layers' in {base}" in text_of(made, None)
+    with_critic = plan(replace(quantised, critic=Optimizer()))
+    (critic,) = [part for part in with_critic.resident if part.name == "critic"]
+    assert critic.bytes < 2 * GIB  # on the policy's own 4 bits
+    for is_plain, size in ((False, alone.bytes), (True, 2 * OF_7B.num_parameters)):
+        copied = plan(replace(quantised, engine_copy=True, plain_copy=is_plain))
+        assert [part.bytes for part in copied.resident if part.name == "engine's weights"] == [size]
+
+
+def test_4_bits_are_advised_last_of_all() -> None:
+    setup = on_gpu(OF_7B, lora=Lora(rank=8))
+    assert levers(setup)[-1].text == "model.lora.base=nf4"
+    assert all("lora" not in lever.text for lever in levers(on_gpu(OF_7B, lora=Lora(rank=8, base="nf4"))))
 
 
 def test_a_cache_that_is_larger_than_the_learners_work_makes_sampling_the_peak() -> None:

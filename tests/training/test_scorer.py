@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.schema import NewModel, Reward
+from burnish.config.model import NewModel
+from burnish.config.reward import Reward
 from burnish.controller.roles import build_scorers
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.score import new_scorer
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.rewards import Rewards
+from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rewards.types import Failure, Result, ScoreRequest
 from burnish.run.contents import write_contents
 from burnish.run.staging import leave
-from burnish.training.scorer import STATISTICS, ModelScorer, ScorerOptions
+from burnish.training.scorer import STATISTICS, ModelScorer
 
 ALPHABET = "0123456789>"
 POSITIONS = 16
@@ -146,7 +148,7 @@ def test_a_model_that_raises_fails_its_samples_and_says_why(scorer_at: Path) -> 
     def broken(requests: Any) -> Any:
         raise MemoryError("no room")
 
-    with Rewards(Reward(parts=[{"name": "model"}])) as rewards:
+    with Rewards(Reward(parts=[{"name": "model", "options": {"path": "x"}}])) as rewards:
         with pytest.raises(RuntimeError, match="nobody handed one in"):
             rewards.score([request("a", "12")])
         rewards.hand_in({0: broken})

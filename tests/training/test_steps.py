@@ -12,7 +12,8 @@ import torch
 from burnish.algorithms.steps import AGGREGATIONS, aggregate
 from burnish.config.errors import UserError
 from burnish.config.load import from_preset
-from burnish.config.schema import NewModel, Reward
+from burnish.config.model import NewModel
+from burnish.config.reward import Reward
 from burnish.controller.roles import build_scorers
 from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
@@ -21,13 +22,14 @@ from burnish.models.decoder import Decoder, initialise
 from burnish.models.score import new_scorer
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.rewards import Rewards
+from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rewards.types import Score, ScoreRequest
 from burnish.rollout.record import restore_scores, scores_to_arrays
 from burnish.rollout.scored import apply_score
 from burnish.run.contents import write_contents
 from burnish.run.staging import leave
 from burnish.trainers.prepare import Recipe
-from burnish.training.scorer import ModelScorer, ScorerOptions
+from burnish.training.scorer import ModelScorer
 from burnish.training.steps import step_ends
 
 ALPHABET = "0123456789>"

@@ -10,7 +10,8 @@ import torch
 from burnish.algorithms.kl import full_kl
 from burnish.config.errors import UserError
 from burnish.config.load import load
-from burnish.config.schema import NewModel, TrainConfig
+from burnish.config.model import NewModel
+from burnish.config.schema import TrainConfig
 from burnish.controller.memory import planned
 from burnish.controller.roles import build_policy, check_teacher
 from burnish.core.batch import Batch

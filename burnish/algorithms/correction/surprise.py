@@ -16,6 +16,7 @@ from torch import Tensor
 from burnish.algorithms.correction.gap import LARGEST, gap_of
 from burnish.algorithms.correction.weights import as_floats
 from burnish.algorithms.demonstrations import sampled_in_loss
+from burnish.algorithms.replay import is_replayed
 from burnish.core.batch import Batch
 
 ENOUGH = 1 << 20
@@ -23,8 +24,8 @@ ENOUGH = 1 << 20
 
 
 def surprise(batch: Batch, logp: Tensor, entropy: Tensor | None) -> dict[str, float]:
-    """Of the trainer's log-probs and entropies [N] at the first million sampled tokens of `loss_mask`, with x = logp + entropy
-    and l = logp - behaviour_logp:
+    """Of the trainer's log-probs and entropies [N] at the first million tokens of `loss_mask` that were sampled for this step, with
+    x = logp + entropy and l = logp - behaviour_logp:
 
     - `surprise_excess` = -sum x / sum H, the surprise above what it should be as a part of it, and `surprise_error`, its
       standard error: x of one token is uncorrelated with that of any before it, so that squares add. Their sum is taken no
@@ -37,7 +38,8 @@ def surprise(batch: Batch, logp: Tensor, entropy: Tensor | None) -> dict[str, fl
     {} where there are no entropies or no tokens. It must see samples as they were drawn: a filter that looks at rewards
     prefers the likely or the unlikely.
     """
-    where = sampled_in_loss(batch).nonzero().squeeze(1)[:ENOUGH]
+    drawn_now = sampled_in_loss(batch) & ~is_replayed(batch)[batch.sequence_ids]
+    where = drawn_now.nonzero().squeeze(1)[:ENOUGH]
     if entropy is None or not where.shape[0]:
         return {}
     old, behaviour, spread = (column[where] for column in (logp, batch.token["behaviour_logp"], entropy))

@@ -1,6 +1,6 @@
 """Slot `filters`: which groups are used, which samples stay in the loss, and which are taken again."""
 
-from burnish.algorithms.filters.edges import tree_edges
+from burnish.algorithms.filters.edges import edges_left, tree_edges
 from burnish.algorithms.filters.groups import GROUP_FILTERS, difficulty_band, truncation, zero_signal
 from burnish.algorithms.filters.pairs import pairs
 from burnish.algorithms.filters.resampling import RESAMPLERS, pf_ppo
@@ -19,6 +19,7 @@ __all__ = [
     "SAMPLE_FILTERS",
     "cppo",
     "difficulty_band",
+    "edges_left",
     "loss_mask_from",
     "overlong",
     "pairs",

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from burnish.models.ops.device import use_kernels
 from burnish.models.ops.lora import LoraLinear
+from burnish.models.ops.nf4 import dense
 from burnish.models.ops.paged import Placement
 from burnish.models.ops.swiglu import swiglu
 
@@ -23,7 +24,7 @@ CHUNK = 1024  # tokens whose keys are gathered at once, on a CPU
 
 def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer on rows [N, in], with its adapters where it has any."""
-    y = _linear(x, layer.weight, layer.bias)
+    y = _linear(x, dense(layer.weight, x.dtype), layer.bias)
     if isinstance(layer, LoraLinear) and layer.is_on:
         z = _linear(x, layer.lora_a, None)
         for ((start, stop), _, b), part in zip(layer.blocks(), z.split(layer.rank, 1), strict=True):

@@ -29,7 +29,7 @@ def num_parts(rows: int, inputs: int, outputs: int) -> int:
 
 def partial_linear(module: nn.Linear, x: Tensor) -> Tensor:
     """The layer on rows [N, in]: [N, out], or parts [P, N, out] that add up to it where that is faster."""
-    outputs, inputs = module.weight.shape
+    outputs, inputs = module.out_features, module.in_features
     parts = (
         num_parts(x.shape[0], inputs, outputs) if use_kernels(x) and x.dtype in (torch.bfloat16, torch.float16) else 1
     )

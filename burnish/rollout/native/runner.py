@@ -169,10 +169,9 @@ class Runner:
     def _logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None = None) -> Tensor:
         """Logits after the tokens, or after some of them."""
         if self.exact:
-            hidden = paged_forward(self.model, tokens, self.cache, attend, exact_linear)
-            return exact_logits(hidden if which is None else hidden[which], self.model.head_weight)
-        hidden = paged_forward(self.model, tokens, self.cache, attend)
-        return self.model.logits(hidden if which is None else hidden[which])
+            hidden = paged_forward(self.model, tokens, self.cache, attend, exact_linear, which)
+            return exact_logits(hidden, self.model.head_weight)
+        return self.model.logits(paged_forward(self.model, tokens, self.cache, attend, which=which))
 
     def _exact_attend(self, place: Placement) -> PagedAttend:
         """Every token a query of its own, in prefill as in decoding: then both give it the same bits."""

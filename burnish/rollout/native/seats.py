@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from burnish.core.engine import Completion, Finish, Request
 from burnish.rollout.native.pages import Pages
 from burnish.rollout.native.state import RING, NewRow, RowState, Snapshot, Wants
 
+Number = TypeVar("Number", int, float)
 TEXT_TAIL = 8  # tokens that show no text, which a stop string may span besides one for each of its bytes
 
 
@@ -28,9 +31,10 @@ class Seat:
 
     request: Request
     arrival: int
-    tokens: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    raw_logp: list[float] = field(default_factory=list)
+    # Plain numbers in a row, which a completion copies at once: a thousand completions of lists take as long as four steps.
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    logp: array[float] = field(default_factory=lambda: array("f"))
+    raw_logp: array[float] = field(default_factory=lambda: array("f"))
     finish: Finish | None = None
     row: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -82,23 +86,28 @@ class Seat:
         """Append what was drawn; returns how many of the tokens came after its end and were cut off again."""
         options = self.request.sampling
         self.seen += len(tokens)
-        self.raw_logp += raw
-        for k, token in enumerate(tokens):
-            self.tokens.append(token)
-            self.logp.append(logp[k])
-            if token in options.stop_tokens or (options.stop and self._ends_with_stop(decode)):
-                self.finish = "stop"
-                del self.raw_logp[len(self.tokens) :]
-                return len(tokens) - k - 1
+        before = len(self.tokens)
+        self.tokens.extend(tokens)
+        self.logp.extend(logp)
+        self.raw_logp.extend(raw)
+        if options.stop_tokens or options.stop:
+            for k, token in enumerate(tokens):
+                end = before + k + 1
+                if token in options.stop_tokens or (options.stop and self._has_stop(end, decode)):
+                    self.finish = "stop"
+                    for numbers in (self.tokens, self.logp, self.raw_logp):
+                        del numbers[end:]
+                    return len(tokens) - k - 1
         if len(self.tokens) >= options.max_tokens:
             self.finish = "length"
         return 0
 
-    def _ends_with_stop(self, decode: Callable[[list[int]], str] | None) -> bool:
+    def _has_stop(self, end: int, decode: Callable[[list[int]], str] | None) -> bool:
+        """Whether the text of the tokens before `end` has come to a stop string."""
         assert decode is not None, "checked when the request was submitted"
         stop = self.request.sampling.stop
         tail = max(len(s.encode()) for s in stop) + TEXT_TAIL
-        text = decode(self.tokens[-tail:])
+        text = decode(self.tokens[max(0, end - tail) : end].tolist())
         return any(s in text for s in stop)
 
     def completion(self, finish: Finish, version: int) -> Completion:
@@ -129,15 +138,22 @@ class Flight:
         """(seat, new tokens, their log-probs, those of the model itself where asked for, whether the row is live) of each seat
         that still waits for them."""
         live, produced = self.after.ints.tolist()
-        tokens, logp = self.after.tokens.numpy(), self.after.logp.numpy()
-        raw = self.after.raw.numpy() if self.after.raw is not None else None
+        tokens, logp = self.after.tokens.tolist(), self.after.logp.tolist()
+        raw = self.after.raw.tolist() if self.after.raw is not None else None
         for i, seat in enumerate(self.rows):
             # A seat that has left meanwhile, or sits elsewhere now after losing its row, has nothing to come.
             if seat is None or seat.row is None or (live[i] and produced[i] <= seat.seen):
                 continue
-            columns = np.arange(seat.seen, produced[i]) % RING
-            own = raw[i, columns].tolist() if raw is not None and seat.request.sampling.raw_logprobs else []
-            yield seat, tokens[i, columns].tolist(), logp[i, columns].tolist(), own, bool(live[i])
+            drawn = range(seat.seen, produced[i])
+            own = _of_ring(raw[i], drawn) if raw is not None and seat.request.sampling.raw_logprobs else []
+            yield seat, _of_ring(tokens[i], drawn), _of_ring(logp[i], drawn), own, bool(live[i])
+
+
+def _of_ring(ring: list[Number], drawn: range) -> list[Number]:
+    """What stands in a row's ring of the numbers it has drawn from one on to another."""
+    start = drawn.start % RING
+    stop = start + len(drawn)
+    return ring[start:stop] if stop <= RING else ring[start:] + ring[: stop - RING]
 
 
 class Seats:

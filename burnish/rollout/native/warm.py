@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.four_bits import quantised_weights
 from burnish.models.inference import head_norms
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.ops.paged import Placement, add_norm, attend_pages, rotate_store
@@ -87,11 +88,13 @@ def warm(
     def gate() -> None:
         layer.gated(zeros(rows, 2 * arch.mlp_size))
 
-    def exact_matmuls() -> None:  # one kernel for all, which no two threads should compile
+    def all_matmuls() -> None:  # where one kernel is for all, no two threads should compile it
         matmuls()
         norm()
 
-    work = [draw, attend, rotate, gate, *([exact_matmuls] if exact else [matmuls, norm, prefill])]
+    is_one_kernel = exact or bool(quantised_weights(model))
+    products = [all_matmuls] if is_one_kernel else [matmuls, norm]
+    work = [draw, attend, rotate, gate, *products, *([] if exact else [prefill])]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it
     _all_at_once(work, weight.device)
 

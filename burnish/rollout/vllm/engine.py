@@ -136,7 +136,7 @@ class VllmEngine:
         self.wake()
         self._weights = "part"
         tensors = self.update.tensors(named_tensors)
-        if self.policy.lora is not None:
+        if self.policy.sends_adapters:
             self._load_adapter(tensors)
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})

@@ -37,7 +37,7 @@ def arguments(
             f"model.device={first.device}, and vLLM in this process takes the first GPU: set model.device=cuda and "
             f"CUDA_VISIBLE_DEVICES={first.device.index}"
         )
-    if policy.lora is None:
+    if policy.lora is None or not policy.sends_adapters:
         write_config(policy, folder)
         source: dict[str, Any] = {"model": str(folder), "load_format": "dummy"}
     else:

@@ -43,7 +43,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 @torch.no_grad()
 def trained_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """What an update of vLLM is made of: the whole model by Hugging Face's names, or its adapters by PEFT's."""
-    if policy.lora is None:
+    if policy.lora is None or not policy.sends_adapters:
         yield from whole_tensors(policy)
         return
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"

@@ -15,6 +15,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.core.local import local
+from burnish.models.ops.device import use_kernels
 from burnish.training.optimizers.adamw import adam_moments, fused_adamw
 from burnish.training.optimizers.base import Optimizer
 from burnish.training.optimizers.offload import Spec
@@ -64,6 +65,8 @@ class Adam8bit(Optimizer):
                 self._update_quantised(part)
 
     def _update_quantised(self, part: Part) -> None:
+        if use_kernels(part.weight) and self._update_by_kernel(part):
+            return
         beta1, beta2 = self.config.betas
         gradient, state = part.gradient.float(), part.state
         mean = decode(state["exp_avg"], state["exp_avg_scale"], signed=True).lerp_(gradient, 1 - beta1)
@@ -79,3 +82,17 @@ class Adam8bit(Optimizer):
         size = part.lr / (1 - beta1**part.updates)
         divisor = root.mul_(1 / math.sqrt(1 - beta2**part.updates)).add_(self.config.eps)
         part.weight.addcdiv_(mean.to(part.weight.dtype), divisor.to(part.weight.dtype), value=-size)
+
+    def _update_by_kernel(self, part: Part) -> bool:
+        """The same in one pass over the part; False where it does not lie as the kernel reads it."""
+        from burnish.training.optimizers import adam8bit_kernel as kernel
+
+        mean, root = ((part.state[key], part.state[f"{key}_scale"]) for key in ("exp_avg", "root"))
+        gradient = part.gradient.contiguous()
+        if not kernel.can_update(part.weight, gradient, *mean, *root):
+            return False
+        beta1, beta2 = self.config.betas
+        size, correction = part.lr / (1 - beta1**part.updates), 1 / math.sqrt(1 - beta2**part.updates)
+        keep, seed = 1 - part.lr * part.decay, part.seed("moments")
+        kernel.update(part.weight, gradient, mean, root, seed, (beta1, beta2), keep, size, correction, self.config.eps)
+        return True

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from burnish.models.decoder import Decoder
 from burnish.models.ops.lora import LoraLinear
+from burnish.models.projections import targets
 from burnish.models.row_order import order_of
 from burnish.models.weights import blocks
 from burnish.training.optimizers.muon import Fused
@@ -31,10 +32,12 @@ def fused_matrices(model: nn.Module) -> dict[str, Fused]:
             if block.stop is not None:
                 heights.setdefault(prefix + block.ours, []).append(block.stop - block.start)
                 orders[prefix + block.ours] = order_of(decoder, block.ours)
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            heights[f"{name}.lora_a"] = [module.rank] * len(module.spans)
-            heights[f"{name}.lora_b"] = [stop - start for start, stop in module.spans]
+        for name, module in decoder.named_modules():
+            if isinstance(module, LoraLinear) and decoder.lora is not None:
+                sizes = [t.num_outputs for t in targets(decoder.arch, decoder.lora) if name.endswith(f".{t.module}")]
+                heights[f"{prefix}{name}.lora_a"] = [module.rank] * len(sizes)
+                heights[f"{prefix}{name}.lora_b"] = sizes
+                orders[f"{prefix}{name}.lora_b"] = order_of(decoder, f"{name}.lora_b")
     return {name: Fused(sizes, orders.get(name)) for name, sizes in heights.items() if len(sizes) > 1}
 
 

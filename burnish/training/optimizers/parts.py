@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from burnish.training.optimizers.offload import State
-from burnish.training.optimizers.rounding import generator_for, to_bfloat16
+from burnish.training.optimizers.rounding import generator_for, seed_for, to_bfloat16
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Part:
     decay: float
     updates: int
     """Updates of this parameter, this one included."""
+
+    def seed(self, purpose: str) -> int:
+        """Of this part in this update."""
+        return seed_for(purpose, self.span.name, self.updates, self.span.start)
 
     def generator(self, purpose: str) -> torch.Generator:
         """Randomness of this part in this update."""

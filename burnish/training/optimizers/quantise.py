@@ -32,7 +32,7 @@ def block_size(columns: int) -> int:
     return next(size for size in range(min(BLOCK, columns), 0, -1) if columns % size == 0)
 
 
-def _format(signed: bool) -> tuple[int, int, int]:
+def format_of(signed: bool) -> tuple[int, int, int]:
     """How many bits of a float32 are dropped, the largest magnitude's code, and the bits of the smallest code's."""
     dropped, top = (20, 127) if signed else (19, 255)
     return dropped, top, (ONE >> dropped) - top
@@ -41,7 +41,7 @@ def _format(signed: bool) -> tuple[int, int, int]:
 @cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
     """[256] the number each code stands for."""
-    dropped, top, lowest = _format(signed)
+    dropped, top, lowest = format_of(signed)
     magnitudes = (torch.arange(top + 1, dtype=torch.int32) + lowest).bitwise_left_shift_(dropped).view(torch.float32)
     if signed:
         magnitudes[0] = 0
@@ -51,7 +51,7 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 def encode(numbers: Tensor, signed: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """float32 [..., C] to codes [..., C] of a byte and scales [..., blocks]; negative numbers need `signed`."""
-    dropped, top, lowest = _format(signed)
+    dropped, top, lowest = format_of(signed)
     blocks = numbers.unflatten(-1, (-1, block_size(numbers.shape[-1])))
     scales = torch.linalg.vector_norm(blocks, torch.inf, -1)
     bits = (blocks / scales.clamp_min(TINY)[..., None]).flatten(-2).view(torch.int32)

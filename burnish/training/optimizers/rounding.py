@@ -19,9 +19,14 @@ DROPPED = 16
 """Bits of a float32 that a bfloat16 does not have."""
 
 
+def seed_for(*words: int | str) -> int:
+    """63 bits that depend on these words alone."""
+    return fold("rounding", *words) >> 1
+
+
 def generator_for(device: torch.device, *words: int | str) -> torch.Generator:
     """Random numbers that depend on these words and the kind of device alone."""
-    return torch.Generator(device).manual_seed(fold("rounding", *words) >> 1)
+    return torch.Generator(device).manual_seed(seed_for(*words))
 
 
 def noise(like: Tensor, bits: int, generator: torch.Generator) -> Tensor:

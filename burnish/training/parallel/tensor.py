@@ -19,8 +19,12 @@ from burnish.config.errors import UserError
 from burnish.core.local import local
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.four_bits import quantised_weights
+from burnish.models.ops.lora import LoraLinear
 from burnish.models.row_order import FUSED, heights, row_order
 from burnish.training.parallel.shard import trunk_of
+from burnish.training.parallel.tensor_lora import PARTIAL as PARTIAL_OF_ADAPTERS
+from burnish.training.parallel.tensor_lora import CutLoraLinear, reorder_adapters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,14 +43,20 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(trunk, Decoder):
         raise UserError("parallel.tensor needs the native decoder; this model runs through transformers")
     check(trunk.arch, parts)
+    if quantised_weights(trunk):
+        raise UserError("parallel.tensor cannot cut matrices in 4 bits: use parallel.shard, or model.lora.base=dtype")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in FUSED}
     plan |= {name: RowwiseParallel() for name in BY_COLUMNS}
     for layer in cast("list[Layer]", trunk.layers):
-        if any(type(getattr(layer, name)) is not nn.Linear for name in plan):
-            raise UserError("parallel.tensor cannot cut layers with adapters: use parallel.shard with model.lora")
         for name in FUSED:
             _reorder(getattr(layer, name), row_order(heights(trunk.arch, name), parts))
-        parallelize_module(layer, mesh, plan)
+        adapted = [name for name in plan if isinstance(getattr(layer, name), LoraLinear)]
+        for name in adapted:
+            if name in FUSED:
+                reorder_adapters(getattr(layer, name), parts)
+            sizes = heights(trunk.arch, name) if name in FUSED else None
+            setattr(layer, name, CutLoraLinear(getattr(layer, name), sizes, mesh))
+        parallelize_module(layer, mesh, {name: style for name, style in plan.items() if name not in adapted})
         layer.arch = part_of(trunk.arch, parts)
 
 
@@ -69,11 +79,12 @@ def sum_partial(gradients: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     from torch.distributed import all_reduce
 
     for name, gradient in gradients.items():
-        if name.endswith(PARTIAL):
+        if name.endswith((*PARTIAL, *PARTIAL_OF_ADAPTERS)):
             all_reduce(local(gradient), group=mesh.get_group())
 
 
 @torch.no_grad()
 def _reorder(linear: nn.Linear, order: Tensor) -> None:
-    for parameter in linear.parameters():
-        parameter.copy_(parameter[order.to(parameter.device)])
+    for parameter in (linear.weight, linear.bias):
+        if parameter is not None:
+            parameter.copy_(parameter[order.to(parameter.device)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import cutpoints
 from burnish.algorithms.advantages.splits import spo_chain, spo_tree
-from burnish.algorithms.filters import tree_edges
+from burnish.algorithms.filters import edges_left, tree_edges
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 
@@ -147,6 +147,17 @@ def test_equal_siblings_and_an_only_child_have_exactly_no_advantage() -> None:
         assert set(edges(batch, spo_tree(batch, normalise=normalise)).values()) == {0.0}
 
 
+@pytest.mark.parametrize("normalise", ["none", "std"])
+def test_an_edge_that_is_nothing_on_paper_is_exactly_nothing(normalise: str) -> None:
+    """Six children with 2, 2, 3, 3, 4 and 4 right leaves of six: the mean of their values is that of the middle ones."""
+    right = [2, 2, 3, 3, 4, 4]
+    paths = [[child, 10 * child + leaf] for child in range(1, 7) for leaf in range(6)]
+    batch = tree(paths, [float(leaf < right[child - 1]) for child in range(1, 7) for leaf in range(6)])
+    found = edges(batch, spo_tree(batch, normalise=normalise))  # type: ignore[arg-type]
+    assert [found[child] for child in (3, 4)] == [0.0, 0.0]
+    assert min(abs(found[child]) for child in (1, 2, 5, 6)) > 0.1
+
+
 def test_what_is_no_tree_is_refused() -> None:
     for paths in ([[1, 11], [1, 11]], [[1, 11], [2, 11]], [[1, 11], [11, 1]]):
         with pytest.raises(ValueError, match=r"not of trees|go round in a circle"):
@@ -183,3 +194,14 @@ def test_a_tree_that_comes_back_goes_on_with_other_edges_until_none_is_left() ->
     assert parts[0] == trained(batch, None, most=3)
     assert [len(part) for part in parts] == [3, 3, 2, 0]
     assert set().union(*parts) == set(INNER | OUTER)
+
+
+def test_a_tree_has_edges_left_until_the_last_is_trained() -> None:
+    flat = [[101], [102]]
+    batch = tree([*PATHS, *flat], [*LEAVES, 1, 1], [0] * 6 + [1] * 2)
+    batch = batch.with_token(advantages=spo_tree(batch))
+    assert edges_left(batch, most=7).tolist() == [True] * 6 + [False] * 2  # eight edges, and none with an advantage
+    assert edges_left(batch, most=8).tolist() == [False] * 8
+    for use, left in ((0, True), (1, True), (2, False)):
+        again = batch.with_sequence(use=torch.full((8,), float(use), dtype=torch.float64))
+        assert edges_left(again, most=3).tolist() == [left] * 6 + [False] * 2

@@ -111,7 +111,7 @@ class Table:
 def loss_of(recipe: Recipe, batch: Batch, now: Table, reference: Table) -> tuple[float, dict[str, float]]:
     """The loss of one update, through preparation, filters and mini-batches."""
     prepared, stats, *_ = recipe.prepare(batch, now, reference)  # type: ignore[arg-type]
-    (mini,) = mini_batches(recipe.trim(prepared), recipe.algorithm, 1, 1, 8)
+    (mini,) = mini_batches(recipe.trim(prepared, stats), recipe.algorithm, 1, 1, 8)
     logp = now.logprobs(mini)[mini.loss_mask].requires_grad_()
     loss, sums = recipe.loss(view_of(mini, logp, torch.zeros_like(logp)))
     return float(loss.detach()), stats | {name: float(total) for name, total in sums.items()}
@@ -132,6 +132,17 @@ def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: fl
     assert (stats["pairs/made"], stats["pairs/ties"]) == (1, 1)
     assert stats["pref_accuracy"] / 5 == pytest.approx(1)  # of the 5 tokens in the loss
     assert stats["pref_margin"] / 5 == pytest.approx(0.1 * 2.5)
+
+
+def test_pairs_are_counted_among_the_samples_that_filters_before_left() -> None:
+    tree = from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
+    recipe = Recipe(Algorithm.model_validate(tree), num_updates=1)
+    batch = batch_of([0, 0, 0, 1, 1, 2, 2], [1, 1, 0, 1, 0, 1, 0], [[k] for k in range(10, 17)])
+    batch = batch.with_sequence(truncated=torch.tensor([False, False, True, False, False, True, True]))
+    stats: dict[str, float] = {}
+    trimmed = recipe.trim(batch, stats)
+    assert stats == {"pairs/made": 1, "pairs/ties": 1, "pairs/identical": 0}  # the last group has nothing left
+    assert trimmed.num_sequences == 2 * stats["pairs/made"]
 
 
 def test_sppo_has_the_worked_loss_of_win_probabilities_and_of_rewards() -> None:

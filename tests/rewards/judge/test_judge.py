@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.judge.cache import Cache
 from burnish.rewards.judge.options import TEMPLATE, JudgeOptions, fill_template
 from burnish.rewards.rewards import Rewards
@@ -221,7 +221,7 @@ def test_a_torn_line_is_dropped_and_what_follows_is_kept(tmp_path: Path) -> None
 
 KILLED = """
 import sys
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import ScoreRequest
 options = {"url": sys.argv[1], "model": "m", "cache": sys.argv[2], "concurrency": 1}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.data.rows import Row
 from burnish.rewards.code import Runner, outcome_of_stdio, outcomes_of_calls
 from burnish.rewards.programs import program_of, read_tests, same_output

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import Score, ScoreRequest
 from tests.rewards.sandbox import hostile_programs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import ScoreRequest
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.config.schema import Reward
+from burnish.config.reward import Reward
 from burnish.rewards.code import check_sandbox
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.sandbox.client import Sandbox, SandboxError

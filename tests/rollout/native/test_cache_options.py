@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Rollout
+from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine, paged_engine
 from burnish.core.engine import Completion, Request
 from burnish.models.decoder import Decoder

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Rollout
+from burnish.config.rollout import Rollout
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.keys import fold
 from burnish.models.decoder import Decoder

@@ -17,7 +17,8 @@ from burnish.models.lora import adapter_off, adapter_weights, add_lora
 from burnish.rollout.native.paged import PagedEngine
 
 SOME = Lora(rank=3, alpha=6, targets=["k_proj", "v_proj", "gate_proj"])
-LORAS = {"all": Lora(rank=4, alpha=6), "some": SOME}
+IN_4_BITS = SOME.model_copy(update={"base": "nf4-double"})
+LORAS = {"all": Lora(rank=4, alpha=6), "some": SOME, "in 4 bits": IN_4_BITS}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

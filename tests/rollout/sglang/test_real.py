@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Model, Rollout
+from burnish.config.model import Model
+from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.keys import fold

@@ -16,7 +16,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.lora import Lora
-from burnish.config.schema import Rollout
+from burnish.config.rollout import Rollout
 from burnish.config.vllm import Vllm
 from burnish.controller.roles import build_engine
 from burnish.core.engine import Request, SamplingOptions

@@ -58,7 +58,9 @@ def test_a_load_that_is_left_out_shows(tmp_path: Path, monkeypatch: pytest.Monke
     assert min(later) > 10 * SMALL
 
 
-@pytest.mark.parametrize("lora", ["", ", lora: {rank: 4}"], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "lora", ["", ", lora: {rank: 4}", ", lora: {rank: 4, base: nf4}"], ids=["whole", "adapters", "in 4 bits"]
+)
 def test_a_run_that_stops_goes_on_with_the_weights_of_its_checkpoint(
     warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str
 ) -> None:

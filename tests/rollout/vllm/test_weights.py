@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from burnish.config.errors import UserError
 from burnish.config.lora import Lora
 from burnish.models import saving
+from burnish.models.lora import merged_tensors
 from burnish.models.policy import load_policy, whole_tensors
-from burnish.models.weights import load_decoder
+from burnish.models.weights import load_decoder, stored_tensors
 from burnish.rollout.vllm import weights
 from burnish.rollout.vllm.weights import Update, room_for, trained_tensors, write_adapter, write_config, write_model
 
@@ -83,10 +84,21 @@ def test_of_a_policy_with_adapters_these_alone_go_and_make_a_peft_directory(make
     read = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert read.keys() == doubled.keys()
     assert all(torch.equal(read[name], doubled[name]) for name in read)
-    from burnish.config.schema import Model
+    from burnish.config.model import Model
 
     again = load_policy(Model(adapter=str(tmp_path / "adapter")), None, None, 0, tmp_path / "adapter")
     assert all(torch.equal(tensor, doubled[name]) for name, tensor in trained_tensors(again))
+
+
+def test_of_a_policy_in_4_bits_whole_weights_go_with_the_adapters_added_in(make_policy: Any, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "base", Lora(rank=4, alpha=8, base="nf4"))
+    stored = {name: tensor.whole() for name, tensor in stored_tensors(tmp_path / "base")}
+    sent = dict(trained_tensors(policy))
+    assert sent.keys() == stored.keys()
+    changed = {name for name in sent if not torch.equal(sent[name], stored[name])}
+    assert changed == {name for name in stored if "_proj." in name}
+    expected = dict(merged_tensors(policy.module))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 
 
 def test_vllm_has_room_for_ranks_of_certain_sizes() -> None:

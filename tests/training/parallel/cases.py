@@ -13,7 +13,7 @@ from burnish.algorithms.aggregation import aggregation_weights
 from burnish.algorithms.losses import Loss, NllLoss, PolicyLoss
 from burnish.algorithms.losses.value import ValueLoss
 from burnish.algorithms.view import View
-from burnish.config.lora import Lora
+from burnish.config.lora import Base, Lora
 from burnish.config.optimizer import Optimizer
 from burnish.config.parallel import Parallel
 from burnish.core.batch import Batch
@@ -68,6 +68,7 @@ class Case:
     kv_heads: int = 2
     tied: bool = False
     lora: int = 0
+    base: Base = "dtype"
     optimizer: str = "adamw"
     activations: str = "keep"
     also: bool = False
@@ -98,14 +99,19 @@ TWO: dict[str, Case] = {
     "fsdp, a second batch": Case("grpo", also=True, steps=FEW),
     "fsdp, offload": Case("grpo", {"offload": True}, steps=FEW),
     "fsdp, lora": Case("grpo", lora=2, steps=FEW),
+    "fsdp, lora in 4 bits": Case("grpo", lora=2, base="nf4-double", steps=FEW),
+    "fsdp, lora in 4 bits, a critic": Case("value", {"offload": True}, lora=2, base="nf4", steps=FEW),
     "fsdp, recompute": Case("grpo", activations="recompute", steps=FEW),
     "copies": Case("grpo", {"replicate": 2, "shard": 1}, steps=FEW),
     "sequence, of a batch": Case("top entropies", {"sequence": 2}, steps=FEW),
     "sequence, a critic": Case("value", {"sequence": 2}, steps=FEW),
     "sequence, one key head": Case("grpo", {"sequence": 2}, kv_heads=1, steps=FEW),
-    "sequence, lora, recompute": Case("grpo", {"sequence": 2}, lora=2, activations="recompute", steps=FEW),
+    "sequence, lora, recompute": Case("grpo", {"sequence": 2}, lora=2, base="nf4", activations="recompute", steps=FEW),
     "tensor, a critic": Case("value", {"tensor": 2}, steps=FEW),
     "tensor, recompute": Case("grpo", {"tensor": 2}, activations="recompute", steps=FEW),
+    "tensor, lora": Case("grpo", {"tensor": 2}, lora=2, steps=FEW),
+    "tensor, lora, a critic, recompute": Case("value", {"tensor": 2}, lora=2, activations="recompute", steps=FEW),
+    "tensor, muon": Case("grpo", {"tensor": 2}, optimizer="muon", steps=FEW),
     **{f"{kind}, gemma3": Case("grpo", {kind: 2}, gemma3=True, steps=FEW) for kind in ("shard", "sequence", "tensor")},
 }
 FOUR: dict[str, Case] = {
@@ -120,6 +126,7 @@ FOUR: dict[str, Case] = {
     "sequence x fsdp": Case("dpo", {"sequence": 2}, steps=FEW),
     "sequence x copies": Case("grpo", {"sequence": 2, "replicate": 2}, steps=FEW),
     "tensor x fsdp, a critic": Case("value", {"tensor": 2}, steps=FEW),
+    "tensor x fsdp, lora, muon": Case("grpo", {"tensor": 2}, lora=2, optimizer="muon", steps=FEW),
     "tensor x copies": Case("grpo", {"tensor": 2, "replicate": 2}, steps=FEW),
     "tensor x sequence": Case("grpo", {"tensor": 2, "sequence": 2}, kv_heads=4, steps=FEW),
 }
@@ -138,7 +145,7 @@ def make_model(case: Case) -> nn.Module:
     decoder = Decoder(Architecture(family, VOCAB, 32, 2, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied))
     initialise(decoder.double(), 0, std=0.3)
     if case.lora:
-        add_lora(decoder, Lora(rank=case.lora), 0)
+        add_lora(decoder, Lora(rank=case.lora, base=case.base), 0)
     model: nn.Module = decoder
     if case.loss == "value":
         model = ValueModel(decoder)
