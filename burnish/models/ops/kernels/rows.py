@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from burnish.models.ops.kernels.early import early
 from burnish.models.ops.paged import Norms, Placement
 from burnish.models.ops.quantised import LARGEST, Pages, Quantised
 
@@ -25,16 +23,11 @@ def _add_norm(
     part_stride,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + shift
-    if EARLY:
-        gdc_wait()
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
     if PARTS > 0:
         delta = tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
@@ -67,7 +60,6 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift:
         PARTS=parts,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
-        **early(x),
     )
     return out
 
@@ -219,13 +211,10 @@ def rotate_store(
 
 
 @triton.jit
-def _gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -237,7 +226,7 @@ def gate(gate_up: Tensor) -> Tensor:
     """silu of the first half of each row times the second half."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
-    _gate[(rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4, **early(gate_up))
+    _gate[(rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4)
     return out
 
 
