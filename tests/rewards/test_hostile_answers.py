@@ -159,10 +159,12 @@ def test_a_forged_reply_is_refused_and_replies_are_not_unpickled(folder):
 
 
 def test_deadlines_hold_while_nobody_polls(folder):
-    with Rewards(reward("mine.py:executes", timeout_s=0.3, workers=1), base=folder) as rewards:
+    with Rewards(reward("mine.py:executes", timeout_s=1.0, workers=1), base=folder) as rewards:
         rewards.score([request("pass")])
         rewards.submit([request("time.sleep(60)"), request("pass")])
-        time.sleep(1.2)
+        give_up = time.monotonic() + 50
+        while rewards._outcomes.qsize() < 2 and time.monotonic() < give_up:
+            time.sleep(0.02)
         assert sorted((s.reward, s.timed_out) for s in rewards.poll(0.0)) == [(0.0, True), (1.0, False)]
 
 
