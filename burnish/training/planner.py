@@ -144,7 +144,8 @@ def plan(setup: Setup) -> Plan:
         critic = footprint(critic_model, setup.critic, replace(setup.learning, full_kl=False), setup.on_gpu)
         if setup.lora is not None:  # the frozen weights are the policy's
             own = sum(p.nbytes for p in critic_model.parameters() if p.requires_grad)
-            critic = replace(critic, weights=own)
+            critic = replace(critic, weights=own, whole=0)
+        critic = critic.cut(setup.shards)
         learners[CRITIC] = critic
         others.append(Part("critic", critic.resident, "weights, master copies, moments"))
     if setup.process is not None:
@@ -152,7 +153,9 @@ def plan(setup: Setup) -> Plan:
         judge = model if shape is None else meta_policy(shape, dtype, setup.lora)
         process = footprint(judge, setup.process, replace(setup.learning, full_kl=False), setup.on_gpu)
         if setup.lora is not None and shape is None:  # the frozen weights are the policy's
-            process = replace(process, weights=sum(p.nbytes for p in judge.parameters() if p.requires_grad))
+            own = sum(p.nbytes for p in judge.parameters() if p.requires_grad)
+            process = replace(process, weights=own, whole=0)
+        process = process.cut(setup.shards)
         learners[PROCESS_MODEL] = process
         start = 0 if setup.lora is not None else process.weights
         others.append(Part("process reward model", process.resident + start, "weights, copies, moments; its start"))

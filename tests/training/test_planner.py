@@ -255,6 +255,13 @@ def test_processes_that_share_a_model_hold_a_piece_each() -> None:
     for name in ("weights", "master copies", "moments", "gradient sums"):
         assert pieces[name] == whole[name] // 4
     assert pieces["gathered weights"] < whole["weights"] / 4
+    others = {"critic": Optimizer(), "process": Optimizer()}
+    for name in ("critic", "process reward model"):
+        (mine, all_of_it) = (
+            next(part.bytes for part in plan(on_gpu(OF_7B, shards=shards, **others)).resident if part.name == name)
+            for shards in (4, 1)
+        )
+        assert mine == pytest.approx(all_of_it / 4, rel=1e-6)
     assert plan(on_gpu(OF_7B, slices=2)).setup.rows == one.setup.rows // 2
 
 
