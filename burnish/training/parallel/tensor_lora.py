@@ -56,14 +56,11 @@ class CutLoraLinear(LoraLinear):
         return y if bias is None else y + bias
 
 
-def local_spans(spans: tuple[Span, ...], heights: tuple[int, ...], parts: int) -> list[Span]:
+def local_spans(spans: tuple[Span, ...], heights: tuple[int, ...], parts: int) -> tuple[Span, ...]:
     """Where the outputs of each adapter stand among those of one of so many ranks."""
-    starts = [sum(heights[:k]) for k in range(len(heights))]
-    found = []
-    for start, stop in spans:
-        first = starts[starts.index(start)] // parts
-        found.append((first, first + (stop - start) // parts))
-    return found
+    borders = {sum(heights[:k]) for k in range(len(heights) + 1)}
+    assert all({*span} <= borders for span in spans), "an adapter is of one matrix, or of some that stand together"
+    return tuple((start // parts, stop // parts) for start, stop in spans)
 
 
 @torch.no_grad()

@@ -44,8 +44,17 @@ RUNS: dict[str, list[str]] = {
     "tensor": ["parallel.tensor=2"],
     "transformers": ["model.new=null", "model.path=base", "model.backend=transformers"],
     "adapters": ["model.new=null", "model.path=base", "model.lora.rank=2"],
+    "cut-adapters": [
+        *(
+            "model.new=null",
+            "model.path=base",
+            "model.lora.rank=2",
+            "model.lora.targets=[q_proj, v_proj, up_proj, down_proj]",
+        ),
+        *("sft.optimizer.name=muon", "parallel.tensor=2"),
+    ],
 }
-"""Overrides by name; `tensor` is stopped once and goes on with the same processes."""
+"""Overrides by name; those that are cut are stopped once and go on with the same processes."""
 PREFERENCES: dict[str, list[str]] = {
     "pairs": ["preference.loss=dpo"],
     "pairs in two passes": ["preference.loss={name: dpo, average: true}", "preference.token_budget=12"],
@@ -103,9 +112,10 @@ def all_of(folder: Path, rank: int) -> None:
     run(folder, "plain", [])
     run(folder, "adapters", RUNS["adapters"])
     run(folder, "transformers", RUNS["transformers"])
-    for name, overrides in (("tensor", RUNS["tensor"]), (HANDED_OVER, [])):
+    for name, overrides in (("tensor", RUNS["tensor"]), ("cut-adapters", RUNS["cut-adapters"]), (HANDED_OVER, [])):
         run_until_told_to_stop(folder, name, overrides, is_told=rank == 1)
-    run(folder, "tensor", RUNS["tensor"])
+    for name in ("tensor", "cut-adapters"):
+        run(folder, name, RUNS[name])
     for name, overrides in PREFERENCES.items():
         prefer(folder, name, overrides)
 
