@@ -89,7 +89,8 @@ def micro_batches(units: Sequence[Unit], budget: int, at_least: int = 0, multipl
     can be: those who compute side by side end together.
     """
     fewest = max(at_least, math.ceil(sum(min(unit.num_tokens, budget) for unit in units) / budget))
-    fewest = -(-fewest // multiple) * multiple
+    rounded = -(-fewest // multiple) * multiple
+    fewest = rounded if rounded <= len(units) else fewest
     filled = _first_fit(units, budget)
     for count in range(fewest, max(len(filled), fewest) + 1, multiple):
         parts = karmarkar_karp([unit.cost for unit in units], count)
