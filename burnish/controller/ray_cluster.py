@@ -18,6 +18,7 @@ from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
 from burnish.controller.placement import Layout, Seat, check, check_placement, lay_out, own_cores
 from burnish.controller.ray_host import LANES, Host
+from burnish.core.workers import WorkerLost
 
 PLACED_S = 60.0
 """How long a cluster may take to give room that it has."""
@@ -110,5 +111,11 @@ def _connect() -> bool:
                 "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
             ) from error
     else:
-        ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
+        try:
+            ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
+        except Exception as error:  # noqa: BLE001  bare ones, of a node that was too slow to start; told and tried again
+            ray.shutdown()
+            raise WorkerLost(
+                f"Ray did not start on this machine: {error}; is it too busy, or out of memory, ports or disk?", 0
+            ) from error
     return True

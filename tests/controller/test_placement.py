@@ -20,6 +20,7 @@ from burnish.controller.placement import check, check_placement, lay_out
 from burnish.controller.rollout_worker import RolloutWorker
 from burnish.controller.start import open_cluster
 from burnish.controller.workers import TrainingWorker
+from burnish.core.workers import WorkerLost
 from tests.controller.toy import TOY, config_of
 
 BASIC = ["model.new.num_layers=1", "data.train.task=sort_digits"]
@@ -215,3 +216,16 @@ def test_a_process_computes_with_as_many_threads_as_it_has_cpus(tmp_path: Path) 
             torch.set_num_threads(1)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_ray_that_does_not_start_is_a_loss_to_try_again_not_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
+    from burnish.controller import ray_cluster
+
+    def too_slow(**options: object) -> None:
+        raise Exception("the node timed out during startup")  # noqa: TRY002  as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", too_slow)
+    with pytest.raises(WorkerLost, match="Ray did not start on this machine: the node timed out during startup"):
+        ray_cluster._connect()
