@@ -50,27 +50,30 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
 
     `center` takes its mean off first, which leaves the relative signal: `token` the mean over all written tokens from
     each (T1, 2501.11651: then longer answers do not pay more); `sequence` the mean over sequences of their summed KL from
-    each sum, in equal shares over its tokens. The KL returned is never centred, and of the policy's own samples alone: at
-    the tokens of a demonstration the estimate is of nothing. nan where there is no sample.
+    each sum, in equal shares over its tokens. These means and the KL returned, which is never centred, are of the policy's
+    own samples alone: at the tokens of a demonstration the estimate is of nothing. nan where there is no sample.
     """
     mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
     kl = torch.where(mask, kl, torch.zeros_like(kl))
     length = segment_count(ids, num, mask)
-    own = segment_count(ids, num, mask & sampled_tokens(batch)) > 0
-    mean = segment_mean(kl, ids, num, mask)[own].mean()
-    return rewards - coef * torch.where(mask, kl - _centre(kl, ids, length, center), torch.zeros_like(kl)), float(mean)
+    sampled = mask & sampled_tokens(batch)
+    own = segment_count(ids, num, sampled)
+    mean = segment_mean(kl, ids, num, mask)[own > 0].mean()
+    centre = _centre(torch.where(sampled, kl, 0.0).sum(), own, length, ids, center)
+    return rewards - coef * torch.where(mask, kl - centre, torch.zeros_like(kl)), float(mean)
 
 
-def _centre(kl: Tensor, ids: Tensor, length: Tensor, center: str) -> Tensor:
-    """What is taken off each token's KL; kl is 0 where the model did not write."""
+def _centre(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
+    """What is taken off each token's KL; `total` is that of the policy's own samples, `own` [S] their tokens, `length` [S] those of
+    demonstrations too."""
     if center == "none":
-        return kl.new_zeros(())
+        return total.new_zeros(())
     if center == "token":
-        return kl.sum() / length.sum().clamp(min=1)
+        return total / own.sum().clamp(min=1)
     if center == "sequence":
-        total = kl.sum() / (length > 0).sum().clamp(min=1)
-        return broadcast(total / length.clamp(min=1), ids)
+        mean = total / (own > 0).sum().clamp(min=1)
+        return broadcast(mean / length.clamp(min=1), ids)
     raise ValueError(f"center is {center!r}; expected none, token or sequence")
 
 

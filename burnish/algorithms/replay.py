@@ -22,6 +22,8 @@ def is_replayed(batch: Batch) -> Tensor:
 
 def new_ones(batch: Batch) -> Batch:
     """The sequences that are here for the first time."""
+    if "use" not in batch.sequence:  # to select all of them would copy every column
+        return batch
     return batch.select((~is_replayed(batch)).nonzero().squeeze(1))
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.cli.train import add_profile, load_recipe, print_memory
 from burnish.config.load import dump
-from burnish.config.reward_model import RewardModelConfig
 
 if TYPE_CHECKING:
     from burnish.trainers.updates import Outcome
@@ -37,8 +36,7 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
     if args.dry_run:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
-        if kind is not RewardModelConfig:  # whose memory has no plan
-            print_memory(loaded)
+        print_memory(loaded)
         return 0
     from burnish.training.parallel.join import leave
 

@@ -45,6 +45,8 @@ FILES = ("data", "models", "source", "run", "prompts", "scores", "guesses", "aga
 OWN = ("out", "force", "compare")
 """Options that belong to the stages themselves."""
 MEASURED = ".measured"
+IMPORT_S = 120.0  # a user's module may load a model before it is ready
+ENDED_S = 1.0  # to be gone by itself once it has answered
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,18 @@ def _check_rewards(parts: list[RewardPart], base: Path) -> None:
     child = fork.Process(target=_tell_what_is_wrong, args=(parts, base, theirs))
     child.start()
     theirs.close()
+    names = ", ".join(part.name for part in parts if is_plugin(part.name))
     try:
-        wrong = ours.recv()
+        if ours.poll(IMPORT_S):
+            wrong = ours.recv()
+        else:
+            wrong = f"reward.parts: to import {names} took more than {IMPORT_S:g} s: see what the file does when it is imported"
     except EOFError:
-        names = ", ".join(part.name for part in parts if is_plugin(part.name))
         wrong = f"reward.parts: a process that imported {names} ended without a word: see what the file does when it is imported"
-    child.join()
+    finally:
+        child.join(ENDED_S)
+        child.kill()  # a thread of the file may keep it alive
+        child.join(ENDED_S)
     if wrong is not None:
         raise UserError(wrong)
 

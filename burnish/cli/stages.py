@@ -141,12 +141,11 @@ def show(plan: Plan) -> None:
 
 def show_memory(plan: Plan, ready: Ready) -> None:
     """The memory plan of a training stage; the error if it cannot fit."""
-    from burnish.config.reward_model import RewardModelConfig
     from burnish.controller.memory import planned
 
     assert ready.loaded is not None
     config = ready.loaded.config
-    if isinstance(config, RewardModelConfig) or (isinstance(config, TrainConfig) and config.placement.name != "local"):
+    if isinstance(config, TrainConfig) and config.placement.name != "local":
         return
     memory = planned(config.model_copy(update={"model": planned_model(plan, ready)}), plan.base)
     print(memory.text)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.load import Kind, Loaded, dump, load, load_small
-from burnish.config.preference import PreferConfig
-from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.schema import TrainConfig
 from burnish.core.workers import WorkerLost
 from burnish.run.directory import run_name
 from burnish.run.supervise import LOST, is_possible, supervise
@@ -174,7 +173,7 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str) -> i
     return 0
 
 
-def print_memory(loaded: Loaded[TrainConfig] | Loaded[SftConfig] | Loaded[PreferConfig]) -> None:
+def print_memory(loaded: Loaded[Any]) -> None:
     """The memory plan; the error for one that cannot fit the device that is here."""
     from burnish.controller.memory import planned
 

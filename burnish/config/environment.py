@@ -30,8 +30,9 @@ class Environment(Record):
     """Most completions in one trajectory; one whose environment wants more is cut off (`rollout/out_of_turns` counts them). guess_number,
     and algorithms that compare states, take 2 or more."""
     max_tokens: int | None = Field(None, ge=2)
-    """Most tokens of one trajectory, prompt and observations included: a turn that might not fit is not begun, and a prompt whose first
-    turn might not is an error. null is what the model has positions for."""
+    """Most tokens of one trajectory, prompt and observations included: a turn that might not fit is not begun, a prompt whose first turn
+    might not is an error, and a sample whose environment begins with more than its prompt, and might not fit then, is lost. null is what
+    the model has positions for."""
 
 
 def check_turns(environment: Environment) -> None:

@@ -14,7 +14,7 @@ BY_TOKEN = ("gae", "otb")
 
 def remarks(config: TrainConfig) -> list[str]:
     """One line each."""
-    return [*_never_reached(config), *_algorithm(config), *_source(config)]
+    return [*_never_reached(config), *_algorithm(config), *_source(config), *_merged(config)]
 
 
 def _never_reached(config: TrainConfig) -> list[str]:
@@ -68,4 +68,19 @@ def _source(config: TrainConfig) -> list[str]:
     return [
         f"rollout.source={source.name} samples with weights {steps} old, and algorithm.correction={correction.name} does nothing about "
         "it: decoupled_token_is weighs every token by how likely it is now, bypass_ppo_clip takes the sampler's policy as the old one"
+    ]
+
+
+def _merged(config: TrainConfig) -> list[str]:
+    """Adapters that a server gets as changes of weights of a half type."""
+    model, rollout = config.model, config.rollout
+    on_sglang = rollout.engine == "sglang" and (model.lora is not None or model.adapter is not None)
+    in_4_bits = model.lora is not None and model.lora.base != "dtype"
+    on_vllm = rollout.vllm is not None and rollout.vllm.url is not None and in_4_bits
+    if model.dtype != "bfloat16" or not (on_sglang or on_vllm):
+        return []
+    unless = " unless it computes in float32" if on_vllm else ""
+    return [
+        f"the {rollout.engine} server is sent weights with the adapters added in, in bfloat16{unless}: a small change vanishes in their rounding, "
+        "and the sampler is not the policy that is trained (mismatch/); the native engine and vLLM in this process have the adapters beside the weights"
     ]

@@ -63,8 +63,6 @@ class RewardModelConfig(Record):
         check_optimizer_fits(stage.optimizer, "reward_model.optimizer", self.model.dtype, self.model.device)
         if not stage.data:
             raise ValueError("no data: give reward_model.data (a file of pairs, a task or a plug-in)")
-        if self.model.lora is not None or self.model.adapter is not None:
-            raise ValueError("a reward model is trained whole: remove model.lora and model.adapter")
         if self.model.backend == "transformers":
             raise ValueError("a reward model needs the native decoder, and model.backend=transformers")
         if stage.held_out_every and not stage.held_out:

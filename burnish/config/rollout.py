@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from burnish.config.engines import Sglang, check_engine_fits
+from burnish.config.model import Model
 from burnish.config.slots import Record
-from burnish.config.slots.mismatch import MismatchSlot
+from burnish.config.slots.mismatch import CHANGES_WEIGHTS, MismatchSlot
 from burnish.config.source import SourceSlot, Sync
 from burnish.config.vllm import Vllm, check_vllm_fits
 
@@ -45,6 +46,16 @@ class RolloutStage(Record):
         if self.max_tokens is None and self.n is None and self.prompts is None:
             raise ValueError(f"the stage from step {self.start} changes nothing: give max_tokens, n or prompts")
         return self
+
+
+def check_mismatch_fits(rollout: Rollout, model: Model) -> None:
+    """Refuse a fault in weights that cannot have it."""
+    base = "dtype" if model.lora is None else model.lora.base
+    if rollout.mismatch is not None and rollout.mismatch.name in CHANGES_WEIGHTS and base != "dtype":
+        raise ValueError(
+            f"rollout.mismatch={rollout.mismatch.name} changes weights that are plain numbers, and model.lora.base={base} has those of "
+            "the layers in 4 bits: set model.lora.base=dtype"
+        )
 
 
 class Rollout(Sampling):

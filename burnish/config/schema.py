@@ -19,7 +19,7 @@ from burnish.config.optimizer import Optimizer, check_optimizer_fits
 from burnish.config.parallel import Parallel, check_parallel_fits
 from burnish.config.placement import LocalPlacement, PlacementSlot, check_placement_fits
 from burnish.config.reward import Reward
-from burnish.config.rollout import Rollout, Sampling
+from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits
 from burnish.config.slots import Record
 from burnish.config.source import check_source_fits
 
@@ -162,6 +162,7 @@ class TrainConfig(Record):
         check_trainable(self.model)
         check_placement_fits(self)
         check_source_fits(self)
+        check_mismatch_fits(self.rollout, self.model)
         for where, section in (
             ("training", self.training),
             ("warm_start", self.warm_start),

@@ -18,10 +18,13 @@ from burnish.config.lora import Lora
 from burnish.config.model import Model
 from burnish.config.parallel import Parallel
 from burnish.config.preference import PreferConfig
+from burnish.config.references import is_reference
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import Sft, SftConfig, TrainConfig
+from burnish.config.slots.mismatch import CHANGES_WEIGHTS
 from burnish.controller.beside import judges_bytes, on_gpu
 from burnish.controller.roles import alphabet_of, find_directory
-from burnish.models.adapters import base_of, read_lora
+from burnish.models.adapters import base_of, is_adapter, read_lora
 from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
 from burnish.models.ops.quantised import SCALE_BYTES
 from burnish.models.tokenizer import EOS, PAD
@@ -29,6 +32,7 @@ from burnish.rollout.native.plan import cache_plan, token_bytes
 from burnish.training.plan_text import check, line_of, text_of
 from burnish.training.planner import CONTEXT, GIB, Plan, Setup, plan
 
+AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 VLLM_CACHE = 4 * GIB
 """Of vLLM in this process, unless the config says another size."""
 OWN_WEIGHTS = ("noise", "stale", "quantised", "never_loaded")
@@ -76,7 +80,7 @@ class Planned:
         return "\n".join(f"{name}: {text}" for name, text in zip(self.stages, texts, strict=True))
 
 
-def planned(config: TrainConfig | SftConfig | PreferConfig, base: Path | None) -> Planned:
+def planned(config: AnyConfig, base: Path | None) -> Planned:
     """The plan of a run."""
     is_gpu = on_gpu(config.model.device)
     room, host_room = _room(config.model.device, is_gpu), _host_memory()
@@ -86,13 +90,7 @@ def planned(config: TrainConfig | SftConfig | PreferConfig, base: Path | None) -
     return _planned(config, base, is_gpu, room, host_room)
 
 
-def _planned(
-    config: TrainConfig | SftConfig | PreferConfig,
-    base: Path | None,
-    is_gpu: bool,
-    room: int | None,
-    host_room: int | None,
-) -> Planned:
+def _planned(config: AnyConfig, base: Path | None, is_gpu: bool, room: int | None, host_room: int | None) -> Planned:
     found = _architecture(config.model, _sources(config), config.seed, base)
     if isinstance(found, str):
         return Planned({}, room, host_room, is_gpu, found)
@@ -103,23 +101,36 @@ def _planned(
         )
     if isinstance(config, SftConfig):
         setup = _supervised(config.model, config.sft, arch, lora, is_gpu, "sft")
-        return Planned({"sft": plan(_divided(setup, config.parallel))}, room, host_room, is_gpu)
+        return Planned({"sft": _plan(config, _divided(setup, config.parallel))}, room, host_room, is_gpu)
     if isinstance(config, PreferConfig):
         setup = _preferred(config, arch, lora, is_gpu)
-        return Planned({"preference": plan(_divided(setup, config.parallel))}, room, host_room, is_gpu)
-    process = _process(config, base)
+        return Planned({"preference": _plan(config, _divided(setup, config.parallel))}, room, host_room, is_gpu)
+    if isinstance(config, RewardModelConfig):
+        return Planned({"reward model": _plan(config, _scored(config, arch, lora, is_gpu))}, room, host_room, is_gpu)
+    process = _process(config, arch, base)
     if isinstance(process, str):
         return Planned({}, room, host_room, is_gpu, process)
     stages = {}
     if config.warm_start is not None:
-        stages["warm start"] = plan(_supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start"))
-    stages["training"] = plan(_reinforced(config, arch, lora, process, is_gpu, room, base))
+        supervised = _supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start")
+        stages["warm start"] = _plan(config, supervised)
+    stages["training"] = _plan(config, _reinforced(config, arch, lora, process, is_gpu, room, base))
     return Planned(stages, room, host_room, is_gpu)
 
 
-def _sources(config: TrainConfig | SftConfig | PreferConfig) -> list[Source]:
+def _plan(config: AnyConfig, setup: Setup) -> Plan:
+    """The plan, which advises nothing that the config would refuse."""
+    is_cut = not isinstance(config, RewardModelConfig) and config.parallel.tensor > 1
+    mismatch = config.rollout.mismatch if isinstance(config, TrainConfig) else None
+    is_changed = mismatch is not None and mismatch.name in CHANGES_WEIGHTS
+    return plan(replace(setup, may_quantise=config.model.adapter is None and not is_cut and not is_changed))
+
+
+def _sources(config: AnyConfig) -> list[Source]:
     if isinstance(config, SftConfig):
         return config.sft.data
+    if isinstance(config, RewardModelConfig):
+        return config.reward_model.data
     if isinstance(config, PreferConfig):
         return config.preference.data
     return [*config.data.train, *config.data.validation]
@@ -136,6 +147,8 @@ def _architecture(
         if model.adapter is not None:
             adapter = find_directory(model.adapter, base)
             lora, path = read_lora(adapter), path or base_of(adapter)
+        elif path is not None and is_adapter(path):
+            lora, path = read_lora(path), base_of(path)
         assert path is not None
         config = read_config(path)
         reason = why_not_native(config)
@@ -190,6 +203,25 @@ def _preferred(config: PreferConfig, arch: Architecture, lora: Lora | None, is_g
     )
 
 
+def _scored(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
+    """Two sequences of each pair, which begin alike, through a model without output head."""
+    stage, longest = config.reward_model, min(config.reward_model.max_tokens, arch.max_positions)
+    return Setup(
+        replace(arch, tied=True),
+        config.model.dtype,
+        is_gpu,
+        stage.optimizer,
+        stage.token_budget,
+        longest,
+        2 * stage.batch_size * longest,
+        activations=stage.activations,
+        lora=lora,
+        scores=True,
+        spread=2.0,
+        section="reward_model",
+    )
+
+
 def _divided(setup: Setup, parallel: Parallel) -> Setup:
     """The setup of one of the processes that a launcher started, if it did."""
     replicate, shard, sequence, tensor = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
@@ -226,7 +258,7 @@ def _reinforced(
         lora=lora,
         spread=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
         reference=_reference(config, lora),
-        teacher=_teacher(config, base),
+        teacher=_teacher(config, arch, base),
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         process=None if algorithm.process is None else algorithm.process.optimizer,
@@ -253,20 +285,25 @@ def _reference(config: TrainConfig, lora: Lora | None) -> str:
     return "ema" if slot.name == "ema" else "copy"
 
 
-def _teacher(config: TrainConfig, base: Path | None) -> int:
-    """Parameters of the teacher; 0 where there is none, or its shape is not known."""
+def _teacher(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
+    """Parameters of the teacher, of one that a stage makes the policy's; 0 where there is none, or its shape is not known."""
     slot = config.algorithm.kl.reference
     if slot.name != "teacher" or slot.path is None:
         return 0
+    if is_reference(slot.path):
+        return arch.num_parameters
     found = _architecture(Model(path=slot.path), [], config.seed, base)
     return 0 if isinstance(found, str) else found[0].num_parameters
 
 
-def _process(config: TrainConfig, base: Path | None) -> Architecture | str | None:
-    """The shape of a process reward model that has weights of its own, or why it is not known; None where it has none."""
+def _process(config: TrainConfig, arch: Architecture, base: Path | None) -> Architecture | str | None:
+    """The shape of a process reward model that has weights of its own, of one that a stage makes the policy's; or why it is not
+    known. None where it has none."""
     process = config.algorithm.process
     if process is None or process.path is None:
         return None
+    if is_reference(process.path):
+        return arch
     found = _architecture(Model(path=process.path), [], config.seed, base)
     return f"algorithm.process.path={process.path}: {found}" if isinstance(found, str) else found[0]
 

@@ -113,7 +113,7 @@ def _connect() -> bool:
     else:
         try:
             ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
-        except Exception as error:  # noqa: BLE001  bare ones, of a node that was too slow to start; told and tried again
+        except Exception as error:  # bare ones, of a node that was too slow to start; told and tried again
             ray.shutdown()
             raise WorkerLost(
                 f"Ray did not start on this machine: {error}; is it too busy, or out of memory, ports or disk?", 0

@@ -241,8 +241,8 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
 
 
 def _hands(config: TrainConfig, model: nn.Module, ranks: Ranks) -> int:
-    """Threads that compute micro-batches side by side: one where the engine computes at the same time."""
-    is_alone = config.rollout.source.name == "sync"
+    """Threads that compute micro-batches side by side: one where the engine computes at the same time, or has its part in log-probs."""
+    is_alone = config.rollout.source.name == "sync" and not config.rollout.exact
     return num_hands(model, config.training.token_budget, ranks) if is_alone else 1
 
 
@@ -315,5 +315,5 @@ def driver_of(
 ) -> Driver:
     """The driver of an environment; a trajectory has the tokens that both the model and the environment allow."""
     factory = environment_factory(environment, policy.tokenizer, base)
-    limits = [limit for limit in (policy.max_positions, environment.max_tokens) if limit is not None]
-    return Driver(engine, factory, policy.tokenizer, seed, environment.max_turns, min(limits, default=None))
+    limits = policy.max_positions, environment.max_tokens
+    return Driver(engine, factory, policy.tokenizer, seed, environment.max_turns, *limits)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from burnish.config.placement import RayPlacement
 from burnish.config.pools import ROLLOUT
@@ -18,6 +19,7 @@ from burnish.controller import roles
 from burnish.core.engine import Completion, Engine
 from burnish.core.spread import spread
 from burnish.core.workers import InProcess, Store
+from burnish.models.four_bits import quantised_tensors
 from burnish.rollout.messages import Completions, Requests, pack_completions, unpack_requests
 from burnish.rollout.sync import buckets
 from burnish.rollout.sync.buckets import Publication, digest
@@ -64,10 +66,10 @@ class RolloutWorker:
             raise RuntimeError(
                 f"what changed since version {publication.base} is of no use to an engine with version {self.version}"
             )
-        parameters = dict(self.policy.module.named_parameters())
+        weights = self._weights()
 
         def write(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
-            buckets.take(publication, parameters, self.store.get)
+            buckets.take(publication, weights, self.store.get)
             engine.load(publication.version, ())
             engine.submit([self.probe])
             done: list[Completion] = []
@@ -77,14 +79,19 @@ class RolloutWorker:
 
         tokens, logp = self.thread.do(write)
         self.version = publication.version
-        self._taken = list(parameters if publication.is_complete else publication.checksums)
+        self._taken = list(weights if publication.is_complete else publication.checksums)
         return Report(self.version, digest(self.checksums()), tokens, logp)
 
     @spread("broadcast", "list")
     def checksums(self) -> dict[str, int]:
-        """Tell the checksums of the parameters that were taken last."""
-        parameters = dict(self.policy.module.named_parameters())
-        return {name: checksum(parameters[name]) for name in self._taken}
+        """Tell the checksums of the tensors that were taken last."""
+        weights = self._weights()
+        return {name: checksum(weights[name]) for name in self._taken}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All that the engine multiplies by, in whatever type, by name."""
+        module = self.policy.module
+        return dict[str, Tensor](module.named_parameters()) | quantised_tensors(module)
 
     @spread("broadcast", "list")
     def sleep(self) -> None:

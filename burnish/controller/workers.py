@@ -7,6 +7,7 @@ It is made from a run's config and knows nothing of the controller, which calls 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from burnish.controller.process import build_process
 from burnish.core.batch import Batch
 from burnish.core.spread import spread
 from burnish.core.workers import InProcess, Store
+from burnish.models.four_bits import quantised_tensors
 from burnish.models.policy import PolicyModel, pick_device
 from burnish.rollout.sync.buckets import Publication, Publisher
 from burnish.run.contents import Content, Sums, write_contents
@@ -173,7 +175,9 @@ class TrainingWorker:
     def publish(self, version: int, complete: bool) -> Publication | None:
         """Gather the weights and leave them in the store; the first rank has the list of them."""
         trained = self.learner.names.keys()
-        tensors = ((n, t) for n, t in full_parameters(self.policy.module) if complete or n in trained)
+        module = self.policy.module
+        parameters = ((n, t) for n, t in full_parameters(module) if complete or n in trained)
+        tensors = chain(parameters, quantised_tensors(module).items()) if complete else parameters
         if not self.ranks.is_first:
             for _ in tensors:  # to gather a tensor takes everyone
                 pass

@@ -73,6 +73,11 @@ class Ready:
         """Tokens of the longest prompt."""
         return max(len(p.tokens) for p in self.prompts)
 
+    @property
+    def most_written(self) -> int:
+        """Tokens that the model may put behind a prompt, in all its turns."""
+        return self.sampling.max_tokens * self.test.config.environment.max_turns
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -157,7 +162,7 @@ def _prepare(test: Test, policy: PolicyModel, say: Say) -> Ready:
     data = config.prompts(positions)
     prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, test.base)
     longest = max(len(p.tokens) for p in prompts)
-    max_tokens, note = fit_max_tokens(config.sampling.max_tokens, longest, positions)
+    max_tokens, note = fit_max_tokens(config.sampling.max_tokens, longest, positions, config.environment)
     if note is not None:
         say(f"{test.place.name}: {note}")
     sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
@@ -178,14 +183,14 @@ def _engine(policy: PolicyModel, ready: Sequence[Ready], say: Say) -> Engine:
     free, _ = torch.cuda.mem_get_info(weight.device)
     wanted = [min(one.num_requests, asked or one.num_requests) for one in ready]
     rooms = [
-        plan(requests, one.longest_prompt, one.sampling.max_tokens, each, free)
+        plan(requests, one.longest_prompt, one.most_written, each, free)
         for requests, one in zip(wanted, ready, strict=True)
     ]
     rows = asked or max(room.rows for room in rooms)
     engine = build_engine(policy, Rollout(max_rows=rows, cache_gib=max(room.cache_bytes for room in rooms) / GIB))
     paged = paged_engine(engine)
     assert paged is not None, "a decoder on a GPU has a paged cache"
-    longest = max(one.longest_prompt + one.sampling.max_tokens for one in ready)
+    longest = max(one.longest_prompt + one.most_written for one in ready)
     paged.prepare(longest, min(max(wanted), rows), ready[0].sampling)
     assert paged.stats.plan is not None, "made just now"
     say(paged.stats.plan.text)

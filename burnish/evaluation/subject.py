@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError, nearest
 from burnish.config.text import parse
 from burnish.run.checkpoints import Checkpoints
@@ -61,13 +62,27 @@ def _of_run(run: RunDirectory) -> Subject:
     return Subject(chosen.path, f"{run.path} is a run: taking {chosen.path.name} ({why})", config)
 
 
-def fit_max_tokens(max_tokens: int, longest_prompt: int, positions: int | None) -> tuple[int, str | None]:
-    """`max_tokens` cut to what the model's positions leave after the longest prompt, and a note if it was."""
-    if positions is None or longest_prompt + max_tokens <= positions:
+def fit_max_tokens(
+    max_tokens: int,
+    longest_prompt: int,
+    positions: int | None,
+    environment: Environment = Environment(),  # noqa: B008 (a frozen record)
+) -> tuple[int, str | None]:
+    """`max_tokens` cut to what the model's positions and environment.max_tokens leave after the longest prompt, and a note if it was.
+
+    Several turns share what is left: a turn that might not fit is not begun, so one that may take all of it would be the only one.
+    """
+    limits = [limit for limit in (positions, environment.max_tokens) if limit is not None]
+    longest, turns = min(limits, default=None), environment.max_turns
+    if longest is None or longest_prompt + max_tokens <= longest:
         return max_tokens, None
-    if longest_prompt >= positions:
-        raise UserError(
-            f"the prompt has {longest_prompt} tokens, but the model is made for {positions} positions in all"
-        )
-    left = positions - longest_prompt
-    return left, f"max_tokens cut from {max_tokens} to {left}: {positions} positions, {longest_prompt} of them prompt"
+    is_own = longest == environment.max_tokens
+    left = (longest - longest_prompt) // turns
+    if left < 1:
+        limit = f"environment.max_tokens={longest} is" if is_own else f"the model is made for {longest} positions"
+        whole = "in all" if turns == 1 else f"for all {turns} turns together"
+        advice = "; raise it" if is_own else ""
+        raise UserError(f"the prompt has {longest_prompt} tokens, but {limit} {whole}{advice}")
+    of = f"environment.max_tokens={longest}" if is_own else f"{longest} positions"
+    rest = "" if turns == 1 else f", the rest for {turns} turns"
+    return left, f"max_tokens cut from {max_tokens} to {left}: {of}, {longest_prompt} of them prompt{rest}"

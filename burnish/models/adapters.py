@@ -1,7 +1,8 @@
 """PEFT adapter directories in and out: `adapter_config.json` and `adapter_model.safetensors`, as the `peft` library has them.
 
 An adapter that does something our layers do not (DoRA, ranks that differ between layers, trained embeddings) is refused by
-the name of the key that asks for it; what only says how an adapter was begun or trained is read over.
+the name of the key that asks for it; what only says how an adapter was begun or trained is read over. The adapter of a
+scorer has the scorer's head beside it, whole.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+
+from torch import Tensor
 
 from burnish.config.errors import UserError, nearest
 from burnish.config.lora import PROJECTIONS, Base, Lora
@@ -34,6 +37,10 @@ HISTORY = (
 )
 """Of an adapter's making: the product of A and B is what it is without them."""
 NEUTRAL: tuple[Any, ...] = (None, False, "none", {}, [])
+POLICY, SCORER = "CAUSAL_LM", "SEQ_CLS"
+"""Task types: a language model, and a model for sequence classification."""
+CLASSIFIERS, SCORE = ("classifier", "score"), "base_model.model.score.weight"
+"""What peft trains whole of any scorer, by the names a head may have; ours among an adapter's tensors."""
 PLAIN_STARTS: tuple[Any, ...] = (True, False, None, "gaussian")
 """Ways to begin an adapter that leave the weights below it alone."""
 
@@ -43,14 +50,24 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).is_file()
 
 
-def read_lora(directory: Path) -> Lora:
-    """What adapters a directory holds; the error for those our layers cannot be."""
+def is_scorer(directory: Path) -> bool:
+    """Whether a PEFT directory holds the adapter of a scorer, and its head."""
+    return read_json_object(directory / CONFIG).get("task_type") == SCORER
+
+
+def read_lora(directory: Path, scores: bool = False) -> Lora:
+    """What adapters a directory holds; the error for those our layers cannot be, or that are no scorer's where one `scores`."""
     if not is_adapter(directory):
         raise UserError(f"{directory} is not a PEFT adapter directory: it has no {CONFIG}")
     config = read_json_object(directory / CONFIG)
     where = directory / CONFIG
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type is {config.get('peft_type')!r}, and only LORA is known here")
+    if is_scorer(directory) != scores:
+        raise UserError(_other_task(directory, scores))
+    whole = config.get("modules_to_save")
+    if scores and isinstance(whole, list) and set(whole) <= set(CLASSIFIERS):
+        config["modules_to_save"] = None  # the head, which is read with the adapters
     strange = [key for key, value in config.items() if key not in (*READ, *HISTORY) and value not in NEUTRAL]
     if strange:
         raise UserError(f"{where}: {strange[0]}={config[strange[0]]!r} is not supported: merge the adapter with peft")
@@ -63,6 +80,18 @@ def read_lora(directory: Path) -> Lora:
     chosen = _targets(config.get("target_modules"), where)
     base = _base(directory / BASE)
     return Lora(rank=rank, alpha=alpha, targets=chosen, rslora=bool(config.get("use_rslora")), base=base)
+
+
+def _other_task(directory: Path, scores: bool) -> str:
+    if scores:
+        return (
+            f"{directory} is the adapter of a language model, not a reward model: that of a reward model has task_type "
+            f"{SCORER}, such as a checkpoint of `burnish reward-model`"
+        )
+    return (
+        f"{directory} is the adapter of a reward model (task_type {SCORER}), which writes no text: it is the path of a reward "
+        "part `model`, and no start of another model"
+    )
 
 
 def _base(file: Path) -> Base:
@@ -120,13 +149,19 @@ def adapter_blocks(arch: Architecture, lora: Lora) -> list[Block]:
     return table
 
 
-def adapter_contents(model: Decoder, stage: Stage, base: Path | None) -> list[Content]:
-    """The adapters of a model whose frozen weights are those of the directory `base`, as files to be."""
+def _trained(model: Decoder, lora: Lora, head: Tensor | None) -> tuple[dict[str, Tensor], list[Block]]:
+    """What is trained, by name, a scorer's head with it, and which of its rows PEFT's tensors are."""
+    parameters, table = dict[str, Tensor](adapter_weights(model)), adapter_blocks(model.arch, lora)
+    return (parameters, table) if head is None else (parameters | {"head": head}, [*table, Block(SCORE, "head")])
+
+
+def adapter_contents(model: Decoder, stage: Stage, base: Path | None, head: Tensor | None = None) -> list[Content]:
+    """The adapters of a model whose frozen weights are those of the directory `base`, as files to be; with a scorer's `head`."""
     lora = model.lora
     assert lora is not None, "a model with adapters"
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": POLICY if head is None else SCORER,
         "base_model_name_or_path": None if base is None else str(base.resolve()),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
@@ -137,8 +172,9 @@ def adapter_contents(model: Decoder, stage: Stage, base: Path | None) -> list[Co
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
+        "modules_to_save": None if head is None else ["score"],
     }
-    parts = block_tensors(adapter_weights(model), adapter_blocks(model.arch, lora), partial(order_of, model))
+    parts = block_tensors(*_trained(model, lora, head), partial(order_of, model))
     tensors = {name: stage(tensor) for name, tensor in parts}
     own = [] if lora.base == "dtype" else [Blob(BASE, json.dumps({"base": lora.base}))]
     return [TensorFile(WEIGHTS, tensors, {"format": "pt"}), Blob(CONFIG, json.dumps(config, indent=1)), *own]
@@ -149,11 +185,14 @@ def save_adapter(model: Decoder, directory: Path, base: Path | None) -> None:
     write_contents(directory, adapter_contents(model, leave, base))
 
 
-def load_adapter(model: Decoder, directory: Path) -> None:
-    """Copy the adapters of a directory into those of a model, in place; every tensor must be known, fit, and none may miss."""
+def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) -> None:
+    """Copy the adapters of a directory into those of a model, in place; every tensor must be known, fit, and none may miss.
+
+    That of a scorer has its head too.
+    """
     if model.lora is None:
         raise UserError(f"{directory} holds an adapter, and the model has none: set model.lora or model.adapter")
-    found, expected = read_lora(directory), model.lora
+    found, expected = read_lora(directory, scores=head is not None), model.lora
     kinds = [(lora.rank, lora.scale, lora.projections, lora.base) for lora in (found, expected)]
     if kinds[0] != kinds[1]:
         raise UserError(f"{directory} has adapters of another kind: {describe(found)}, not {describe(expected)}")
@@ -163,9 +202,9 @@ def load_adapter(model: Decoder, directory: Path) -> None:
             "; a pickle can run any code when it is opened: save it again as safetensors with peft" if pickled else ""
         )
         raise UserError(f"{directory} has no {WEIGHTS}{hint}")
-    where, table = directory / WEIGHTS, adapter_blocks(model.arch, expected)
-    whose, order = f"the model and {CONFIG} imply", partial(order_of, model)
-    fill_blocks(adapter_weights(model), table, file_tensors(where), str(where), whose, order)
+    where, whose = directory / WEIGHTS, f"the model and {CONFIG} imply"
+    parameters, table = _trained(model, expected, head)
+    fill_blocks(parameters, table, file_tensors(where), str(where), whose, partial(order_of, model))
 
 
 def describe(lora: Lora) -> str:

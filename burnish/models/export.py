@@ -12,10 +12,13 @@ import torch
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.text import read_json_object
-from burnish.models.adapters import base_of, is_adapter
+from burnish.models.adapters import base_of, is_adapter, is_scorer
 from burnish.models.architecture import read_config
 from burnish.models.policy import load_policy, save_merged
+from burnish.models.score import STATISTICS, load_scorer
+from burnish.models.tokenizer import Tokenizer
 from burnish.models.weights import file_tensors
+from burnish.run.contents import write_contents
 from burnish.run.staging import leave
 from burnish.run.tensor_file import TensorFile
 
@@ -48,6 +51,12 @@ def merge_model(source: Path, out: Path, dtype: torch.dtype | None) -> None:
     if not is_adapter(source):
         raise UserError(f"{source} has no adapters to merge: it is a whole model already")
     name = str(dtype).removeprefix("torch.") if dtype is not None else _type_of(base_of(source))
+    if is_scorer(source):
+        scorer = load_scorer(source, getattr(torch, name), torch.device("cpu"))
+        write_contents(out, scorer.contents(leave, base_of(source), Tokenizer.load(source), merged=True))
+        if (source / STATISTICS).is_file():
+            shutil.copyfile(source / STATISTICS, out / STATISTICS)
+        return
     policy = load_policy(Model.model_validate({"dtype": name, "device": "cpu"}), source, None, seed=0)
     save_merged(policy, out)
 

@@ -38,6 +38,18 @@ def quantised_weights(model: nn.Module) -> dict[str, Nf4Weight]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Weight)}
 
 
+def quantised_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What the matrices in 4 bits lie in, by name: beside the parameters all that the model is."""
+    return {
+        f"{name}.{key}": t for name, weight in quantised_weights(model).items() for key, t in weight.named_buffers()
+    }
+
+
+def num_quantised(model: nn.Module) -> int:
+    """Numbers that are in 4 bits."""
+    return sum(weight.shape[0] * weight.shape[1] for weight in quantised_weights(model).values())
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model, in whatever type."""
     return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from burnish.config.lora import Lora
 from burnish.core.keys import fold
+from burnish.core.local import local
 from burnish.models.decoder import Decoder
 from burnish.models.four_bits import quantise_layers
 from burnish.models.ops.lora import LoraLinear
@@ -85,10 +86,11 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other adapter weights, by name; afterwards it has its own again, bit for bit, at the same addresses.
 
-    A graph of the model's own forward may wait for its backward meanwhile.
+    Of a model that is spread over processes, `weights` are what this one holds of them. A graph of the model's own forward
+    may wait for its backward meanwhile.
     """
-    own = adapter_weights(model)
-    kept = {name: parameter.detach().clone() for name, parameter in own.items()}
+    own = {name: local(parameter) for name, parameter in adapter_weights(model).items()}
+    kept = {name: tensor.clone() for name, tensor in own.items()}
     _write(own, weights)
     try:
         yield
@@ -96,15 +98,16 @@ def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
         _write(own, kept)
 
 
-def _write(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
+def _write(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         # By way of `data`, which autograd does not watch: it would refuse the backward of a graph that saved the parameter.
-        parameter.data.copy_(weights[name])
+        tensor.data.copy_(weights[name])
 
 
 @torch.no_grad()
-def merged_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names with the adapters added in: W + scale B A in float32 at least, rounded once."""
+def merged_tensors(model: Decoder, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names with the adapters added in: W + scale B A in float32 at least, rounded once to the
+    model's type, or not at all if `wide`."""
     deltas = {
         (f"layers.{index}.{projection.module}.weight", projection.start): (a, b)
         for index, projection, a, b in adapters(model)
@@ -112,5 +115,6 @@ def merged_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     for block, (name, tensor) in zip(blocks(model.arch), hf_tensors(model), strict=True):
         if model.lora is not None and (block.ours, block.start) in deltas:
             a, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in deltas[block.ours, block.start])
-            tensor = (tensor.to(a.dtype) + model.lora.scale * (b @ a)).to(tensor.dtype)
+            merged = tensor.to(a.dtype) + model.lora.scale * (b @ a)
+            tensor = merged if wide else merged.to(tensor.dtype)
         yield name, tensor

@@ -48,12 +48,9 @@ class PolicyModel:
         return self.module.lora if isinstance(self.module, Decoder) else None
 
     @property
-    def sends_adapters(self) -> bool:
-        """Whether an engine that has weights of its own starts from the model's directory and takes the adapters alone.
-
-        Not where the weights below are in 4 bits: those of the directory are another model. It takes whole weights then.
-        """
-        return self.lora is not None and self.lora.base == "dtype"
+    def is_plain_below(self) -> bool:
+        """Whether the weights below the adapters are those of the model's directory: in 4 bits they are another model."""
+        return self.lora is None or self.lora.base == "dtype"
 
     def save(self, directory: Path) -> None:
         """Weights, configs and tokenizer as a Hugging Face directory; of a model with adapters those, as PEFT saves them."""
@@ -86,10 +83,11 @@ class PolicyModel:
             self.module.load_weights(directory)
 
 
-def whole_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, with adapters added in: what any other engine of the model takes."""
+def whole_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names, with adapters added in: what any other engine of the model takes. If `wide`, what
+    is a sum with adapters is in float32."""
     if isinstance(policy.module, Decoder):
-        yield from merged_tensors(policy.module)
+        yield from merged_tensors(policy.module, wide)
         return
     seen: set[int] = set()
     for name, tensor in policy.module.inner.state_dict(keep_vars=True).items():

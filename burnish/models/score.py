@@ -2,7 +2,8 @@
 
 On disk it is what transformers calls a model for sequence classification with one label, so that
 `AutoModelForSequenceClassification` gives the same scores. That class reads the score at the last token that is not
-padding; so does this one (`score_positions`), which matters where a tokenizer pads with its end token.
+padding; so does this one (`score_positions`), which matters where a tokenizer pads with its end token. With adapters
+it is what peft saves of such a model: the adapters, and the head whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,28 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.config.lora import Base
+from burnish.core.local import gathered
+from burnish.models.adapters import adapter_contents, base_of, is_adapter, load_adapter, read_lora
 from burnish.models.architecture import Architecture, from_hf, read_config, to_hf, why_not_native
 from burnish.models.decoder import Decoder
 from burnish.models.families import FAMILIES
+from burnish.models.four_bits import quantise_layers, shapes_of
+from burnish.models.lora import merged_tensors, wrap_layers
 from burnish.models.meta import without_memory
 from burnish.models.ops.trunks import Trunks
 from burnish.models.row_order import order_of
 from burnish.models.saving import weight_contents
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.value import backbone_of
-from burnish.models.weights import Block, block_tensors, blocks, fill_blocks, stored_tensors
+from burnish.models.value import headless
+from burnish.models.weights import Block, blocks, fill, fill_blocks, stored_tensors
 from burnish.run.contents import Blob, Content
 from burnish.run.parts import part_of
 from burnish.run.staging import HostCopy, Stage
 
 HEAD = "score.weight"
+STATISTICS = "scores.json"
+"""Beside a scorer's weights: where its scores of held-out answers lie."""
 
 
 class ScoreModel(nn.Module):
@@ -58,23 +67,31 @@ class ScoreModel(nn.Module):
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
         return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
 
-    def contents(self, stage: Stage, source: Path | None, tokenizer: Tokenizer) -> list[Content]:
+    def contents(self, stage: Stage, source: Path | None, tokenizer: Tokenizer, merged: bool = False) -> list[Content]:
         """A Hugging Face directory for sequence classification, where the layers came from `source`; of a model that is spread
-        over processes, this one's files.
+        over processes, this one's files. With adapters a PEFT directory, unless they shall be `merged` into the layers.
         """
+        if self.backbone.lora is not None and not merged:
+            return [*adapter_contents(self.backbone, stage, source, self.head), *tokenizer.contents()]
         part = part_of(self.parameters())
         if part.count > 1 and not isinstance(stage, HostCopy):
             stage = HostCopy()  # what is gathered is gone when the next parameter is
-        parameters, table = dict(self.named_parameters()), _table(self.arch)
-        sizes = [(b.theirs, b.shard(parameters).numel * parameters[b.ours].element_size()) for b in table]
+        shapes = shapes_of(self.backbone)
+        sizes = [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in blocks(self.arch)]
+        sizes.append((HEAD, self.head.numel() * self.head.element_size()))
         files: list[Content] = []
         if part.index == 0:
             files += [Blob("config.json", json.dumps(self._config(source, tokenizer), indent=1)), *tokenizer.contents()]
-        tensors = block_tensors(parameters, table, partial(order_of, self.backbone))
+        tensors = chain(merged_tensors(self.backbone), [(HEAD, gathered(self.head))])
         return [*files, *weight_contents(tensors, sizes, stage, part)]
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of a saved directory in place; tensors keep their addresses."""
+        """Copy the weights of a saved directory in place, those of adapters and head where there are adapters; tensors keep
+        their addresses.
+        """
+        if self.backbone.lora is not None:
+            load_adapter(self.backbone, directory, self.head)
+            return
         tensors = ((n, t) for n, t in stored_tensors(directory) if not n.endswith("rotary_emb.inv_freq"))
         with torch.no_grad():
             fill_blocks(
@@ -106,11 +123,10 @@ def score_positions(tokens: Tensor, offsets: Tensor, pad_id: int) -> Tensor:
 
 
 def new_scorer(policy: nn.Module, seed: int) -> ScoreModel:
-    """A scorer that starts from a policy's layers: its scores begin near 0, and differ."""
+    """A scorer that takes over a policy's layers, the very tensors and adapters: its scores begin near 0, and differ."""
     if not isinstance(policy, Decoder):
         raise UserError("a reward model needs the native decoder, and this model runs through transformers")
-    backbone = backbone_of(policy)
-    assert isinstance(backbone, Decoder)
+    backbone = headless(policy)
     weight = backbone.embedding.weight
     # In a half type scores near 1 would be 2^-8 apart, which is more than many pairs differ by.
     wide, width = torch.promote_types(weight.dtype, torch.float32), policy.arch.hidden_size
@@ -119,7 +135,9 @@ def new_scorer(policy: nn.Module, seed: int) -> ScoreModel:
 
 
 def load_scorer(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
-    """A scorer from a Hugging Face directory for sequence classification with one label."""
+    """A scorer from a Hugging Face directory for sequence classification with one label, or from a PEFT directory of one."""
+    if is_adapter(directory):
+        return _adapted(directory, dtype, device)
     config = read_config(directory)
     names = config.get("architectures") or ["?"]
     if not str(names[0]).endswith("ForSequenceClassification"):
@@ -132,17 +150,39 @@ def load_scorer(directory: Path, dtype: torch.dtype, device: torch.device) -> Sc
         raise UserError(
             f"{directory} gives {labels} numbers a text, and a reward is one: its config needs num_labels 1"
         )
+    model = _with_head(_empty(directory, config, dtype, device))
+    model.load_weights(directory)
+    return model
+
+
+def _adapted(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+    """The adapters and the head of a PEFT directory on the base it names: a language model, or a scorer whose head is not used."""
+    lora, base = read_lora(directory, scores=True), base_of(directory)
+    backbone = _empty(base, read_config(base), dtype, device, lora.base)
+    fill(backbone, ((name, tensor) for name, tensor in stored_tensors(base) if name != HEAD), str(base))
+    wrap_layers(backbone, lora)
+    model = _with_head(backbone)
+    model.load_weights(directory)
+    return model
+
+
+def _empty(
+    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, base: Base = "dtype"
+) -> Decoder:
+    """A decoder of a directory's shape without output head, its numbers to come."""
     reason = why_not_native(config)
     if reason is not None:
         raise UserError(f"{directory} cannot run on the native decoder, which scores: {reason}")
-    arch = replace(from_hf(config, str(directory / "config.json")), tied=True)  # there is no output head
     with without_memory():
-        backbone = Decoder(arch)
-    backbone.to(dtype).to_empty(device=device)
-    wide = torch.promote_types(dtype, torch.float32)
-    model = ScoreModel(backbone, torch.zeros(1, arch.hidden_size, dtype=wide, device=device))
-    model.load_weights(directory)
-    return model
+        backbone = Decoder(replace(from_hf(config, str(directory / "config.json")), tied=True))
+        quantise_layers(backbone, base)
+    return backbone.to(dtype).to_empty(device=device)
+
+
+def _with_head(backbone: Decoder) -> ScoreModel:
+    weight = backbone.embedding.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return ScoreModel(backbone, torch.zeros(1, backbone.arch.hidden_size, dtype=wide, device=weight.device))
 
 
 def _table(arch: Architecture) -> list[Block]:
@@ -151,5 +191,5 @@ def _table(arch: Architecture) -> list[Block]:
 
 
 def _backbone(arch: Architecture) -> Iterator[Block]:
-    for block in blocks(replace(arch, tied=True)):
+    for block in blocks(arch):
         yield replace(block, ours=f"backbone.{block.ours}")

@@ -70,7 +70,7 @@ def _project(module: nn.Linear) -> Project:
     if module.bias is None:
         return lambda x: torch.mm(x, weight)
     bias = module.bias.detach()
-    return lambda x: torch.addmm(bias, x, weight)
+    return lambda x: torch.mm(x, weight).add_(bias)  # addmm copies the bias to every row first
 
 
 def _add_projected(module: nn.Linear, norm: RMSNorm | None) -> Callable[[Tensor, Tensor], object]:

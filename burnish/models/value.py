@@ -6,6 +6,7 @@ the left: it has seen everything the policy had seen when it chose the token, an
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -25,13 +26,17 @@ def backbone_of(policy: Decoder | TransformersPolicy) -> Decoder | TransformersB
     """
     if isinstance(policy, TransformersPolicy):
         return TransformersBackbone(policy)
+    return headless(policy, policy.state_dict() if policy.lora is None else adapter_weights(policy))
+
+
+def headless(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
+    """A decoder without output head on the very tensors of another, but for copies of those whose names are in `copied`."""
     with without_memory():
         copy = Decoder(replace(policy.arch, tied=True))
         if policy.lora is not None:
             wrap_layers(copy, policy.lora)
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("head.")}
-    own = state if policy.lora is None else adapter_weights(policy)
-    copy.load_state_dict({name: t.clone() if name in own else t for name, t in state.items()}, assign=True)
+    copy.load_state_dict({name: t.clone() if name in copied else t for name, t in state.items()}, assign=True)
     return copy
 
 

@@ -20,7 +20,7 @@ class ScorerOptions:
     """Options of the reward part `model`."""
 
     path: str
-    """A directory for sequence classification with one label, relative to the recipe or to the working directory."""
+    """A directory for sequence classification with one label, or of its adapters, relative to the recipe or to the working directory."""
     device: str = "auto"
     dtype: str = "float32"
     token_budget: int = 8192

@@ -93,7 +93,7 @@ class AsyncSource:
     def begin(self, step: int) -> None:
         """Nothing more: whatever may be on its way is."""
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] | None = None) -> None:
         """What was handed over is never asked for again."""
 
     def load(self, version: int) -> None:

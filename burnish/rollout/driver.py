@@ -32,9 +32,13 @@ class Driver:
         seed: int,
         max_turns: int = 1,
         max_positions: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
+        """A trajectory has at most as many tokens as the model has positions, and as its environment may take (`max_tokens`)."""
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
-        self.seed, self.max_turns, self.max_positions = seed, max_turns, max_positions
+        self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
+        limits = [limit for limit in (max_positions, max_tokens) if limit is not None]
+        self.longest = min(limits, default=None)
         self.demonstrations: Callable[[Draw, int], list[Trajectory]] = nobody
         """What joins the samples of a draw in training, numbered from so many on."""
 

@@ -119,12 +119,13 @@ class Flight:
         if isinstance(answer, str):
             return self._trajectory(one, "error", error=answer)
         one.start = tuple(self._turn(one, answer, "start"))
-        longest, whole = driver.max_positions, len(one.start) + sampling.max_tokens
-        if longest is not None and whole > longest:
-            raise UserError(
-                f"row {row.id}: the environment's start() gave {len(one.start)} tokens, and max_tokens={sampling.max_tokens} more make "
-                f"{whole}, but a trajectory has at most {longest} (environment.max_tokens, or the model's positions); lower max_tokens"
-            )
+        whole = len(one.start) + sampling.max_tokens
+        if driver.longest is not None and whole > driver.longest:
+            told = f"row {row.id}: the environment's start() gave {len(one.start)} tokens, and max_tokens={sampling.max_tokens} more make {whole}"
+            if driver.longest == driver.max_tokens:  # what the environment says of one row is no reason to end the run
+                told += f", but environment.max_tokens={driver.longest} is for all turns together; raise it, or lower max_tokens"
+                return self._trajectory(one, "error", error=told)
+            raise UserError(f"{told}, but the model is made for {driver.longest} positions; lower max_tokens")
         one.append(one.start)
         one.prompt_length = len(one.context)
         self.aside.append(one)
@@ -193,7 +194,7 @@ class Flight:
             return self._trajectory(one, "stop", is_scored=answer.reward is not None)
         tokens = list(self._turn(one, answer, "observe"))
         one.turns[-1] = TurnSpan(start, one.turns[-1].state, _reward(answer.reward))
-        longest, most = self.driver.max_positions, one.sampling.max_tokens
+        longest, most = self.driver.longest, one.sampling.max_tokens
         if longest is not None and len(one.context) + len(tokens) + most > longest:
             return self._trajectory(one, "length")  # there is no room for another turn
         if len(one.turns) >= self.driver.max_turns:

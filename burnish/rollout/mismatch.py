@@ -34,6 +34,7 @@ from burnish.config.slots.mismatch import (
 )
 from burnish.core.engine import Completion, Engine, Request
 from burnish.core.keys import fold
+from burnish.models.four_bits import quantised_weights
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.contents import Content
 from burnish.run.staging import Stage
@@ -129,6 +130,11 @@ class MismatchEngine:
     ) -> None:
         if isinstance(fault, ReencodedFault) and tokenizer is None:
             raise UserError("a mismatch engine that re-encodes text needs a tokenizer")
+        if isinstance(fault, NoiseFault | QuantisedFault) and quantised_weights(policy):
+            raise UserError(
+                f"rollout.mismatch={fault.name} changes weights that are plain numbers, and the policy's layers are in 4 bits: "
+                "use another fault, or an adapter over plain weights (model.lora.base=dtype)"
+            )
         self.policy: nn.Module = policy
         self.fault, self.tokenizer = fault, tokenizer
         own = isinstance(fault, NoiseFault | StaleFault | QuantisedFault | NeverLoadedFault)

@@ -6,8 +6,8 @@
 What comes back is the group as it was: its tokens, the log-probs and versions they were drawn with, its rewards. All that
 follows from the policy of now (values, advantages, weights of a correction) is computed again. A group enters the store when
 a step has had it in its loss, and leaves it after `uses` such steps, when its oldest token is more than `max_age` steps old,
-when filters left nothing of it in the loss, or when there are more than `capacity`. A tree of which filters left nothing this
-time, and which has edges for another, stays, or enters: that step counts as a use.
+when filters left nothing of it in the loss, or when there are more than `capacity`. A tree stays, or enters, while it has edges
+for another time, also where filters left nothing of it this time: that step counts as a use.
 
 The store is in every checkpoint. Steps after a checkpoint are made again with the same rollouts, so a run that was killed
 gets the same store again; the journal's `used` records show how often each sample was in a loss.
@@ -79,14 +79,15 @@ class ReplayStore:
                 found.append(trajectory)
         return found
 
-    def learnt(self, step: int, rollouts: Scored, used: Iterable[str], unfinished: Iterable[str] = ()) -> None:
+    def learnt(self, step: int, rollouts: Scored, used: Iterable[str], unfinished: Iterable[str] | None = None) -> None:
         """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups.
 
-        Groups of the `unfinished` stay though nothing of them was in the loss: a step was theirs all the same.
+        Where steps learn from parts of groups, those of the `unfinished` alone stay, though nothing of them was in the loss: a
+        step was theirs all the same.
         """
         ids = list(used)
         in_loss = {group_of(name) for name in ids}
-        may_stay = in_loss | {group_of(name) for name in unfinished}
+        may_stay = in_loss if unfinished is None else {group_of(name) for name in unfinished}
         back = {group_of(t.id) for t in rollouts.replayed}
         ages = []
         for entry in self.entries:
@@ -160,11 +161,12 @@ class ReplaySource:
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] | None = None) -> None:
         self.inner.learnt(step, rollouts, batch, unfinished)
         usable = rollouts.usable
         owners = [] if batch is None else batch.sequence["trajectory_ids"].unique().tolist()
-        self.store.learnt(step, rollouts, [usable[i].id for i in owners], [usable[i].id for i in unfinished])
+        left = None if unfinished is None else [usable[i].id for i in unfinished]
+        self.store.learnt(step, rollouts, [usable[i].id for i in owners], left)
 
     def begin(self, step: int) -> None:
         self.inner.begin(step)

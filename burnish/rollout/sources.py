@@ -66,9 +66,10 @@ class Source(Protocol):
     def begin(self, step: int) -> None:
         """The step before has all its rollouts and is learnt now: what is to be made for this one may be begun."""
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] | None = None) -> None:
         """A step is learnt from its rollouts; `batch` is what of them was in its loss, None where nothing was. `unfinished` are the
-        places among those that are usable whose groups have parts that only later steps would learn from."""
+        places among those that are usable whose groups have parts that only later steps would learn from, and no others come back;
+        None where groups are learnt from as a whole."""
 
     def load(self, version: int) -> None:
         """The learner has new weights: take them."""
@@ -195,7 +196,7 @@ class SyncSource:
     def begin(self, step: int) -> None:
         """Nothing is made before its weights are there."""
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] = ()) -> None:
+    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] | None = None) -> None:
         """What was handed over is never asked for again."""
 
     def load(self, version: int) -> None:

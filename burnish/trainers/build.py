@@ -48,6 +48,7 @@ from burnish.trainers.process import ProcessRewards
 from burnish.trainers.rollouts import build_replay, build_source, with_replay
 from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
+from burnish.training.side_by_side import num_hands
 
 if TYPE_CHECKING:
     from burnish.controller.ray_cluster import Cluster
@@ -109,7 +110,7 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
     )
     held_out = held_out_prompts(config, base, policy)
     longest = check_positions(config, policy.max_positions, stream.longest(), held_out)
-    check_readers(config, base, stream.longest(), held_out, driver.max_positions)
+    check_readers(config, base, stream.longest(), held_out, driver.longest)
     paged = roles.paged_engine(engine)
     if paged is not None and config.rollout.cache_gib is not None:
         paged.plan(longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
@@ -291,7 +292,8 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
             )
     run.display.start(f"warm start on {len(parts.examples):,} demonstrations: {policy.note}", config.updates)
     set_activations(policy.module, config.activations)
-    learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
+    hands = num_hands(policy.module, config.token_budget)
+    learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget, hands=hands)
     sft.train(learner, parts.examples, config, seed, run.display.step)
     with atomic_directory(path, replace=True) as folder:
         policy.save(folder)

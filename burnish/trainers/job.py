@@ -89,8 +89,9 @@ class Learned:
     prepared: dict[str, float] = field(default_factory=dict)
     budget: BudgetState | None = None
     """The next state of a mismatch budget, where there is one."""
-    unfinished: Sequence[int] = ()
-    """Trajectories that later steps may learn other parts of, by their place in the batch that was prepared."""
+    unfinished: Sequence[int] | None = None
+    """Trajectories that later steps may learn other parts of, by their place in the batch that was prepared; None where all are
+    learnt from as a whole."""
     mismatch: GapReport = field(default_factory=GapReport)
     """How far the sampler was from the trainer."""
     trainer_logp: Tensor | None = None

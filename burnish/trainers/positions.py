@@ -11,6 +11,7 @@ from burnish.config.errors import UserError
 from burnish.config.schema import TrainConfig
 from burnish.controller.roles import find_directory
 from burnish.data.prompts import Prompt
+from burnish.models.adapters import base_of, is_adapter
 from burnish.models.architecture import positions_of
 
 
@@ -54,7 +55,8 @@ def check_readers(
     for key, path, prompts in readers:
         if path is None:
             continue
-        positions = positions_of(find_directory(path, base))
+        directory = find_directory(path, base)
+        positions = positions_of(base_of(directory) if is_adapter(directory) else directory)
         check_positions(config, positions, longest, prompts, f"{key}={path}")
         if positions is not None and most is not None and turns > 1 and most > positions:
             raise UserError(

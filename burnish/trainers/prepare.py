@@ -150,6 +150,8 @@ class Recipe:
             asked = batch if self.needs_old_of_all or is_reference else new_ones(batch)
             outputs = learner.outputs(asked, wanted) if asked.num_sequences else {"logp": asked.token["behaviour_logp"]}
             old = outputs.pop("logp")
+            if self.needs_sum_p2 and (self.bypass or self.algorithm.replay is not None):
+                outputs["policy_logp"] = old  # `old_logp` will be of other policies, `sum_p2` is of this one
             batch = batch.with_token(old_logp=old if asked is batch else with_behaviour(batch, old), **outputs)
         if self.bypass:  # the engine's policy is the anchor, whatever else was computed
             batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
@@ -253,11 +255,12 @@ class Recipe:
         batch = batch.select(left.nonzero().squeeze(1))
         return batch.with_sequence(chosen=better_of_two(batch)) if self.is_paired else batch
 
-    def unfinished(self, batch: Batch) -> list[int]:
-        """The trajectories of trees that have edges for later steps, whether or not filters left any of them for this one."""
+    def unfinished(self, batch: Batch) -> list[int] | None:
+        """The trajectories of trees that have edges for later steps, whether or not filters left any of them for this one; None where
+        samples have no parts for other times."""
         options = next((options for name, _, options in self.filters if name == "tree_edges"), None)
         if options is None or self.algorithm.replay is None:
-            return []
+            return None
         found: list[int] = batch.sequence["trajectory_ids"][edges_left(batch, **options)].tolist()
         return found
 

@@ -11,22 +11,23 @@ import torch
 
 from burnish.config.data import Source
 from burnish.config.reward_model import RewardModelConfig
+from burnish.controller.memory import planned
 from burnish.controller.roles import build_policy
 from burnish.data.pairs import LeftOut, Pair, Reading, load_pairs
 from burnish.models.activations import set_activations
 from burnish.models.policy import PolicyModel
-from burnish.models.score import ScoreModel, new_scorer
+from burnish.models.score import STATISTICS, ScoreModel, new_scorer
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.contents import Blob, Content, Part
 from burnish.run.parts import part_of
 from burnish.run.staging import Stage
 from burnish.run.trackers import check_trackers
 from burnish.trainers import reward_model, updates
+from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.reward_model import Measured
 from burnish.trainers.updates import Outcome, RowsJob
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO
-from burnish.training.scorer import STATISTICS
 
 
 @dataclass
@@ -45,7 +46,7 @@ class SavedScorer:
         return part_of(self.module.parameters())
 
     def contents(self, stage: Stage) -> list[Content]:
-        """A Hugging Face directory for sequence classification, with where its scores lie."""
+        """A Hugging Face directory for sequence classification (with adapters: what PEFT saves of one), with where its scores lie."""
         files = self.module.contents(stage, self.source, self.tokenizer)
         if self.measured is not None:
             files.append(Blob(STATISTICS, json.dumps(asdict(self.measured), indent=1)))
@@ -96,19 +97,22 @@ def execute(
     stage = config.reward_model
     # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its pairs.
     plain = [source.model_copy(update={"options": {}}) for source in stage.data]
+    memory = planned(config, base)
+    warnings = memory.check()
     policy = build_policy(config.model, plain, config.seed, base)
     pairs, left_out = load(config, policy, base, stage.data, "train")
     held_out, _ = load(config, policy, base, stage.held_out, "test")
     scorer = SavedScorer(new_scorer(policy.module, config.seed), policy.tokenizer, policy.source, policy.note)
+    del policy  # and with it the output head
     set_activations(scorer.module, stage.activations)
     learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
     with updates.open_run(config, config.run, resolved, name, config.seed, SOLO) as run:
         order = reward_model.pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
         job = ScorerJob(
-            config.run, run, scorer, learner, stage.updates, "reward_model",
+            config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryWatch(memory, "reward model"),
             config=config, scorer=scorer, rows=pairs, held_out=held_out, order=order, batch_size=stage.batch_size,
         )  # fmt: skip
-        for text in left_out.notes:
+        for text in [memory.text, *warnings, *left_out.notes]:
             run.display.note(text)
         updates.resume(job)
         train(job, profile)

@@ -25,6 +25,7 @@ from burnish.models.kept import Forward
 from burnish.models.lora import wrap_layers
 from burnish.models.meta import without_memory
 from burnish.models.ops.logprob import CHUNK_ELEMENTS
+from burnish.models.score import ScoreModel
 from burnish.models.value import ValueModel
 from burnish.training.optimizers import Optimizer as MadeOptimizer
 from burnish.training.optimizers import make_optimizer
@@ -127,8 +128,8 @@ class Footprint:
 
 
 def footprint(model: nn.Module, optimizer: Optimizer, learning: Learning, on_gpu: bool) -> Footprint:
-    """Of a learner of a policy or a critic on the meta device."""
-    decoder = model.backbone if isinstance(model, ValueModel) else model
+    """Of a learner of a policy, a critic or a scorer on the meta device."""
+    decoder = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
     assert isinstance(decoder, Decoder), "other models have shapes that only transformers knows"
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     made = make_optimizer(model, trained, optimizer)
@@ -166,6 +167,8 @@ def _passes(model: nn.Module, decoder: Decoder, learning: Learning, on_gpu: bool
         p.nbytes for p in decoder.layers[0].parameters() if p.requires_grad
     )  # of the gradients of all parameters
     end = max(_embedding_gradient(decoder), layer + forward.layer(policy).of(rows, tokens) - to_come)
+    if isinstance(model, ScoreModel):  # of the last states it reads one row a sequence
+        return {"activations": activations - states, "head": 2 * states, "layer": layer, "end": end}
     if isinstance(model, ValueModel):
         return {"activations": activations, "head": 2 * states * (4 // element or 1), "layer": layer, "end": end}
     head, gradient = _head(decoder, learning, on_gpu)

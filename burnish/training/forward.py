@@ -19,7 +19,7 @@ from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_ba
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharing import pays, shared_prefixes
 
-LEAST_TOKENS = 256
+LEAST_TOKENS = 1024
 """Of a micro-batch that is made only so that nobody stands idle."""
 
 Needs = frozenset[str]
@@ -92,6 +92,15 @@ class Piece:
     """Which of its sequences begin with another's tokens."""
 
     @property
+    def num_rows(self) -> int:
+        """Tokens that go through the layers: what a sequence shares with another does so once."""
+        if self.trunks is None:
+            return self.batch.num_tokens
+        owner = self.trunks.owner
+        is_own = owner == torch.arange(owner.shape[0], device=owner.device)
+        return self.batch.num_tokens - int(self.trunks.length.masked_fill(is_own, 0).sum())
+
+    @property
     def is_filler(self) -> bool:
         """Whether it is only there because another rank has one more: nothing of it counts."""
         return not self.positions.numel()
@@ -147,11 +156,11 @@ def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> li
     if not chosen.numel():
         return []
     whole = chosen.numel() == batch.num_sequences
-    if not whole_groups:
-        packing = replace(packing, token_budget=max(1, packing.token_budget // packing.hands))
+    hands = 1 if whole_groups else packing.hands
+    packing = replace(packing, token_budget=max(1, packing.token_budget // hands))
     units, shared = (_whole_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
     enough = sum(unit.num_tokens for unit in units) // LEAST_TOKENS
-    multiple = max(1, min(packing.hands, len(units), enough))
+    multiple = max(1, min(hands, len(units), enough))
     parts = micro_batches(units, packing.token_budget, multiple=multiple)
     return [_piece(batch, chosen, part, shared, mask) for part in parts]
 

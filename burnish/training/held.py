@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from burnish.core.local import gathered
 from burnish.models.lora import adapter_off, adapter_weights, holding
+from burnish.training.shards import pieces
 
 
 class Held:
@@ -39,15 +40,18 @@ class HeldCopy(Held):
 
 
 class HeldAdapter(Held):
-    """A copy of the adapter."""
+    """A copy of the adapter. It may be made before the model is spread over processes, and is spread with it when it is used."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.weights = {name: parameter.detach().clone() for name, parameter in adapter_weights(model).items()}
+        self._is_cut = False
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
         """The policy's module with the copy's content."""
+        if not self._is_cut:
+            self.weights, self._is_cut = pieces(self.weights, self.model), True
         with holding(self.model, self.weights):
             yield self.model
 

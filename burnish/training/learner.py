@@ -23,7 +23,6 @@ from burnish.algorithms.losses import Loss
 from burnish.algorithms.view import view_of
 from burnish.config.errors import UserError
 from burnish.config.optimizer import Optimizer
-from burnish.core.allocator import keep_freed_memory
 from burnish.core.batch import Batch
 from burnish.core.hands import ALONE, Hands
 from burnish.run.contents import Blob, Content
@@ -100,8 +99,6 @@ class Learner:
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(model, self.names, optimizer, ranks.mean if ranks.weights is not None else None)
-        if self.device.type == "cpu":
-            keep_freed_memory()
         self.grad_norms = grad_norms
         self.meter = Meter(self.device, cost_of(model, ranks))
 
@@ -201,7 +198,8 @@ class Learner:
             value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))
             return value, (_detached({"": value, **amounts}), _detached(outputs))
 
-        results = differentiate(found, value_of, self._hands, self.optimizer, self.meter)
+        hands = ALONE if whole_groups else self._hands
+        results = differentiate(found, value_of, hands, self.packing.token_budget, self.optimizer, self.meter)
         for piece, (amounts, outputs) in zip(found, results, strict=True):
             self._saw(piece, with_gradient=True)
             total += amounts.pop("")
@@ -223,7 +221,7 @@ class Learner:
             return torch.stack([(outputs[name] * slopes[name][piece.positions]).sum() for name in names]).sum(), None
 
         found = pieces(batch, self.packing, "loss_mask", self.ranks)
-        differentiate(found, value_of, self._hands, self.optimizer, self.meter)
+        differentiate(found, value_of, self._hands, self.packing.token_budget, self.optimizer, self.meter)
         for piece in found:
             self._saw(piece, with_gradient=True)
 

@@ -56,7 +56,7 @@ def _changes(setup: Setup) -> list[tuple[str, dict[str, Any], bool]]:
     if setup.lora is None:
         reference = setup.reference if setup.reference in ("none", "teacher") else "off"
         found.append(("model.lora={}", {"lora": Lora(), "reference": reference}, False))
-    elif setup.lora.base == "dtype":
+    elif setup.lora.base == "dtype" and setup.may_quantise:
         found.append(("model.lora.base=nf4", {"lora": setup.lora.model_copy(update={"base": "nf4"})}, False))
     return found
 

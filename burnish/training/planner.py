@@ -16,6 +16,7 @@ from burnish.config.optimizer import Optimizer
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.four_bits import weight_bytes
+from burnish.models.score import new_scorer
 from burnish.models.value import ValueModel
 from burnish.training.footprint import Footprint, Learning, footprint, meta_policy
 
@@ -25,7 +26,7 @@ CONTEXT = int(0.75 * GIB)
 PROCESS = int(0.45 * GIB)
 """What a process with torch in it takes on a CPU before it has a model."""
 SAMPLING, POLICY, CRITIC = "sampling", "the policy learns", "the critic learns"
-PROCESS_MODEL = "the process reward model learns"
+PROCESS_MODEL, SCORER = "the process reward model learns", "the reward model learns"
 """The phases of a run."""
 
 
@@ -44,6 +45,8 @@ class Setup:
     """Most tokens of an update."""
     activations: str = "keep"
     lora: Lora | None = None
+    scores: bool = False
+    """Whether it is a scorer that learns: a scalar head in place of the output head."""
     spread: float = 1.0
     """Tokens of a packing for each row that is computed, at most: above 1 where samples share their prompt."""
     reference: str = "none"
@@ -64,6 +67,8 @@ class Setup:
     """Whether those are plain, also where the policy's are in 4 bits."""
     section: str = "training"
     """Where in the configuration the learner's keys are."""
+    may_quantise: bool = True
+    """Whether the configuration lets the weights below adapters be in 4 bits."""
     shards: int = 1
     """Processes that hold a piece of every parameter each."""
     slices: int = 1
@@ -132,9 +137,10 @@ def plan(setup: Setup) -> Plan:
     """The plan of a run."""
     dtype = getattr(torch, setup.dtype)
     model = meta_policy(setup.arch, dtype, setup.lora)
-    actor = footprint(model, setup.optimizer, setup.learning, setup.on_gpu).cut(setup.shards)
-    learners = {POLICY: actor}
-    weights = weight_bytes(model)
+    learned = new_scorer(model, seed=0) if setup.scores else model
+    actor = footprint(learned, setup.optimizer, setup.learning, setup.on_gpu).cut(setup.shards)
+    learners = {SCORER if setup.scores else POLICY: actor}
+    weights = weight_bytes(learned)
     others = [*_gathered(setup, model), *_reference(setup, actor)]
     if setup.engine_copy:
         own = setup.arch.num_parameters * dtype.itemsize if setup.plain_copy else weights

@@ -29,15 +29,12 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.data.rows import Row
 from burnish.data.supervised import encode_example
 from burnish.models.policy import pick_device
-from burnish.models.score import ScoreModel, load_scorer, score_positions
+from burnish.models.score import STATISTICS, ScoreModel, load_scorer, score_positions
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.scorer_options import EACH, ScorerOptions
 from burnish.rewards.types import Failure, Result, ScoreRequest
 from burnish.training.forward import Packing, batch_outputs
 from burnish.training.steps import step_ends
-
-STATISTICS = "scores.json"
-"""Beside a scorer's weights: where its scores of held-out answers lie."""
 
 
 class Text(NamedTuple):

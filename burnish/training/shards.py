@@ -78,6 +78,21 @@ def layout_of(model: nn.Module) -> dict[str, list[Placed]]:
     return blocks
 
 
+def pieces(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """What this process holds of whole tensors that are named after a model's parameters, cut as these are: of what is not
+    cut, or is already, the very tensor."""
+    parameters, blocks = dict(model.named_parameters()), layout_of(model)
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = local(tensor)
+        if name in blocks and not is_spread(tensor):
+            here = local(parameters[name])
+            made = found[name] = torch.empty_like(here, dtype=tensor.dtype)
+            for _, common in reads(blocks[name], [alone(whole(tensor.shape))]):
+                made[common.target] = tensor[common.source].to(made.device)
+    return found
+
+
 def like(sizes: tuple[int, ...], parameter: Tensor, blocks: Sequence[Placed]) -> list[Placed]:
     """The blocks of a state's whole tensor that go with those of its parameter.
 

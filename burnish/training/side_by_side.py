@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from burnish.core.hands import Hands
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.four_bits import num_quantised
 from burnish.models.ops.norm import WIDE
 from burnish.training.forward import Piece
 from burnish.training.meter import Meter
@@ -23,7 +24,7 @@ from burnish.training.parallel.ranks import SOLO, Ranks
 
 LEAST_TOKENS = 2048
 """Of the token budget that a hand gets: smaller micro-batches cost more calls than the cores wait for each other."""
-MOST_PARAMETERS = 1 << 24
+MOST_PARAMETERS = 1 << 23
 """Above it operations are so large that all cores are busy, and each hand's own copy of the gradient is worth counting."""
 
 Gradients = list[Tensor | None]
@@ -32,7 +33,8 @@ Result = TypeVar("Result")
 
 def num_hands(model: nn.Module, token_budget: int, ranks: Ranks = SOLO) -> int:
     """How many micro-batches of a model are worth computing at once; 1 where it is not known to allow it."""
-    if ranks is not SOLO or sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
+    size = sum(p.numel() for p in model.parameters()) + num_quantised(model)
+    if ranks is not SOLO or size > MOST_PARAMETERS:
         return 1
     if any(p.device.type != "cpu" or p.dtype not in WIDE for p in model.parameters()) or not _is_ours(model):
         return 1
@@ -51,14 +53,17 @@ def differentiate(
     found: list[Piece],
     value_of: Callable[[Piece], tuple[Tensor, Result]],
     hands: Hands,
+    token_budget: int,
     optimizer: Optimizer,
     meter: Meter,
 ) -> list[Result]:
     """Gradients of the values of micro-batches, side by side where there are hands; returns what comes with each value.
 
-    The first hand's clock stands for all.
+    No more than the token budget at once, unless one micro-batch is more than that. The first hand's clock stands for all.
     """
     number = min(hands.number, len(found))
+    if number > 1:
+        number = max(1, min(number, token_budget // max(piece.num_rows for piece in found)))
     parameters = list(optimizer.parameters.values())
     sums: list[Gradients] = [[None] * len(parameters) for _ in range(number)]
 
@@ -73,7 +78,7 @@ def differentiate(
                 optimizer.absorb()
         return rest
 
-    rest = hands.map(of_one, found)
+    rest = hands.map(of_one, found, number)
     if number > 1:
         total: Gradients = [parameter.grad for parameter in parameters]
         for one in sums:

@@ -194,6 +194,18 @@ def test_the_logged_kl_is_of_the_policys_own_samples(f1: Batch) -> None:
     assert math.isnan(kl_reward(alone, f1.token["token_rewards"], "k1", 0.1)[1])
 
 
+@pytest.mark.parametrize("center", ["token", "sequence"])
+def test_what_is_taken_off_is_the_mean_of_the_policys_own_samples(center: str) -> None:
+    ref = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -8.0, -8.0], dtype=torch.float64)
+    columns = {"action_mask": torch.tensor([False, True, True, False, True, True, True]), "old_logp": torch.zeros(7), "ref_logp": ref}  # fmt: skip
+    batch = Batch(torch.arange(7), torch.tensor([0, 3, 7]), {**columns, "loss_mask": columns["action_mask"]})
+    shown = batch.with_sequence(demonstration=torch.tensor([False, True]))
+    nothing = torch.zeros(7, dtype=torch.float64)
+    rewards, _ = kl_reward(shown, nothing, "k1", 0.5, center)
+    assert rewards.tolist() == [0, 0, 0, 0, 0, -4, -4]
+    assert kl_reward(batch, nothing, "k1", 0.5, center)[0][1] > 0
+
+
 def test_centring_by_token_on_f1(f1: Batch) -> None:
     rewards, current = kl_reward(f1, f1.token["token_rewards"], "k1", 0.1, "token")
     expected = [-0.013846, -0.013846, 0.016154, 0.986154, -0.013846, 0.016154, 0.026154, -0.013846, 0.006154, 0.016154, -0.013846, -0.003846, 1.006154]  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from burnish.cli import stage_plan
 from burnish.cli.main import main
 from burnish.cli.stage_plan import Plan, make_plan
 from burnish.cli.stages import planned_model
@@ -143,6 +145,39 @@ def test_a_function_of_the_user_s_is_looked_at_before_the_first_stage_starts(
     assert "stage reasoning: reward.parts: a process that imported fatal.py:f ended" in refused(capsys, tree)
     place["parts"] = [{"name": "mine.py:f", "options": {"weight": 2}}]
     assert stages(tree, "--dry-run") == 0
+
+
+def test_a_function_of_the_user_s_that_does_not_end_holds_nobody_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_plan, "ENDED_S", 0.1)
+    begun = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+    Path("busy.py").write_text(begun + "def f(completions):\n    return [1.0] * len(completions)\n")
+    Path("stuck.py").write_text("import time\ntime.sleep(600)\n")
+    tree = short("cold", "reasoning")
+    place = tree["stages"]["reasoning"]["config"]["reward"]
+    place["parts"] = ["busy.py:f"]
+    assert stages(tree, "--dry-run") == 0
+    monkeypatch.setattr(stage_plan, "IMPORT_S", 0.2)
+    place["parts"] = ["stuck.py:f"]
+    assert "stage reasoning: reward.parts: to import stuck.py:f took more than 0.2 s" in refused(capsys, tree)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_model_or_a_teacher_that_a_stage_makes_is_planned_as_large_as_the_policy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tree = short("cold", "reasoning")
+    config = tree["stages"]["reasoning"]["config"]
+    for algorithm in (
+        {"preset": "prime", "process": {"path": "stage:cold"}},
+        {"kl": {"loss": {"coef": 0.1}, "reference": {"name": "teacher", "path": "stage:cold"}}},
+    ):
+        config["algorithm"] = algorithm
+        assert stages(tree, "--dry-run") == 0
+        shown = capsys.readouterr().out
+        assert shown.count("memory: ") == 2
+        assert "not planned" not in shown
 
 
 def test_a_judge_that_a_stage_makes_is_no_obstacle_to_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

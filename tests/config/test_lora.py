@@ -40,6 +40,8 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
         (["model.lora.dropout=0.1"], "dropout"),
         (["model.lora.base=int4"], "model.lora.base: got 'int4'"),
         (["model.lora.base=nf4", "model.backend=transformers"], "model.lora needs the native decoder"),
+        (["model.lora.base=nf4", "rollout.mismatch=noise"], "mismatch=noise changes weights that are plain numbers"),
+        (["model.lora.base=nf4-double", "rollout.mismatch=quantised"], "set model.lora.base=dtype"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(overrides: list[str], words: str) -> None:
@@ -51,3 +53,8 @@ def test_what_cannot_be_is_refused_with_the_reason(overrides: list[str], words: 
 def test_an_adapter_needs_no_path_beside_it() -> None:
     config = load(TrainConfig, None, ["data.train.task=sort_digits", "model.adapter=x"]).config
     assert (config.model.path, config.model.adapter) == (None, "x")
+
+
+@pytest.mark.parametrize("mismatch", ["stale", "never_loaded", "temperature"])
+def test_faults_that_are_not_made_of_all_weights_go_with_4_bits(mismatch: str) -> None:
+    load(TrainConfig, None, [*BASE, "model.lora.base=nf4", f"rollout.mismatch={mismatch}"])

@@ -54,3 +54,28 @@ def test_older_weights_that_are_corrected_for_need_no_word(correction: str) -> N
 )
 def test_what_does_act_is_not_said_to_do_nothing(overrides: list[str]) -> None:
     assert said(*overrides) == []
+
+
+SGLANG = ["rollout.engine=sglang", "rollout.sglang.urls=[http://a:1]"]
+SERVER = ["rollout.engine=vllm", "rollout.vllm.url=http://a:1"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "lora", "dtype", "is_told"),
+    [
+        (SGLANG, "{}", "bfloat16", True),
+        (SGLANG, "{base: nf4}", "bfloat16", True),
+        (SGLANG, "{base: nf4}", "float32", False),
+        (SGLANG, "null", "bfloat16", False),
+        (SERVER, "{base: nf4}", "bfloat16", True),
+        (SERVER, "{}", "bfloat16", False),
+        (["rollout.engine=vllm"], "{base: nf4}", "bfloat16", False),
+        ([], "{base: nf4}", "bfloat16", False),
+    ],
+)
+def test_adapters_that_are_added_into_half_weights_are_told(
+    engine: list[str], lora: str, dtype: str, is_told: bool
+) -> None:
+    model = ["data.train.task=sort_digits", "model.path=x", f"model.lora={lora}", f"model.dtype={dtype}"]
+    found = remarks(load(TrainConfig, None, [*model, "training.mini_batches=2", *engine]).config)
+    assert [("vanishes in their rounding" in one) for one in found] == [True] * is_told

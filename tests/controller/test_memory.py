@@ -12,6 +12,7 @@ import torch
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.load import load
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.controller import memory
 from burnish.controller.memory import Planned, planned
@@ -113,11 +114,71 @@ def test_the_plan_reads_the_shape_of_a_process_reward_model(directory: Path, tmp
     assert f"algorithm.process.path={path.parent}: the forward pass is transformers' own" in reason
 
 
+def adapter_of(directory: Path, folder: Path) -> Path:
+    """A PEFT directory with nothing in it but what it is."""
+    folder.mkdir()
+    said = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": str(directory)}))
+    return folder
+
+
+def test_an_adapter_is_planned_on_its_base(directory: Path, tmp_path: Path) -> None:
+    folder = adapter_of(directory, tmp_path / "adapter")
+    setup = of_train(directory, "algorithm=prime", f"algorithm.process.path={folder}").stages["training"].setup
+    assert setup.process_arch == setup.arch
+
+
+def test_4_bits_are_not_advised_where_the_config_refuses_them(directory: Path, tmp_path: Path) -> None:
+    folder = adapter_of(directory, tmp_path / "adapter")
+    sft = ["model.dtype=bfloat16", "model.device=cuda", "sft.data.path=x.jsonl"]
+    for overrides, expected in (
+        ([f"model.path={directory}", "model.lora={}"], True),
+        ([f"model.adapter={folder}"], False),
+        ([f"model.path={directory}", "model.lora={}", "parallel.tensor=2", "parallel.shard=1"], False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", "2" if "parallel.tensor=2" in overrides else "1")
+            setup = planned(load(SftConfig, None, [*sft, *overrides]).config, None).stages["sft"].setup
+        assert setup.may_quantise is expected
+    for mismatch, expected in (("noise", False), ("quantised", False), ("stale", True)):
+        made = of_train(directory, "model.lora={}", f"rollout.mismatch={mismatch}")
+        assert made.stages["training"].setup.may_quantise is expected
+
+
+@pytest.mark.parametrize("lora", [[], ["model.lora={}"]])
+def test_what_a_stage_makes_is_planned_as_large_as_the_policy(directory: Path, lora: list[str]) -> None:
+    setup = of_train(directory, "algorithm=prime", "algorithm.process.path=stage:cold", *lora).stages["training"].setup
+    assert setup.process_arch == setup.arch
+    teacher = "algorithm.kl.reference={name: teacher, path: 'stage:cold'}"
+    setup = of_train(directory, teacher, *lora).stages["training"].setup
+    assert (setup.reference, setup.teacher) == ("teacher", 1_543_714_304)
+
+
 def test_a_supervised_run_is_planned_too(directory: Path) -> None:
     overrides = [f"model.path={directory}", "model.dtype=bfloat16", "model.device=cuda", "sft.data.path=x.jsonl"]
     found = planned(load(SftConfig, None, overrides).config, None)
     setup = found.stages["sft"].setup
     assert (setup.longest, setup.update_tokens, setup.section) == (2048, 128 * 2048, "sft")
+
+
+def test_a_reward_model_is_planned_with_its_adapters_and_without_an_output_head(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps(SHAPE | {"tie_word_embeddings": False}))
+    basic = [f"model.path={directory}", "model.dtype=bfloat16", "model.device=cuda", "reward_model.data.path=x.jsonl"]
+    sizes = {}
+    for name, more in {"whole": [], "adapters": ["model.lora.rank=8"], "nf4": ["model.lora.base=nf4"]}.items():
+        made = planned(load(RewardModelConfig, None, [*basic, *more]).config, None).stages["reward model"]
+        setup = made.setup
+        assert (setup.longest, setup.update_tokens, setup.section) == (2048, 2 * 64 * 2048, "reward_model")
+        assert setup.scores
+        sizes[name] = {part.name: part.bytes for part in made.parts}
+    layers = 28 * 1536 * (2048 + 1536 + 3 * 8960)  # numbers in the matrices
+    rest = 1_543_714_304 - layers
+    assert sizes["whole"]["weights"] == sizes["whole"]["master copies"] / 2 + 4 * 1536  # the head is float32 itself
+    assert sizes["whole"]["weights"] == pytest.approx(2 * 1_543_714_304, rel=1e-4)
+    adapters = 28 * 8 * ((1536 + 1536) * 2 + 2 * (1536 + 256) + 3 * (1536 + 8960))
+    assert sizes["adapters"]["weights"] == 2 * (1_543_714_304 + adapters) + 4 * 1536
+    assert sizes["adapters"]["moments"] == 8 * (adapters + 1536)
+    assert sizes["nf4"]["weights"] == pytest.approx(layers * 4.5 / 8 + 2 * (rest + 2 * adapters), rel=1e-3)
 
 
 def test_each_of_several_processes_has_its_share(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

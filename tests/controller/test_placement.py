@@ -223,7 +223,7 @@ def test_a_ray_that_does_not_start_is_a_loss_to_try_again_not_a_bug(monkeypatch:
     from burnish.controller import ray_cluster
 
     def too_slow(**options: object) -> None:
-        raise Exception("the node timed out during startup")  # noqa: TRY002  as Ray does
+        raise Exception("the node timed out during startup")  # as Ray does
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", too_slow)

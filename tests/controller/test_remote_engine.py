@@ -17,9 +17,13 @@ import torch
 
 from burnish.algorithms.losses import NllLoss
 from burnish.config.errors import UserError
+from burnish.controller.roles import build_policy
+from burnish.controller.rollout_worker import RolloutWorker
+from burnish.controller.workers import TrainingWorker
 from burnish.core.batch import Batch
 from burnish.core.engine import SamplingOptions
 from burnish.core.workers import WorkerLost
+from burnish.models.four_bits import quantised_tensors
 from burnish.rollout import remote
 from burnish.rollout.messages import (
     by_prompt,
@@ -30,10 +34,10 @@ from burnish.rollout.messages import (
     unpack_requests,
 )
 from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.sync.buckets import Publication, Publisher
+from burnish.rollout.sync.buckets import Publication, Publisher, digest
 from burnish.rollout.sync.verify import SyncError
 from tests.controller.here import HereBackend
-from tests.controller.toy import OPTIONS, learn, parts_of, requests, run, told
+from tests.controller.toy import OPTIONS, config_of, learn, parts_of, requests, run, told
 
 
 def test_many_engines_give_what_one_gives(tmp_path: Path) -> None:
@@ -456,3 +460,32 @@ def test_an_engine_that_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:
     while worker.thread._thread.is_alive() and time.monotonic() < until:
         time.sleep(0.01)
     assert not worker.thread._thread.is_alive()
+
+
+def test_an_engine_takes_the_trainers_weights_in_4_bits_whatever_its_own_directory_holds(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    policy = build_policy(config.model, config.data.train, 0, tmp_path)
+    policy.save(tmp_path / "a")
+    with torch.no_grad():
+        for name, parameter in policy.module.named_parameters():
+            if name.startswith("layers.") and parameter.dim() == 2:
+                parameter.mul_(-1.5)
+    policy.save(tmp_path / "b")
+    lora = ["model.new=null", "model.lora={rank: 2, base: nf4}"]
+    trainer = TrainingWorker(config_of(tmp_path, *lora, "model.path=a"), tmp_path, None)
+    engine = RolloutWorker(config_of(tmp_path, *lora, "model.path=b"), tmp_path)
+    mine, theirs = (quantised_tensors(worker.policy.module) for worker in (trainer, engine))
+    assert any(not torch.equal(mine[name], theirs[name]) for name in mine)
+    everything = trainer.publish(1, complete=True)
+    assert everything is not None
+    assert everything.checksums.keys() > mine.keys()
+    report = engine.take(everything)
+    assert report.digest == digest(everything.checksums)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    np.testing.assert_allclose(report.logp, trainer.score(engine.probe.tokens, report.tokens), atol=1e-6)
+    name = "layers.0.qkv.weight.codes"
+    theirs[name][0] ^= 1
+    assert [k for k, total in engine.checksums().items() if total != everything.checksums[k]] == [name]
+    learnt = trainer.publish(2, complete=False)
+    assert learnt is not None
+    assert not learnt.checksums.keys() & mine.keys()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from burnish.config.model import NewModel
+from burnish.config.lora import Lora
+from burnish.config.model import Model, NewModel
 from burnish.config.reward import Reward
 from burnish.controller import reward_desk
 from burnish.controller.group import WorkerGroup
@@ -24,6 +25,8 @@ from burnish.controller.roles import build_scorers
 from burnish.core.workers import WorkerLost
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.lora import adapter_weights
+from burnish.models.policy import load_policy
 from burnish.models.score import new_scorer
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.process import START_S, Call
@@ -46,7 +49,20 @@ def scorer_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request(k: int) -> ScoreRequest:
+@pytest.fixture(scope="module")
+def adapted_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scorer that is a PEFT directory on a base in 4 bits."""
+    new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=16)
+    base, folder = (tmp_path_factory.mktemp(name) for name in ("base", "adapted"))
+    load_policy(Model(new=new, device="cpu"), None, "0123456789>", seed=1).save(base)
+    policy = load_policy(Model(device="cpu", lora=Lora(rank=2, base="nf4")), base, None, 0)
+    for parameter in adapter_weights(policy.module).values():
+        parameter.data.fill_(0.1)
+    write_contents(folder, new_scorer(policy.module, 1).contents(leave, base, TOKENIZER))
+    return folder
+
+
+def request_of(k: int) -> ScoreRequest:
     answer = str(k % 90 + 10)
     tokens = [*TOKENIZER.encode(f"21>{answer}"), TOKENIZER.eos_ids[0]]
     return ScoreRequest(f"r{k}", "21>", answer, "rows", "12", {}, tokens=tokens, written=[False] * 3 + [True] * 3)
@@ -80,8 +96,9 @@ def mixed(scorer_at: Path) -> Reward:
     return Reward(parts=[model, "exact"], workers=1)
 
 
-def test_workers_give_the_scores_of_one_process(scorer_at: Path) -> None:
-    reward, requests = mixed(scorer_at), [request(k) for k in range(90)]
+@pytest.mark.parametrize("which", ["scorer_at", "adapted_at"])
+def test_workers_give_the_scores_of_one_process(which: str, request: pytest.FixtureRequest) -> None:
+    reward, requests = mixed(request.getfixturevalue(which)), [request_of(k) for k in range(90)]
     requests[7] = ScoreRequest("long", "21>", "1" * 20, "rows", "12", {})  # longer than the model's positions
     with Rewards(reward) as rewards:
         rewards.hand_in(build_scorers(reward, TOKENIZER, None))
@@ -102,7 +119,7 @@ def test_workers_give_the_scores_of_one_process(scorer_at: Path) -> None:
 
 @pytest.mark.parametrize("how", ["dead", "mute"])
 def test_a_worker_that_ends_is_named_and_its_answers_are_scored_again_once(scorer_at: Path, how: str) -> None:
-    requests = [request(k) for k in range(60)]
+    requests = [request_of(k) for k in range(60)]
     with office(mixed(scorer_at)) as made:
         getattr(made.backend, how).add(1)
         made.rewards.submit(requests)
@@ -158,7 +175,7 @@ def test_a_worker_that_always_ends_stops_the_run(scorer_at: Path) -> None:
     with office(mixed(scorer_at), backend=Doomed) as made:
         made.backend.dead |= {0, 1}
         with pytest.raises(WorkerLost, match=r"reward rank \d of 2 has ended in `score` \(Score answers"):
-            made.rewards.score([request(k) for k in range(8)])
+            made.rewards.score([request_of(k) for k in range(8)])
         assert made.backend.restarted.count(0) <= reward_desk.MAX_RESTARTS
 
 
@@ -175,7 +192,7 @@ def test_functions_of_a_user_and_verifiers_are_counted_where_they_run(tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         with office(Reward(parts=parts, workers=1), tmp_path) as made:
-            found = made.rewards.score([request(2), request(3)])
+            found = made.rewards.score([request_of(2), request_of(3)])
             assert [score.reward for score in found] == [1.5, 0.5]
             counters = made.rewards.counters
     assert counters["worker_restarts"] == 1

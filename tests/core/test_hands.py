@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +43,24 @@ def test_each_hand_has_its_share_of_the_threads_and_they_come_back() -> None:
     assert torch.get_num_threads() == 4
     assert Hands(8).map(lambda *_: torch.get_num_threads(), [0] * 8) == [1] * 8
     assert Hands(8).map(lambda *_: torch.get_num_threads(), [0]) == [4]
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="this system does not say which cores a thread may use"
+)
+def test_each_hand_has_cores_of_its_own_and_they_come_back() -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("there is one core")
+    torch.set_num_threads(2)
+    first, second = Hands(2).map(lambda *_: os.sched_getaffinity(0), [0, 0])
+    assert not first & second
+    assert first | second == before
+    assert os.sched_getaffinity(0) == before
+    many = len(before) + 1
+    assert Hands(many).map(lambda *_: os.sched_getaffinity(0), [0] * many) == [before] * many
+    torch.set_num_threads(4)
+    assert Hands(2).map(lambda *_: os.sched_getaffinity(0), [0, 0]) == [before] * 2
 
 
 def test_hands_compute_with_or_without_gradient_as_the_caller_does() -> None:

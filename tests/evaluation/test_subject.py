@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
 from burnish.evaluation.subject import find_subject, fit_max_tokens, stored_dtype
 from burnish.run.checkpoints import Checkpoints
@@ -57,6 +58,18 @@ def test_max_tokens_is_cut_to_the_positions_left() -> None:
     assert fit_max_tokens(11, 20, 30) == (10, "max_tokens cut from 11 to 10: 30 positions, 20 of them prompt")
     with pytest.raises(UserError, match="30 tokens, but the model is made for 30 positions"):
         fit_max_tokens(1, 30, 30)
+
+
+def test_max_tokens_is_cut_to_what_an_environment_leaves_each_turn() -> None:
+    game = Environment(name="guess_number", max_turns=3, max_tokens=29)
+    assert fit_max_tokens(9, 20, 99, game) == (9, None)
+    told = "max_tokens cut from 10 to 3: environment.max_tokens=29, 20 of them prompt, the rest for 3 turns"
+    assert fit_max_tokens(10, 20, 99, game) == fit_max_tokens(10, 20, None, game) == (3, told)
+    assert fit_max_tokens(10, 20, 26, game)[1] == "max_tokens cut from 10 to 2: 26 positions, 20 of them prompt, the rest for 3 turns"  # fmt: skip
+    with pytest.raises(
+        UserError, match=r"27 tokens, but environment\.max_tokens=29 is for all 3 turns together; raise it"
+    ):
+        fit_max_tokens(3, 27, 99, game)
 
 
 def test_the_stored_type_is_the_configs_and_of_an_adapter_its_bases(tmp_path: Path) -> None:

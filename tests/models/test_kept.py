@@ -45,6 +45,8 @@ def kept(arch: Architecture, dtype: torch.dtype, policy: str, lora: Lora | None,
         add_lora(model, lora, 0)
     set_activations(model, policy)
     model.rotations(64)
+    with torch.no_grad():
+        model.hidden(TOKENS, OFFSETS)  # what is made once for all layers is no layer's
     with Alive(*model.parameters(), *model.buffers(), TOKENS, OFFSETS) as alive:
         out = model.hidden(TOKENS, OFFSETS, trunks=trunks)
         return alive.bytes - out.nbytes

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.config.lora import Lora
 from burnish.config.slots.mismatch import (
     MISMATCHES,
     ExtraBosFault,
@@ -28,8 +29,10 @@ from burnish.config.slots.mismatch import (
     TruncatedFault,
 )
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.models.decoder import Decoder
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
 from burnish.models.hf import TransformersPolicy
+from burnish.models.lora import add_lora
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.mismatch import Faulty, MismatchEngine, noisy, reencode, rounded, score
 from burnish.rollout.native.engine import NativeEngine
@@ -490,3 +493,15 @@ def test_records_are_told_apart_by_name_and_refuse_what_makes_no_sense() -> None
     ):
         with pytest.raises(ValidationError):
             slot.validate_python(wrong)
+
+
+@pytest.mark.parametrize("fault", [NoiseFault(scale=0.05), QuantisedFault(kind="int8")], ids=lambda fault: fault.name)
+def test_weights_in_4_bits_have_no_fault_made_of_them(fault: Mismatch) -> None:
+    model = Decoder(Architecture("llama", 13, 16, 1, 2, 2, 8, 24, 64))
+    initialise(model, 0)
+    MismatchEngine(NativeEngine, model, fault)
+    add_lora(model, Lora(rank=2, base="nf4"), 0)
+    with pytest.raises(
+        UserError, match=f"mismatch={fault.name} changes weights that are plain numbers, and the policy"
+    ):
+        MismatchEngine(NativeEngine, model, fault)

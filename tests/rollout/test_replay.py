@@ -104,6 +104,15 @@ def test_a_tree_whose_edges_of_this_time_are_all_masked_is_used_and_stays_for_th
     assert store.entries == []
 
 
+def test_a_tree_whose_edges_are_all_used_neither_enters_nor_stays() -> None:
+    store = ReplayStore(Replay(share=1.0, uses=5, max_age=9), seed=0)
+    store.learnt(1, scored([*group("a", 0), *group("b", 0)]), ["a#0.0", "b#0.0"], unfinished=["a#0.0"])
+    assert [entry.id for entry in store.entries] == ["a#0"]
+    store.learnt(2, scored([], store.take(2, 4)), ["a#0.0"], unfinished=[])
+    assert store.entries == []
+    assert store.values()["replay/groups"] == 1
+
+
 def test_a_sample_that_could_not_be_scored_stays_out_of_its_group() -> None:
     store = ReplayStore(Replay(), seed=0)
     store.learnt(1, scored([sample("a", 0, 0), sample("a", 1, 0, reward=None)]), ["a#0.0"])

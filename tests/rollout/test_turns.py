@@ -123,8 +123,25 @@ def test_an_episode_that_is_cut_off_has_what_it_earned_until_then(model: Decoder
 
 def test_a_first_turn_that_might_not_fit_is_told_with_its_row(model: Decoder) -> None:
     assert len(play(model, Scoring, positions=43)) == 4
-    with pytest.raises(UserError, match=r"row r0: .* gave 3 tokens, and max_tokens=40 more make 43, but .* at most 42"):
+    told = r"row r0: .* gave 3 tokens, and max_tokens=40 more make 43, but the model is made for 42 positions"
+    with pytest.raises(UserError, match=told):
         play(model, Scoring, positions=42)
+
+
+@pytest.mark.parametrize("positions", [None, 42, 43])
+def test_a_first_turn_that_its_environment_has_no_room_for_is_a_sample_lost(
+    model: Decoder, positions: int | None
+) -> None:
+    driver = Driver(NativeEngine(model), Scoring, TOKENIZER, 7, 5, positions, 42)
+    found = {t.id: t for t in driver.run(draws(), 1, SAMPLING, "train")}
+    lost, kept = found["r0#0.0"], found["r1#0.0"]
+    assert (lost.finish, lost.reward, lost.turns) == ("error", None, [])
+    assert lost.error is not None
+    assert re.fullmatch(
+        r"row r0: .* gave 3 tokens, and max_tokens=40 more make 43, but environment.max_tokens=42 is for all turns .*",
+        lost.error,
+    )
+    assert (kept.finish, len(kept.sequences[0].tokens) <= 42) == ("length", True)
 
 
 def test_rewards_of_turns_without_one_for_the_end_are_a_mistake_that_is_told(model: Decoder) -> None:

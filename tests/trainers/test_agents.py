@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any, cast
@@ -238,6 +239,20 @@ def test_an_evaluation_plays_as_the_run_did(
     model = next((folder / "checkpoints").iterdir())
     assert main(["eval", str(model), "task:guess_number", "--out", str(tmp_path / "other")]) != 0
     assert "environment guess_number and task guess_number belong together" in capsys.readouterr().err
+
+
+def test_an_evaluation_leaves_every_turn_its_share_of_what_an_episode_may_have(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    game = ["environment={name: guess_number, max_turns: 3, max_tokens: 60}", "data.source.options={numbers: 3}"]
+    options = ["--limit", "20", "--temperature", "1", "--out", str(tmp_path / "out")]
+    assert main(["eval", str(player), "task:guess_number", *options, *game]) == 0
+    told = r"max_tokens cut from 256 to (\d+): environment.max_tokens=60, (\d+) of them prompt, the rest for 3 turns"
+    found = re.search(told, capsys.readouterr().err)
+    assert found is not None
+    assert int(found[1]) == (60 - int(found[2])) // 3
+    rows = [json.loads(line) for line in next((tmp_path / "out").glob("*.jsonl")).read_text().splitlines()]
+    assert any("?" in row["completion"] for row in rows), "nobody was asked a second time"
 
 
 @pytest.mark.slow

@@ -53,6 +53,15 @@ def test_a_prompt_and_its_answer_must_have_positions(reads: list[str], tmp_path:
         check(tmp_path, [*TASK, *reads])
 
 
+def test_an_adapter_has_the_positions_of_its_base(tmp_path: Path) -> None:
+    reader(tmp_path, 29)
+    (tmp_path / "it").rename(tmp_path / "base")
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../base"}))
+    with pytest.raises(UserError, match="path=it is made for 29 positions"):
+        check(tmp_path, [*TASK, *PROCESS])
+
+
 def test_held_out_answers_are_read_by_a_process_reward_model_alone(tmp_path: Path) -> None:
     reader(tmp_path, 30)
     check(tmp_path, [*TASK, *TEACHER], held_out=11)

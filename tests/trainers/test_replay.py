@@ -55,6 +55,26 @@ def test_the_ratio_of_what_comes_back_is_to_the_policy_that_wrote_it() -> None:
     assert batch.token["old_logp"][written & ~fresh].tolist() == [BEHAVIOUR] * 3
 
 
+class Peaked(Scorer):
+    """A policy that gives each token p, and one other all the rest."""
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        found = super().outputs(batch, needs)
+        p = found["logp"].exp()
+        return {name: p**2 + (1 - p) ** 2 if name == "sum_p2" else column for name, column in found.items()}
+
+
+@pytest.mark.parametrize("correction", ["none", "bypass_ppo_clip"])
+def test_the_optimal_token_baseline_weighs_with_one_policy_the_one_of_now(correction: str) -> None:
+    """w = 2 (1 - p)^2 of the policy of now, whoever wrote a token; b_1 is then the first sample's share of the weights."""
+    recipe, batch = with_replay(advantage="otb", correction=correction), batch_of_two()
+    batch = batch.with_token(behaviour_logp=torch.where(batch.action_mask, -1.0 * batch.sequence_ids, 0.0))
+    batch = recipe.prepare(batch, cast(Any, Peaked(0.5))).batch
+    assert batch.token["old_logp"][-1] == pytest.approx(-3.0), "the ratio is to the policy that wrote it"
+    advantages = batch.token["advantages"][batch.action_mask].tolist()
+    assert advantages == pytest.approx([0.5, 1.0, -0.5, 0.5, 1.0, -0.5])
+
+
 def test_how_far_the_policy_has_moved_is_told_of_the_tokens_in_the_loss_that_come_back() -> None:
     batch, now = batch_of_two(), -0.5 * batch_of_two().positions.double()
     batch = batch.with_token(loss_mask=batch.action_mask & (batch.positions == 1))
@@ -108,6 +128,16 @@ def test_a_reference_that_is_the_policy_is_asked_of_all_in_the_same_pass() -> No
     batch = recipe.prepare(batch_of_two(), cast(Any, learner), cast(Any, reference)).batch
     assert (learner.asked, reference.calls) == ([4], 0)
     assert torch.equal(batch.token["ref_logp"], learner.logprobs(batch))
+
+
+def test_only_trees_have_parts_for_other_times() -> None:
+    assert with_replay().unfinished(batch_of_two()) is None
+
+
+def test_a_batch_of_a_run_without_replay_is_not_copied_to_find_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([2, 1], [0, 0], [1.0, 0.0])
+    monkeypatch.setattr(Batch, "select", lambda self, index: pytest.fail("on a GPU this copies every column"))
+    assert new_ones(batch) is batch
 
 
 def test_a_batch_of_nothing_new_is_not_asked_for_at_all() -> None:

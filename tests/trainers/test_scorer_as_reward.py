@@ -14,6 +14,7 @@ from burnish.config.load import load
 from burnish.config.reward_model import RewardModelConfig
 from burnish.data.tasks.base import Dice
 from burnish.data.tasks.registry import make_task
+from burnish.models.export import merge_model
 from burnish.run.metrics import MEASURED, read
 from burnish.run.samples import read_table
 from burnish.trainers.reward_model_session import execute as train_scorer
@@ -67,6 +68,22 @@ def test_scores_are_a_part_in_metrics_and_samples_and_the_run_repeats_itself(tra
     assert without_times(one / "metrics.jsonl") == without_times(other / "metrics.jsonl")
     samples = read_table(next((one / "samples").glob("*.parquet")))
     assert {"model", "task"} <= json.loads(samples[0]["parts"]).keys()
+
+
+def test_a_scorer_of_adapters_rewards_as_the_whole_model_they_make(tmp_path: Path) -> None:
+    base = run_of(tmp_path / "base", TINY + WARM, ["training.steps=1", "reward.workers=1"]) / "warm_start"
+    adapted = scorer(tmp_path, "model.new=null", f"model.path={base}", "model.lora={rank: 4, base: nf4}")
+    assert (adapted / "adapter_config.json").is_file()
+    (tmp_path / "merged").mkdir()
+    merge_model(adapted, tmp_path / "merged", None)
+    found = []
+    for name, path in (("adapters", adapted), ("merged", tmp_path / "merged")):
+        overrides = [f"reward.parts=[{part(path, standardise=True)}]", "training.steps=2", "reward.workers=1"]
+        rows = read(run_of(tmp_path / name, TINY + WARM, overrides) / "metrics.jsonl")
+        assert all(row["reward/failed"] == 0 for row in rows)
+        found.append([row["reward/part/model"] for row in rows])
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+    assert len(set(found[0])) == 2
 
 
 def test_a_text_beyond_the_scorers_positions_counts_as_failed(trained: Path, tmp_path: Path) -> None:

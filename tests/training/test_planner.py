@@ -10,16 +10,21 @@ import torch
 
 from burnish.algorithms.aggregation import aggregation_weights
 from burnish.algorithms.losses import NllLoss
+from burnish.algorithms.losses.scoring import ScorerLoss
 from burnish.config.errors import UserError
 from burnish.config.lora import Base, Lora
 from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from burnish.data.pairs import Pair
+from burnish.data.supervised import Example
 from burnish.models.activations import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.four_bits import weight_bytes
 from burnish.models.lora import add_lora
+from burnish.models.score import new_scorer
+from burnish.trainers.reward_model import pack_pairs
 from burnish.training import footprint as footprints
 from burnish.training.learner import Learner
 from burnish.training.levers import advice, levers
@@ -95,6 +100,48 @@ def test_the_plan_is_what_a_learner_holds(activations: str) -> None:
         case = f"{lora}, tied {tied}, {budget} tokens"
         assert made.learners_peak(1) == pytest.approx(first, rel=0.05), case
         assert made.learners_peak(2) == pytest.approx(second, rel=0.05), case
+
+
+def held_by_a_scorer(arch: Architecture, setup: Setup, num_pairs: int) -> tuple[int, int]:
+    """The same of a scorer's learner, on pairs of sequences that have nothing in common."""
+    decoder = Decoder(arch)
+    initialise(decoder, 0)
+    if setup.lora is not None:
+        add_lora(decoder, setup.lora, 0)
+    model = new_scorer(decoder, 0)
+    set_activations(model, setup.activations)
+    learner = Learner(model, setup.optimizer, 10, setup.token_budget)
+    tokens = torch.randint(1, arch.vocab_size, (2 * num_pairs, LENGTH), generator=torch.Generator().manual_seed(0))
+    answers = [Example(str(k), row, [True] * LENGTH) for k, row in enumerate(tokens.tolist())]
+    pairs = [Pair(str(k), answers[2 * k], answers[2 * k + 1], margin=0.0) for k in range(num_pairs)]
+    batch = pack_pairs(pairs, 0)
+    model.backbone.rotations(LENGTH)
+    columns = [*batch.token.values(), *batch.sequence.values()]
+    peaks = []
+    with Alive(*model.parameters(), *model.buffers(), batch.tokens, batch.offsets, *columns) as alive:
+        for _ in range(2):
+            alive.peak = alive.bytes
+            learner.update(batch, ScorerLoss(0.0, 0.0), columns=False)
+            peaks.append(alive.peak + weight_bytes(model))
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("lora", [None, Lora(rank=4), Lora(rank=4, base="nf4")], ids=["whole", "adapters", "nf4"])
+def test_the_plan_of_a_scorer_is_what_its_learner_holds(lora: Lora | None, activations: str) -> None:
+    for num_pairs, budget in ((8, 2048), (16, 512)):
+        arch = replace(SMALL, tied=True)
+        setup = Setup(
+            *(arch, "float32", False, Optimizer(), budget, LENGTH, 2 * num_pairs * LENGTH),
+            activations=activations,
+            lora=lora,
+            scores=True,
+        )
+        made = plan(setup)
+        assert list(made.phases) == ["the reward model learns"]
+        first, second = held_by_a_scorer(arch, setup, num_pairs)
+        assert made.learners_peak(1) == pytest.approx(first, rel=0.05), f"{num_pairs} pairs"
+        assert made.learners_peak(2) == pytest.approx(second, rel=0.05), f"{num_pairs} pairs"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +284,8 @@ def test_frozen_weights_in_4_bits_are_counted_so_and_are_whole_in_every_process(
 def test_4_bits_are_advised_last_of_all() -> None:
     setup = on_gpu(OF_7B, lora=Lora(rank=8))
     assert levers(setup)[-1].text == "model.lora.base=nf4"
-    assert all("lora" not in lever.text for lever in levers(on_gpu(OF_7B, lora=Lora(rank=8, base="nf4"))))
+    for without in (on_gpu(OF_7B, lora=Lora(rank=8, base="nf4")), replace(setup, may_quantise=False)):
+        assert all("lora" not in lever.text for lever in levers(without))
 
 
 def test_a_cache_that_is_larger_than_the_learners_work_makes_sampling_the_peak() -> None:

@@ -12,18 +12,23 @@ from torch import Tensor
 
 from burnish.algorithms.aggregation import aggregation_weights
 from burnish.algorithms.losses import Loss, PolicyLoss
+from burnish.config.lora import Lora
 from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
+from burnish.core.hands import Hands
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.activations import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.lora import add_lora
 from burnish.models.value import ValueModel
 from burnish.training import forward, side_by_side
 from burnish.training.critic import Critic
 from burnish.training.forward import Packing, pieces
 from burnish.training.learner import Learner
-from burnish.training.side_by_side import added, num_hands
+from burnish.training.meter import Meter
+from burnish.training.optimizers.adamw import AdamW
+from burnish.training.side_by_side import added, differentiate, num_hands
 
 VOCAB = 11
 WHOLE = PolicyLoss(clip_options={"low": 0.1, "high": 0.2}, entropy_coef=0.05)
@@ -132,7 +137,7 @@ def test_what_is_computed_at_once_is_within_one_token_budget(budget: int, hands:
 
 
 def test_a_small_batch_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "LEAST_TOKENS", 256)
+    monkeypatch.setattr(forward, "LEAST_TOKENS", 1024)
     assert len(pieces(make_batch(), Packing(4096, hands=4), "loss_mask")) == 1
 
 
@@ -147,8 +152,12 @@ def test_hands_are_for_small_models_whose_forward_passes_share_nothing(monkeypat
     set_activations(offloaded, "offload")
     exact.exact = lambda tokens, offsets, wanted, temperature: wanted
     assert num_hands(offloaded, 8192) == num_hands(exact, 8192) == 1
-    monkeypatch.setattr(side_by_side, "MOST_PARAMETERS", 100)
-    assert num_hands(model, 8192) == 1
+    size = sum(p.numel() for p in model.parameters())
+    quantised = copy.deepcopy(model)
+    add_lora(quantised, Lora(rank=1, targets=["v_proj"], base="nf4"), 0)
+    for most, hands in ((size - 1, 1), (2 * size, 4)):  # numbers in 4 bits are numbers too
+        monkeypatch.setattr(side_by_side, "MOST_PARAMETERS", most)
+        assert num_hands(model, 8192) == num_hands(quantised, 8192) == hands
 
 
 def test_gradients_that_only_one_hand_has_are_kept_and_nothing_is_written_to() -> None:
@@ -160,3 +169,39 @@ def test_gradients_that_only_one_hand_has_are_kept_and_nothing_is_written_to() -
     assert found[2] is b
     assert found[3] is None
     assert a.tolist() == [1.0, 1.0]
+
+
+def test_whole_groups_are_computed_one_after_the_other() -> None:
+    """Each may need all of the token budget."""
+    batch = make_batch()
+    whole, divided = (pieces(batch, Packing(120, hands=3), "loss_mask", whole_groups=w) for w in (True, False))
+    assert max(piece.batch.num_tokens for piece in whole) > 120 // 3 >= max(piece.batch.num_tokens for piece in divided)
+    grouped = [updated(hands, replace(WHOLE, scope="groups")) for hands in (1, 3)]
+    for name, tensor in grouped[0].items():
+        assert torch.equal(grouped[1][name], tensor), name
+
+
+def test_long_sequences_are_computed_one_after_the_other() -> None:
+    """Two that need most of the token budget each would need twice the memory."""
+    batch, numbers = make_batch(), list[int | None]()
+    longest, weight = int(batch.lengths.max()), torch.nn.Parameter(torch.ones(2))
+
+    class Counted(Hands):
+        def map(self, function: Any, items: Any, most: int | None = None) -> Any:
+            numbers.append(most)
+            return super().map(function, items, most)
+
+    for budget in (longest, 2 * longest, 3 * longest):
+        found = pieces(batch, Packing(budget, hands=3), "loss_mask")
+        optimizer, meter = AdamW({"weight": weight}, Optimizer()), Meter(torch.device("cpu"), None)
+        differentiate(found, lambda piece: (weight.sum() * piece.num_rows, None), Counted(3), budget, optimizer, meter)
+    assert numbers == [1, 2, 3]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0 * batch.num_tokens] * 2
+
+
+def test_rows_of_a_micro_batch_count_what_is_shared_once() -> None:
+    batch = make_batch()
+    (alone,), (shared,) = (pieces(batch, Packing(1000, shares=s), "loss_mask") for s in (False, True))
+    assert alone.num_rows == batch.num_tokens
+    assert shared.num_rows == batch.num_tokens - 6 * 2 * 3

@@ -26,8 +26,8 @@ def otb(batch: Batch, tail: Literal["raw", "zero"] = "raw") -> Tensor:
 
         w_t = 1 - 2 pi_t + sum_v pi_v^2;   W_t = w_1 + ... + w_t;   b_t = sum_g G_t W_t / (sum_g W_t + 1e-8);   A = G - b
 
-    w is the squared gradient of the token's logits, pi the probability under the policy before the update (`old_logp`,
-    `sum_p2`); t counts written tokens, and an answer that has ended has no weight. With a token column `rollout_weight`
+    w is the squared gradient of the token's logits, pi the probability under the policy before the update (`sum_p2`, and
+    `policy_logp` where there is that column, because `old_logp` is of other policies, else `old_logp`); t counts written tokens, and an answer that has ended has no weight. With a token column `rollout_weight`
     rho, w_t is multiplied by rho_t^2. Every sequence is an answer of its own. One answer alone in its group has no
     baseline; where one is longer than all others of its group, `tail` says whether what is beyond them keeps its raw
     return or gets 0.
@@ -68,7 +68,8 @@ def _lonely(lengths: Tensor, groups: Tensor, longest: Tensor) -> Tensor:
 
 def _logit_energy(batch: Batch, tokens: Written) -> Tensor:
     """[M] w_t = 1 - 2 pi_t + sum_v pi_v^2, times rho_t^2 where there are rollout weights."""
-    energy = 1 - 2 * tokens.take(batch.token["old_logp"]).exp() + tokens.take(batch.token["sum_p2"])
+    logp = batch.token["policy_logp" if "policy_logp" in batch.token else "old_logp"]
+    energy = 1 - 2 * tokens.take(logp).exp() + tokens.take(batch.token["sum_p2"])
     if "rollout_weight" in batch.token:
         energy = energy * tokens.take(batch.token["rollout_weight"]) ** 2
     return energy

@@ -113,3 +113,5 @@ Mismatch = (
     | TruncatedFault
 )
 MismatchSlot = choice(*MISMATCHES, plugin=False)
+CHANGES_WEIGHTS = ("noise", "quantised")
+"""Faults made of every weight: in 4 bits there is none to change."""

@@ -61,7 +61,7 @@ def quantise(weight: Tensor, double: bool) -> Nf4:
         return Nf4(codes, scales, None, shape)
     groups = functional.pad(scales[None], (0, -scales.numel() % GROUP), mode="replicate").view(-1, GROUP)
     low, high = groups.aminmax(dim=1)
-    step = (high - low) / STEPS
+    step = (high - low) / torch.full_like(high, STEPS)  # by a plain number a GPU divides otherwise, in the last bit
     number = (groups - low[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
     whole = number.round_().to(torch.uint8).view(-1)[: scales.numel()].clone()
     return Nf4(codes, whole, torch.stack([low, step], 1), shape)

@@ -52,7 +52,7 @@ class Publication:
     buckets: tuple[Bucket, ...]
     base: int | None = None
     is_complete: bool = True
-    """Whether every parameter is in it: else only those that are trained."""
+    """Whether everything is in it, frozen matrices in 4 bits too: else only the parameters that are trained."""
 
     @property
     def entries(self) -> list[Entry]:

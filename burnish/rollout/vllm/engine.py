@@ -1,6 +1,7 @@
 """vLLM in this process, behind the engine's protocol: token ids in and out, weights from the learner's tensors.
 
-The engine is built on the policy's config with no weights, and takes them by `load`. Prompts that begin alike share their
+The engine is built on the policy's config with no weights, and takes them by `load`; where adapters alone are trained, on the
+weights below, and `load` is of the adapters. Prompts that begin alike share their
 cache, which is emptied with every load. Stop strings are looked for here, with the policy's own tokenizer.
 
 Randomness: a request's noise is vLLM's, seeded by its key and what was drawn before. The same request gives the same tokens
@@ -10,6 +11,7 @@ continued draws other tokens than one that was not.
 
 from __future__ import annotations
 
+import shutil
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +29,7 @@ from burnish.rollout.sync.verify import probe
 from burnish.rollout.vllm.check import find_library
 from burnish.rollout.vllm.params import PROBE, check, check_probe, needs_scoring, sampling, scoring
 from burnish.rollout.vllm.rows import Row
-from burnish.rollout.vllm.start import arguments, start, stop
+from burnish.rollout.vllm.start import BASE, arguments, start, stop
 from burnish.rollout.vllm.weights import Update, refresh_tied, verify, write_adapter
 
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -56,7 +58,7 @@ class VllmEngine:
         if before is not None:
             before.close()
         self.policy, self.library, self.listener, self.decode = policy, library, listener, policy.tokenizer.decode
-        self.update = Update(policy)
+        self.update = Update(policy, adapters=policy.lora is not None)
         self.version = 0
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self._rows: dict[str, Row] = {}
@@ -67,6 +69,7 @@ class VllmEngine:
         self._interrupted = self._asleep = False
         folder = Path(self._folder.name)
         self.llm = start(library, arguments(policy, options, max_rows, cache_gib, folder, library.can_sleep))
+        shutil.rmtree(folder / BASE, ignore_errors=True)  # it is read
         config = self.llm.model_config
         self.vocab, self.positions = int(config.get_vocab_size()), int(config.max_model_len)
         self._closing = weakref.finalize(self, stop, self.llm)
@@ -136,7 +139,7 @@ class VllmEngine:
         self.wake()
         self._weights = "part"
         tensors = self.update.tensors(named_tensors)
-        if self.policy.sends_adapters:
+        if self.update.adapters:
             self._load_adapter(tensors)
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})

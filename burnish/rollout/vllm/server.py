@@ -51,8 +51,9 @@ class VllmServer:
         assert options.url is not None, "an engine in this process has none"
         self.policy, self.max_rows, self.timeout_s = policy, max_rows, options.timeout_s
         self.vocab = _vocab(policy)
-        self.facts = examine(check_url(options.url), self.vocab, policy.sends_adapters)
-        self.update = Update(policy)
+        adapters = policy.lora is not None and policy.is_plain_below
+        self.facts = examine(check_url(options.url), self.vocab, adapters)
+        self.update = Update(policy, adapters, wide=self.facts.dtype == "float32")
         self.version = 0
         self.ready: deque[Completion] = deque()
         self._root = _root(options.weights_dir)
@@ -74,7 +75,7 @@ class VllmServer:
                 raise UserError(
                     f"request {request.id}: the bias of token {large[0]} is past the {LARGEST_BIAS:g} that a vLLM server takes"
                 )
-            if self.policy.sends_adapters and needs_scoring(request.sampling):
+            if self.update.adapters and needs_scoring(request.sampling):
                 raise UserError(
                     f"request {request.id}: a vLLM server with adapters gives no raw log-probs beside others"
                 )
@@ -130,7 +131,7 @@ class VllmServer:
         label = f"{self._name}-{self._num_loads}"
         folder = self._root / label
         tensors = self.update.tensors(named_tensors)
-        if self.policy.sends_adapters:
+        if self.update.adapters:
             self._load_adapter(folder, label, tensors)
         else:
             write_model(folder, tensors)
@@ -269,7 +270,7 @@ class _Flight(threading.Thread):
 
     def _ask(self, options: dict[str, Any], tokens: list[int], name: str) -> Any:
         server = self._server
-        model = server._label if server.policy.sends_adapters else None
+        model = server._label if server.update.adapters else None
         answer = call(server.facts.url, facts.COMPLETIONS, server.timeout_s, body_of(options, tokens, name, model))
         try:
             return answer["choices"][0]

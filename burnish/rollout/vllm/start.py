@@ -11,11 +11,13 @@ from burnish.config.errors import UserError
 from burnish.config.vllm import Vllm
 from burnish.models.policy import PolicyModel
 from burnish.rollout.vllm.check import Library
-from burnish.rollout.vllm.weights import room_for, write_config
+from burnish.rollout.vllm.weights import room_for, write_base, write_config
 
 GIB = 1 << 30
 CACHE_GIB = 4.0
 """Size of the cache where nothing says another."""
+BASE = "base"
+"""Folder of the weights below adapters."""
 LEAST_SHARE = 0.01
 """Share of memory that vLLM wants to find free at its start; what it takes is the weights and the cache."""
 
@@ -25,8 +27,8 @@ def arguments(
 ) -> dict[str, Any]:
     """What vLLM is started with.
 
-    A policy whose adapters alone are trained starts from its directory, whose weights stay; any other from its config.json,
-    written to `folder`, with no weights.
+    A policy whose adapters alone are trained starts from its directory, whose weights stay, or from one in `folder` where those
+    below the adapters are other numbers; any other from its config.json, written to `folder`, with no weights.
     """
     first = next(policy.module.parameters())
     dtype = str(first.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
@@ -37,12 +39,15 @@ def arguments(
             f"model.device={first.device}, and vLLM in this process takes the first GPU: set model.device=cuda and "
             f"CUDA_VISIBLE_DEVICES={first.device.index}"
         )
-    if policy.lora is None or not policy.sends_adapters:
+    if policy.lora is None:
         write_config(policy, folder)
         source: dict[str, Any] = {"model": str(folder), "load_format": "dummy"}
     else:
-        rank = room_for(policy.lora.rank)
-        source = {"model": str(policy.source), "enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        rank, directory = room_for(policy.lora.rank), policy.source
+        if not policy.is_plain_below:
+            directory = folder / BASE
+            write_base(policy, directory)
+        source = {"model": str(directory), "enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         source["lora_target_modules"] = list(
             policy.lora.projections
         )  # with an output head among them it scores no prompts

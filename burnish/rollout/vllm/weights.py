@@ -25,7 +25,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.lora import adapter_weights
 from burnish.models.policy import PolicyModel, whole_tensors
 from burnish.models.saving import FILE_BYTES, METADATA, decoder_contents
-from burnish.models.weights import block_tensors
+from burnish.models.weights import block_tensors, hf_tensors
 from burnish.rollout.mismatch import score
 from burnish.run.contents import Blob, write_contents, write_file
 from burnish.run.staging import leave
@@ -41,20 +41,24 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @torch.no_grad()
-def trained_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def trained_tensors(policy: PolicyModel, adapters: bool, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
     """What an update of vLLM is made of: the whole model by Hugging Face's names, or its adapters by PEFT's."""
-    if policy.lora is None or not policy.sends_adapters:
-        yield from whole_tensors(policy)
+    if not adapters:
+        yield from whole_tensors(policy, wide)
         return
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
+    assert policy.lora is not None, "asked for the adapters of a policy without"
     yield from block_tensors(adapter_weights(policy.module), adapter_blocks(policy.module.arch, policy.lora))
 
 
 class Update:
-    """The tensors of new weights: those that are handed over, or the policy's own as they are where none are."""
+    """The tensors of new weights: those that are handed over, or the policy's own as they are where none are.
 
-    def __init__(self, policy: PolicyModel) -> None:
-        self.policy = policy
+    With `adapters` these alone; else whole weights, those with adapters added in rounded by the engine alone if that is `wide`.
+    """
+
+    def __init__(self, policy: PolicyModel, adapters: bool, wide: bool = False) -> None:
+        self.policy, self.adapters, self.wide = policy, adapters, wide
         self.is_own = False
         """Whether the last one was of the policy's own tensors."""
         self._shapes: Shapes | None = None
@@ -65,8 +69,11 @@ class Update:
         first = next(given, None)
         self.is_own = first is None
         if self._shapes is None:
-            self._shapes = {name: tuple(tensor.shape) for name, tensor in trained_tensors(self.policy)}
-        return checked(trained_tensors(self.policy) if first is None else chain([first], given), self._shapes)
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in self._own()}
+        return checked(self._own() if first is None else chain([first], given), self._shapes)
+
+    def _own(self) -> Iterator[tuple[str, Tensor]]:
+        return trained_tensors(self.policy, self.adapters, self.wide)
 
 
 def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
@@ -123,6 +130,13 @@ def write_config(policy: PolicyModel, folder: Path) -> None:
     else:
         config = module.inner.config.to_dict() | {"architectures": [type(module.inner).__name__]}
         write_file(folder, "config.json", [json.dumps(config, indent=1).encode()])
+
+
+def write_base(policy: PolicyModel, folder: Path) -> None:
+    """A model directory of the weights below a policy's adapters, as the plain numbers that the learner multiplies by."""
+    assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
+    write_model(folder, hf_tensors(policy.module))
+    write_config(policy, folder)
 
 
 def write_model(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -77,6 +77,15 @@ def test_scales_in_8_bits_are_off_by_half_a_step_of_their_group_at_most(shape: t
     assert gap < 0.05 * (dequantise(single, torch.float32) - weight).abs().mean()
 
 
+@pytest.mark.skipif(not CUDA, reason="compares a GPU with the CPU")
+@pytest.mark.parametrize("double", [False, True])
+def test_bits_do_not_depend_on_the_device(double: bool) -> None:
+    weight = randn(700, 192) * (1 + 5 * torch.rand(700, 1, generator=torch.Generator().manual_seed(3)))
+    here, there = quantise(weight, double), quantise(weight.to(DEVICE), double)
+    for one, other in zip(here[:3], there[:3], strict=True):
+        assert (one is None and other is None) or torch.equal(one, other.cpu())
+
+
 def test_quantising_plain_numbers_again_gives_the_same_codes() -> None:
     matrix = quantise(randn(40, 128), False)
     again = quantise(dequantise(matrix, torch.float32), False)

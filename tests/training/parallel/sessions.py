@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from burnish.config.load import load
+from burnish.config.lora import Lora
 from burnish.config.preference import PreferConfig
 from burnish.config.schema import SftConfig
 from burnish.controller.roles import build_policy
@@ -55,10 +57,13 @@ RUNS: dict[str, list[str]] = {
     ],
 }
 """Overrides by name; those that are cut are stopped once and go on with the same processes."""
+ADAPTER = ["model.new=null", "model.adapter=adapter"]
 PREFERENCES: dict[str, list[str]] = {
     "pairs": ["preference.loss=dpo"],
     "pairs in two passes": ["preference.loss={name: dpo, average: true}", "preference.token_budget=12"],
     "asked": ["preference.loss=ipo", "preference.reference=live"],
+    "asked of an adapter": [*ADAPTER, "preference.loss=dpo", "preference.reference=live"],
+    "asked of a cut adapter": [*ADAPTER, "preference.loss=dpo", "preference.reference=live", "parallel.tensor=2"],
     "labels": ["preference.loss=kto", "preference.batch_size=3"],
 }
 """Runs of `burnish prefer`; the tokens of a pair are more than 12."""
@@ -75,6 +80,12 @@ def prepare(folder: Path) -> None:
     loaded = load(SftConfig, folder / "recipe.yaml", [])
     build_policy(loaded.config.model, loaded.config.sft.data, 0, folder).save(folder / "base")
     other = loaded.config.model.model_copy(update={"new": None, "path": "base", "backend": "transformers"})
+    adapted = other.model_copy(update={"backend": "auto", "lora": Lora(rank=2)})
+    policy = build_policy(adapted, [], 0, folder)
+    for name, parameter in policy.module.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    policy.save(folder / "adapter")
     build_policy(other, [], 0, folder)  # what transformers imports for it is there for all ranks
 
 
@@ -125,4 +136,4 @@ def alone(folder: Path) -> None:
     for name, overrides in RUNS.items():
         run(folder, f"{name}-alone", [o for o in overrides if not o.startswith("parallel")])
     for name, overrides in PREFERENCES.items():
-        prefer(folder, f"{name}-alone", overrides)
+        prefer(folder, f"{name}-alone", [o for o in overrides if not o.startswith("parallel")])
