@@ -56,7 +56,6 @@ from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.reference import Reference, make_reference
 from burnish.training.scorer import ModelScorer
-from burnish.training.side_by_side import num_hands
 
 
 def build_scorers(
@@ -236,14 +235,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
         training.share_prompts,
         training.grad_norms,
         ranks,
-        _hands(config, policy.module, ranks),
     )
-
-
-def _hands(config: TrainConfig, model: nn.Module, ranks: Ranks) -> int:
-    """Threads that compute micro-batches side by side: one where the engine computes at the same time, or has its part in log-probs."""
-    is_alone = config.rollout.source.name == "sync" and not config.rollout.exact
-    return num_hands(model, config.training.token_budget, ranks) if is_alone else 1
 
 
 def check_teacher(config: TrainConfig, policy: PolicyModel, base: Path | None) -> None:
@@ -299,10 +291,7 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
     if training.compile:
         compile_layers(model)
     distribute(model, ranks, config.parallel.offload)
-    hands = _hands(config, model, ranks)
-    return Critic(
-        model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks, hands
-    )
+    return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks)
 
 
 def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:

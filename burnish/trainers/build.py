@@ -48,7 +48,6 @@ from burnish.trainers.process import ProcessRewards
 from burnish.trainers.rollouts import build_replay, build_source, with_replay
 from burnish.trainers.state import first_state
 from burnish.training.learner import Learner
-from burnish.training.side_by_side import num_hands
 
 if TYPE_CHECKING:
     from burnish.controller.ray_cluster import Cluster
@@ -292,8 +291,7 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
             )
     run.display.start(f"warm start on {len(parts.examples):,} demonstrations: {policy.note}", config.updates)
     set_activations(policy.module, config.activations)
-    hands = num_hands(policy.module, config.token_budget)
-    learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget, hands=hands)
+    learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, parts.examples, config, seed, run.display.step)
     with atomic_directory(path, replace=True) as folder:
         policy.save(folder)

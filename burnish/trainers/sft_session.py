@@ -20,7 +20,6 @@ from burnish.trainers.updates import Outcome, UpdateJob
 from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.join import join
-from burnish.training.side_by_side import num_hands
 
 
 def execute(
@@ -46,8 +45,7 @@ def execute(
     stage = config.sft
     set_activations(policy.module, stage.activations)
     distribute(policy.module, ranks, config.parallel.offload)
-    hands = num_hands(policy.module, stage.token_budget, ranks)
-    learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks, hands=hands)
+    learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
     with updates.open_run(config, config.run, resolved, name, config.seed, ranks) as run:
         job = UpdateJob(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryWatch(memory, "sft"))
         updates.resume(job)

@@ -31,12 +31,9 @@ class Critic:
         clip: float | None = 0.5,
         share_prompts: bool = True,
         ranks: Ranks = SOLO,
-        hands: int = 1,
     ) -> None:
         self.model, self.loss = model, ValueLoss(clip)
-        self.learner = Learner(
-            model, optimizer, total_updates, token_budget, share_prompts=share_prompts, ranks=ranks, hands=hands
-        )
+        self.learner = Learner(model, optimizer, total_updates, token_budget, share_prompts=share_prompts, ranks=ranks)
 
     def values(self, batch: Batch) -> Tensor:
         """[N] the value of the state before each token the model wrote; 0 elsewhere."""

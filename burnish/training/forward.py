@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from burnish.core.batch import Batch
-from burnish.core.hands import ALONE, Hands
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
 from burnish.models.ops.kl import Distribution
@@ -18,9 +17,6 @@ from burnish.models.ops.trunks import Trunks
 from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_batches, single_units, whole_units
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharing import pays, shared_prefixes
-
-LEAST_TOKENS = 1024
-"""Of a micro-batch that is made only so that nobody stands idle."""
 
 Needs = frozenset[str]
 """What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy`, `kl` or `sum_p2` if named."""
@@ -70,15 +66,12 @@ class Packing:
     """b / a of the cost a L + b L^2 of a sequence of L tokens."""
     shares: bool = False
     """Whether the model computes tokens that the samples of a group begin with once."""
-    hands: int = 1
-    """How many micro-batches are computed at once, with one token budget among them."""
 
     @staticmethod
-    def of(model: nn.Module, token_budget: int, share_prompts: bool = True, hands: int = 1) -> Packing:
+    def of(model: nn.Module, token_budget: int, share_prompts: bool = True) -> Packing:
         """As suits a model: ours shares prompts and knows what its attention costs."""
         cost = getattr(model, "attention_cost", None)
-        shares = share_prompts and cost is not None
-        return Packing(token_budget, ATTENTION_COST if cost is None else cost, shares, hands)
+        return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prompts and cost is not None)
 
 
 @dataclass(frozen=True)
@@ -90,15 +83,6 @@ class Piece:
     positions: Tensor
     trunks: Trunks | None = None
     """Which of its sequences begin with another's tokens."""
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens that go through the layers: what a sequence shares with another does so once."""
-        if self.trunks is None:
-            return self.batch.num_tokens
-        owner = self.trunks.owner
-        is_own = owner == torch.arange(owner.shape[0], device=owner.device)
-        return self.batch.num_tokens - int(self.trunks.length.masked_fill(is_own, 0).sum())
 
     @property
     def is_filler(self) -> bool:
@@ -156,13 +140,8 @@ def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> li
     if not chosen.numel():
         return []
     whole = chosen.numel() == batch.num_sequences
-    hands = 1 if whole_groups else packing.hands
-    packing = replace(packing, token_budget=max(1, packing.token_budget // hands))
     units, shared = (_whole_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
-    enough = sum(unit.num_tokens for unit in units) // LEAST_TOKENS
-    multiple = max(1, min(hands, len(units), enough))
-    parts = micro_batches(units, packing.token_budget, multiple=multiple)
-    return [_piece(batch, chosen, part, shared, mask) for part in parts]
+    return [_piece(batch, chosen, part, shared, mask) for part in micro_batches(units, packing.token_budget)]
 
 
 def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
@@ -242,16 +221,13 @@ def batch_outputs(
     on_piece: Callable[[Piece], None] | None = None,
     ranks: Ranks = SOLO,
     reference: AskReference | None = None,
-    hands: Hands = ALONE,
 ) -> dict[str, Tensor]:
     """[N] outputs at the tokens of the mask column, by name, without gradient; 0 elsewhere."""
     columns: dict[str, Tensor] = {}
-    found = pieces(batch, packing, mask, ranks)
-    outputs = hands.map(lambda _, piece: forward(model, piece, needs, temperature, reference), found)
-    for piece, output in zip(found, outputs, strict=True):
+    for piece in pieces(batch, packing, mask, ranks):
         if on_piece is not None:
             on_piece(piece)
-        for name, values in output.items():
+        for name, values in forward(model, piece, needs, temperature, reference).items():
             if name not in columns:
                 columns[name] = values.new_zeros(batch.num_tokens)
             columns[name][piece.positions] = values

@@ -24,7 +24,6 @@ from burnish.algorithms.view import view_of
 from burnish.config.errors import UserError
 from burnish.config.optimizer import Optimizer
 from burnish.core.batch import Batch
-from burnish.core.hands import ALONE, Hands
 from burnish.run.contents import Blob, Content
 from burnish.run.parts import part_of
 from burnish.run.staging import Stage
@@ -47,7 +46,6 @@ from burnish.training.optimizers import make_optimizer
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.schedule import factor
 from burnish.training.shards import StoredTensors, read_state, state_contents
-from burnish.training.side_by_side import differentiate
 
 OF_A_LOSS = frozenset({"entropy", "kl", "value"})
 """What a loss may need of the model beside log-probs, and with gradient."""
@@ -72,8 +70,7 @@ class Learner:
 
     `temperature` is the one the batch was sampled at: all log-probs are under it. With `share_prompts` the samples of a
     group share the forward and backward of what they begin with, where the model can and where it pays. With `grad_norms`
-    an update also tells the gradient's norm block by block. `meter` knows what was computed and how long it took. So many `hands`
-    compute micro-batches side by side, with one token budget among them (`side_by_side.py`).
+    an update also tells the gradient's norm block by block. `meter` knows what was computed and how long it took.
 
     One of several `ranks` is given its own share of each mini-batch (`ranks.share`), and all are called alike. What an update
     tells in numbers is of the whole mini-batch on every rank; columns are of the rank's own tokens.
@@ -89,11 +86,10 @@ class Learner:
         share_prompts: bool = True,
         grad_norms: bool = False,
         ranks: Ranks = SOLO,
-        hands: int = 1,
     ) -> None:
-        self.model, self.ranks, self.hands = model, ranks, Hands(hands)
+        self.model, self.ranks = model, ranks
         self.config, self.total_updates = optimizer, total_updates
-        self.packing, self.temperature = Packing.of(model, token_budget, share_prompts, hands), temperature
+        self.packing, self.temperature = Packing.of(model, token_budget, share_prompts), temperature
         self.reference: AskReference | None = None
         """Who is asked where a loss needs the KL to a reference over the whole vocabulary."""
         self.updates = 0
@@ -117,16 +113,7 @@ class Learner:
         `value` if that is needed, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) where they are.
         """
         return batch_outputs(
-            self.model,
-            batch,
-            needs,
-            self.packing,
-            self.temperature,
-            mask,
-            self._saw,
-            self.ranks,
-            self.reference,
-            self._hands,
+            self.model, batch, needs, self.packing, self.temperature, mask, self._saw, self.ranks, self.reference
         )
 
     @metered("other")
@@ -191,44 +178,35 @@ class Learner:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
-        found = pieces(batch, self.packing, "loss_mask", self.ranks, whole_groups)
-
-        def value_of(piece: Piece) -> tuple[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-            outputs = forward(self.model, piece, needs, self.temperature, self.reference)
-            value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))
-            return value, (_detached({"": value, **amounts}), _detached(outputs))
-
-        hands = ALONE if whole_groups else self._hands
-        results = differentiate(found, value_of, hands, self.packing.token_budget, self.optimizer, self.meter)
-        for piece, (amounts, outputs) in zip(found, results, strict=True):
+        for piece in pieces(batch, self.packing, "loss_mask", self.ranks, whole_groups):
+            with self.meter("forward"):
+                outputs = forward(self.model, piece, needs, self.temperature, self.reference)
+                value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))
+            with self.meter("backward"):
+                value.backward()
+                self.optimizer.absorb()
             self._saw(piece, with_gradient=True)
-            total += amounts.pop("")
+            total += value.detach()
             for name, amount in amounts.items():
-                sums[name] = sums.get(name, torch.zeros_like(total)) + amount
+                sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
             for name, output in outputs.items():
                 if name not in seen:
                     seen[name] = output.new_zeros(batch.num_tokens)
-                seen[name][piece.positions] = output
+                seen[name][piece.positions] = output.detach()
         return float(total), {name: float(amount) for name, amount in sums.items()}, seen
 
     def backward(self, batch: Batch, slopes: Mapping[str, Tensor]) -> None:
         """Gradients of sum_t slope_t output_t: the second pass of a loss whose derivatives are known; [N] columns."""
         # Only outputs that are differentiated get a graph: an entropy that is only looked at is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
-
-        def value_of(piece: Piece) -> tuple[Tensor, None]:
-            outputs = forward(self.model, piece, frozenset(names), self.temperature, self.reference)
-            return torch.stack([(outputs[name] * slopes[name][piece.positions]).sum() for name in names]).sum(), None
-
-        found = pieces(batch, self.packing, "loss_mask", self.ranks)
-        differentiate(found, value_of, self._hands, self.packing.token_budget, self.optimizer, self.meter)
-        for piece in found:
+        for piece in pieces(batch, self.packing, "loss_mask", self.ranks):
+            with self.meter("forward"):
+                outputs = forward(self.model, piece, frozenset(names), self.temperature, self.reference)
+                terms = [(outputs[name] * slopes[name][piece.positions]).sum() for name in names]
+            with self.meter("backward"):
+                torch.stack(terms).sum().backward()
+                self.optimizer.absorb()
             self._saw(piece, with_gradient=True)
-
-    @property
-    def _hands(self) -> Hands:
-        # A reference may put other weights into the model for a moment.
-        return self.hands if self.reference is None else ALONE
 
     def _saw(self, piece: Piece, with_gradient: bool = False) -> None:
         if not piece.is_filler:
@@ -288,10 +266,6 @@ def derivatives(
     for slope, gradient in zip(slopes.values(), found, strict=True):
         slope[mask] = gradient
     return float(value.detach()), {name: float(amount) for name, amount in amounts.items()}, slopes
-
-
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _first(outputs: Mapping[str, Tensor]) -> Tensor:

@@ -81,18 +81,15 @@ def whole_units(
     return units
 
 
-def micro_batches(units: Sequence[Unit], budget: int, at_least: int = 0, multiple: int = 1) -> list[list[Unit]]:
+def micro_batches(units: Sequence[Unit], budget: int, at_least: int = 0) -> list[list[Unit]]:
     """The units of each micro-batch: few micro-batches, none above the budget, of about the same cost.
 
     A unit above the budget has a micro-batch of its own. Asked for at least so many, those that find no unit are empty:
-    ranks that work together need the same number. Their number is a `multiple` (at most as many as there are units) where that
-    can be: those who compute side by side end together.
+    ranks that work together need the same number.
     """
     fewest = max(at_least, math.ceil(sum(min(unit.num_tokens, budget) for unit in units) / budget))
-    rounded = -(-fewest // multiple) * multiple
-    fewest = rounded if rounded <= len(units) else fewest
     filled = _first_fit(units, budget)
-    for count in range(fewest, max(len(filled), fewest) + 1, multiple):
+    for count in range(fewest, max(len(filled), at_least) + 1):
         parts = karmarkar_karp([unit.cost for unit in units], count)
         if all(len(part) < 2 or sum(units[k].num_tokens for k in part) <= budget for part in parts):
             break

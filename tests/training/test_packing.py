@@ -100,10 +100,3 @@ def test_what_is_computed_on_parts_goes_back_to_its_tokens(lengths: list[int], b
     assert torch.equal(found, torch.where(mask, batch.tokens, -1))
     everything = torch.arange(len(lengths))
     assert torch.equal(element_positions(batch, everything), torch.arange(n))
-
-
-@pytest.mark.parametrize(("sizes", "budget", "multiple"), [([1500] * 3, 2048, 2), ([2000] * 5, 2048, 4), ([10], 64, 2)])
-def test_a_multiple_never_makes_micro_batches_without_units(sizes: list[int], budget: int, multiple: int) -> None:
-    parts = micro_batches(single_units(sizes, 0.0), budget, multiple=multiple)
-    assert all(parts)
-    assert sum(len(part) for part in parts) == len(sizes)
