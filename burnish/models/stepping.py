@@ -40,7 +40,7 @@ class Steps:
             is_local = model.arch.is_local(index)
             if is_local not in turns:
                 cos, sin = model.rotations(num_positions, index)
-                turns[is_local] = cos.index_select(0, positions), sin.index_select(0, positions)
+                turns[is_local] = cos[positions], sin[positions]
             layer.add_to(x, *turns[is_local], attend)
         return _normed(model.norm, x)
 
@@ -50,16 +50,17 @@ class _LayerStep:
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
-        self.qkv, self.gate_up = _project(layer.qkv), _project(layer.gate_up)
-        self.add_attended = _add_projected(layer.out, layer.attention_out_norm if layer.arch.out_norms else None)
-        self.add_computed = _add_projected(layer.down, layer.mlp_out_norm if layer.arch.out_norms else None)
+        self.qkv, self.out = _project(layer.qkv), _project(layer.out)
+        self.gate_up, self.down = _project(layer.gate_up), _project(layer.down)
 
     def add_to(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What the layer makes of its input [N, hidden] is added to it."""
-        layer = self.layer
+        layer, has_out_norms = self.layer, self.layer.arch.out_norms
         qk, v = layer.heads(self.qkv(_normed(layer.attention_norm, x)))
-        self.add_attended(x, layer.mix(layer.rotated(qk, cos, sin), v, attend))
-        self.add_computed(x, layer.gated(self.gate_up(_normed(layer.mlp_norm, x))))
+        attended = self.out(layer.mix(layer.rotated(qk, cos, sin), v, attend))
+        x += _normed(layer.attention_out_norm, attended) if has_out_norms else attended
+        computed = self.down(layer.gated(self.gate_up(_normed(layer.mlp_norm, x))))
+        x += _normed(layer.mlp_out_norm, computed) if has_out_norms else computed
 
 
 def _project(module: nn.Linear) -> Project:
@@ -70,16 +71,7 @@ def _project(module: nn.Linear) -> Project:
     if module.bias is None:
         return lambda x: torch.mm(x, weight)
     bias = module.bias.detach()
-    return lambda x: torch.mm(x, weight).add_(bias)  # addmm copies the bias to every row first
-
-
-def _add_projected(module: nn.Linear, norm: RMSNorm | None) -> Callable[[Tensor, Tensor], object]:
-    """(residual, y): add the layer's product of y to the residual in place; in one call where it is no more than that."""
-    if norm is None and type(module) is nn.Linear and module.bias is None:
-        weight = module.weight.detach().t()
-        return lambda x, y: x.addmm_(y, weight)
-    project = _project(module)
-    return lambda x, y: x.add_(project(y) if norm is None else _normed(norm, project(y)))
+    return lambda x: torch.addmm(bias, x, weight)
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:

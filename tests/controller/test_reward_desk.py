@@ -81,13 +81,20 @@ class Office:
 def office(reward: Reward, base: Path | None = None, backend: type[HereBackend] = HereBackend) -> Iterator[Office]:
     with Rewards(reward, base, is_elsewhere=True) as rewards:
         setups = list(rewards.setups.values())
-        here = backend(lambda rank: RewardWorker(reward, setups, TOKENIZER, base, cpus=1), 2)
+        workers: list[RewardWorker] = []  # those that were replaced too
+
+        def worker(rank: int) -> RewardWorker:
+            workers.append(RewardWorker(reward, setups, TOKENIZER, base, cpus=1))
+            return workers[-1]
+
+        here = backend(worker, 2)
         made = Office(rewards, here)
         group = WorkerGroup("reward", RewardWorker, here, deadline_s=5)
         rewards.employ(lambda outcomes: RewardDesk(group, outcomes, reward.workers, 5.0, 1.0, made.notes.append))
-        yield made
-        for worker in here.workers:
-            for pool in set(worker._pools.values()):
+        try:
+            yield made
+        finally:
+            for pool in {pool for one in workers for pool in one._pools.values()}:
                 pool.close()
 
 
