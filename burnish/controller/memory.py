@@ -17,9 +17,9 @@ from burnish.config.errors import UserError
 from burnish.config.lora import Lora
 from burnish.config.model import Model
 from burnish.config.parallel import Parallel
-from burnish.config.preference import PreferConfig
+from burnish.config.preference import PreferConfig, Preference
 from burnish.config.references import is_reference
-from burnish.config.reward_model import RewardModelConfig
+from burnish.config.reward_model import RewardModel, RewardModelConfig
 from burnish.config.schema import Sft, SftConfig, TrainConfig
 from burnish.config.slots.mismatch import CHANGES_WEIGHTS
 from burnish.controller.beside import judges_bytes, on_gpu
@@ -184,31 +184,26 @@ def _supervised(model: Model, stage: Sft, arch: Architecture, lora: Lora | None,
 
 
 def _preferred(config: PreferConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
-    """Two sequences of each pair, which begin alike; a reference that is cached is nothing by the time of the first update."""
-    stage, longest = config.preference, min(config.preference.max_tokens, arch.max_positions)
+    """A reference that is cached is nothing by the time of the first update."""
     alone = "off" if lora is not None and config.model.adapter is None else "copy"
-    return Setup(
-        arch,
-        config.model.dtype,
-        is_gpu,
-        stage.optimizer,
-        stage.token_budget,
-        longest,
-        2 * stage.batch_size * longest,
-        activations=stage.activations,
-        lora=lora,
-        spread=2.0,
-        reference=alone if stage.reference == "live" else "none",
-        section="preference",
-    )
+    setup = _of_pairs(config.preference, config.model.dtype, arch, lora, is_gpu)
+    return replace(setup, reference=alone if config.preference.reference == "live" else "none", section="preference")
 
 
 def _scored(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
-    """Two sequences of each pair, which begin alike, through a model without output head."""
-    stage, longest = config.reward_model, min(config.reward_model.max_tokens, arch.max_positions)
+    """A model without output head."""
+    setup = _of_pairs(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
+    return replace(setup, scores=True, section="reward_model")
+
+
+def _of_pairs(
+    stage: Preference | RewardModel, dtype: str, arch: Architecture, lora: Lora | None, is_gpu: bool
+) -> Setup:
+    """Two sequences of each pair, which begin alike."""
+    longest = min(stage.max_tokens, arch.max_positions)
     return Setup(
-        replace(arch, tied=True),
-        config.model.dtype,
+        arch,
+        dtype,
         is_gpu,
         stage.optimizer,
         stage.token_budget,
@@ -216,9 +211,7 @@ def _scored(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is
         2 * stage.batch_size * longest,
         activations=stage.activations,
         lora=lora,
-        scores=True,
         spread=2.0,
-        section="reward_model",
     )
 
 

@@ -69,7 +69,7 @@ def shapes_of(model: Decoder) -> dict[str, Tensor]:
 
 
 class _ByName(Mapping[str, Tensor]):
-    """Weights of a model by name."""
+    """Names of a model's weights; what is behind a name is for those who read, or write."""
 
     def __init__(self, model: Decoder) -> None:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -81,9 +81,6 @@ class _ByName(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.parameters) + len(self.quantised)
-
-    def __getitem__(self, name: str) -> Tensor:
-        raise NotImplementedError
 
 
 class PlainWeights(_ByName):

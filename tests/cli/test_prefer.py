@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from burnish.cli.main import main
 from burnish.run.metrics import MEASURED, read
 from burnish.trainers import cached_reference
-from burnish.training.learner import Learner, Update
+from tests.cli.killed import killed_after
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -87,24 +87,11 @@ def _ids(line: str) -> list[str]:
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 @pytest.mark.parametrize("kill_after", [0, 4])
-def test_a_killed_run_goes_on_as_if_it_had_never_stopped(
-    loss: str, kill_after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_never_stopped(loss: str, kill_after: int) -> None:
     recipe = ["prefer", "tiny.yaml", f"preference.loss={loss}"]
     assert main([*recipe, "run.directory=whole"]) == 0
-    update, count = Learner.update, 0
-
-    def dying(self: Learner, *args: Any) -> Update:
-        nonlocal count
-        count += 1
-        if count > kill_after:
-            raise RuntimeError("killed")
-        return update(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", dying)
-        with pytest.raises(RuntimeError, match="killed"):
-            main([*recipe, "run.directory=broken"])
+    with killed_after(kill_after):
+        main([*recipe, "run.directory=broken"])
     assert main([*recipe, "run.directory=broken"]) == 0
     assert_same_run(Path("whole/tiny-0"), Path("broken/tiny-0"))
 

@@ -15,7 +15,7 @@ from burnish.config.model import Model, NewModel
 from burnish.data.tasks.registry import make_preferences
 from burnish.models.policy import load_policy
 from burnish.run.metrics import MEASURED, read
-from burnish.training.learner import Learner, Update
+from tests.cli.killed import killed_after
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -79,21 +79,10 @@ def test_a_run_leaves_metrics_and_a_scorer_that_transformers_loads(capsys: pytes
 
 
 @pytest.mark.parametrize("kill_after", [1, 5])
-def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int) -> None:
     whole = train("run.directory=whole")
-    update, count = Learner.update, 0
-
-    def dying(self: Learner, *args: Any, **options: Any) -> Update:
-        nonlocal count
-        count += 1
-        if count > kill_after:
-            raise RuntimeError("killed")
-        return update(self, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", dying)
-        with pytest.raises(RuntimeError, match="killed"):
-            main(["reward-model", "tiny.yaml", "run.directory=broken"])
+    with killed_after(kill_after):
+        main(["reward-model", "tiny.yaml", "run.directory=broken"])
     broken = train("run.directory=broken")
     assert without_times(whole / "metrics.jsonl") == without_times(broken / "metrics.jsonl")
     for name in ("model.safetensors", "optimizer.safetensors"):

@@ -19,8 +19,8 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rewards.types import Result, ScoreRequest
 from burnish.run.metrics import MEASURED, read
-from burnish.training.learner import Learner, Update
 from burnish.training.scorer import ModelScorer
+from tests.cli.killed import killed_after
 
 RECIPE = """
 model: {path: base, device: cpu, lora: {rank: 4}}
@@ -94,24 +94,11 @@ def test_a_run_leaves_a_small_directory_that_is_a_reward(base: str, capsys: pyte
 
 @pytest.mark.parametrize("base", ["dtype", "nf4"])
 @pytest.mark.parametrize("kill_after", [1, 5])
-def test_a_killed_run_goes_on_as_if_it_had_never_stopped(
-    kill_after: int, base: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int, base: str) -> None:
     key = f"model.lora.base={base}"
     whole = train(key, "run.directory=whole")
-    update, count = Learner.update, 0
-
-    def dying(self: Learner, *args: Any, **options: Any) -> Update:
-        nonlocal count
-        count += 1
-        if count > kill_after:
-            raise RuntimeError("killed")
-        return update(self, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", dying)
-        with pytest.raises(RuntimeError, match="killed"):
-            main(["reward-model", "tiny.yaml", key, "run.directory=broken"])
+    with killed_after(kill_after):
+        main(["reward-model", "tiny.yaml", key, "run.directory=broken"])
     broken = train(key, "run.directory=broken")
     assert without_times(whole / "metrics.jsonl") == without_times(broken / "metrics.jsonl")
     for name in WEIGHTS:

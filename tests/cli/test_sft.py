@@ -20,6 +20,7 @@ from burnish.training.forward import Packing
 from burnish.training.learner import Update
 from burnish.training.meter import Meter
 from burnish.training.parallel.ranks import SOLO
+from tests.cli.killed import killed_after
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -64,21 +65,10 @@ def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("kill_after", [0, 2, 5])
-def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int) -> None:
     assert main(["sft", "tiny.yaml", "run.directory=whole"]) == 0
-    update, count = Learner.update, 0
-
-    def dying(self: Learner, *args: Any) -> Update:
-        nonlocal count
-        count += 1
-        if count > kill_after:
-            raise RuntimeError("killed")
-        return update(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", dying)
-        with pytest.raises(RuntimeError, match="killed"):
-            main(["sft", "tiny.yaml", "run.directory=broken"])
+    with killed_after(kill_after):
+        main(["sft", "tiny.yaml", "run.directory=broken"])
     assert len(read(Path("broken/tiny-0/metrics.jsonl"))) == kill_after
     assert main(["sft", "tiny.yaml", "run.directory=broken"]) == 0
     whole, broken = Path("whole/tiny-0"), Path("broken/tiny-0")

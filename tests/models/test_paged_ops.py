@@ -5,8 +5,6 @@ The kernels run where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTER
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from burnish.models.ops.swiglu import swiglu
 from burnish.models.weights import load_decoder
 from burnish.rollout.native.sampler import truncate
 from burnish.rollout.native.state import LIVE, POSITION, NewRow, RowState, Wants
+from tests.kernels import CUDA, DEVICE, kernel
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
@@ -36,13 +35,6 @@ VARIANTS = [
 PAGE = 4
 TinyModel = Callable[..., tuple[Any, Path]]
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-kernel = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and (CUDA or INTERPRETED)),
-    reason="Triton kernels need CUDA, or triton and TRITON_INTERPRET=1",
-)
-DEVICE = "cuda" if CUDA else "cpu"
 HALF = [torch.bfloat16, torch.float16] if CUDA else []
 
 

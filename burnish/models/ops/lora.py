@@ -75,7 +75,7 @@ class LoraLinear(nn.Linear):
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
-    weight: Tensor | Nf4Weight  # type: ignore[assignment]
+    weight: Tensor | Nf4Weight  # type: ignore[assignment]  # torch's Linear declares a tensor; in 4 bits it is a module
 
     def __init__(
         self, base: nn.Linear, spans: Sequence[Span], rank: int, scale: float, dtype: torch.dtype | None = None

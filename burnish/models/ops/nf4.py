@@ -183,7 +183,7 @@ class Nf4Weight(nn.Module):
 class Nf4Linear(nn.Linear):
     """A linear layer whose weight is in 4 bits; that of `base`, where it has numbers already."""
 
-    weight: Nf4Weight  # type: ignore[assignment]
+    weight: Nf4Weight  # type: ignore[assignment]  # torch's Linear declares a tensor; adapters need a Linear
 
     def __init__(self, base: nn.Linear, double: bool) -> None:
         nn.Module.__init__(self)

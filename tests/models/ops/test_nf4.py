@@ -5,9 +5,6 @@ The kernels run where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTER
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,15 +12,9 @@ from torch.nn import functional
 
 from burnish.models.ops.lora import LoraLinear
 from burnish.models.ops.nf4 import BLOCK, VALUES, Nf4Linear, Nf4Weight, dense, dequantise, linear, quantise
+from tests.kernels import CUDA, DEVICE, kernel
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 SHAPES = [(8, 128), (37, 64), (5, 77), (3, 7), (300, 192)]
-needs_kernels = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and (CUDA or INTERPRETED)),
-    reason="Triton kernels need CUDA, or triton and TRITON_INTERPRET=1",
-)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -171,7 +162,7 @@ def test_bytes_of_a_matrix(double: bool, bits: float) -> None:
 # --- kernels -------------------------------------------------------------------------------------------------------------
 
 
-@needs_kernels
+@kernel
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_gives_the_plain_numbers(shape: tuple[int, int], double: bool) -> None:
@@ -191,7 +182,7 @@ def test_the_kernel_gives_the_plain_numbers(shape: tuple[int, int], double: bool
             assert torch.equal(found, expected)
 
 
-@needs_kernels
+@kernel
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("rows", [1, 16, 40])
 @pytest.mark.parametrize("has_bias", [False, True])

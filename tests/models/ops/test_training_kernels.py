@@ -5,20 +5,14 @@ They run where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-CUDA = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and (CUDA or os.environ.get("TRITON_INTERPRET") == "1")),
-    reason="Triton kernels need CUDA, or triton and TRITON_INTERPRET=1",
-)
-DEVICE = "cuda" if CUDA else "cpu"
+from tests.kernels import DEVICE, kernel
+
+pytestmark = kernel
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -6,7 +6,6 @@ It runs where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 w
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -16,13 +15,9 @@ from burnish.config.optimizer import Optimizer as Config
 from burnish.training.optimizers import adam8bit, quantise
 from burnish.training.optimizers.adam8bit import Adam8bit
 from burnish.training.optimizers.rounding import seed_for
+from tests.kernels import DEVICE, kernel
 
-CUDA = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and (CUDA or os.environ.get("TRITON_INTERPRET") == "1")),
-    reason="Triton kernels need CUDA, or triton and TRITON_INTERPRET=1",
-)
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = kernel
 
 
 if importlib.util.find_spec("triton"):
