@@ -6,7 +6,7 @@ Random weights in bfloat16. `plain` is a frozen projection (forward, and the gra
 adapters (and their gradients), `floor_ms` what reading and writing activations once more takes at 4.3 TB/s.
 
 With --four-bits instead: what the frozen weights in 4 bits (`model.lora.base`) cost and save at 7B. Products of few rows by a
-plain matrix, by one made plain for it, and by the codes; then updates and generation over each base, with memory at the peak.
+plain matrix and by one made plain for it; then updates and generation over each base, with memory at the peak.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.four_bits import weight_bytes
 from burnish.models.lora import add_lora
 from burnish.models.ops.lora import LoraLinear
-from burnish.models.ops.nf4 import VALUES, Nf4, dequantise, quantise
+from burnish.models.ops.nf4 import Nf4, dequantise, quantise
 from burnish.models.projections import targets
 from burnish.rollout.native.paged import PagedEngine
 
@@ -95,10 +95,8 @@ def made_plain(x: torch.Tensor, matrix: Nf4) -> torch.Tensor:
 @torch.inference_mode()
 def products(repeats: int) -> list[Row]:
     """Few rows by the widest and by the deepest matrix of a 7B: twenty products a call, or the launch would be timed."""
-    from burnish.models.ops.kernels import nf4 as kernel
-
     hidden, mlp = (int(SHAPES["7B"][key]) for key in ("hidden_size", "mlp_size"))
-    values, rows = torch.tensor(VALUES, device="cuda"), list[Row]()
+    rows = list[Row]()
 
     def timed(work: Any) -> float:
         return 1e3 * median_s(lambda: [work() for _ in range(20)], repeats, 2) / 20
@@ -111,7 +109,6 @@ def products(repeats: int) -> list[Row]:
             found = {
                 "plain_ms": timed(partial(functional.linear, x, weight)),
                 "made_plain_ms": timed(partial(made_plain, x, matrix)),
-                "codes_ms": timed(partial(kernel.linear, x, matrix, values, None)) if num <= 128 else None,
             }
             rows.append({"work": f"{num} rows, {inputs} to {outputs}"} | found)
         alone = timed(partial(dequantise, matrix, torch.bfloat16))
@@ -154,7 +151,7 @@ def four_bits(rank: int, repeats: int) -> None:
     bases: tuple[Base, ...] = ("dtype", "nf4", "nf4-double")
     for base in bases:
         rows += over(base, rank)
-    columns = ["work", "system", "plain_ms", "made_plain_ms", "codes_ms", "tb_per_s", "weights_gib", "update_s"]
+    columns = ["work", "system", "plain_ms", "made_plain_ms", "tb_per_s", "weights_gib", "update_s"]
     print(table(rows, [*columns, "tokens_per_s", "flops_share", "peak_gib"]))
     print(f"saved {save(on_this_gpu('lora_four_bits'), rows)}")
 

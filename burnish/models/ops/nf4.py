@@ -35,8 +35,6 @@ GROUP = 256
 STEPS = 255
 CHUNK = 1 << 24
 """Numbers that are quantised at once: what is computed beside them takes several times their memory."""
-FEW_ROWS = 64
-"""Rows up to which a product on a GPU reads the codes themselves."""
 
 
 class Nf4(NamedTuple):
@@ -137,11 +135,6 @@ def linear(x: Tensor, matrix: Tensor | Nf4, bias: Tensor | None) -> Tensor:
         return functional.linear(x, matrix, bias)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Linear.apply(x, matrix, bias)
-    is_small = x.shape[0] <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16)
-    if is_small and matrix.shape[1] % BLOCK == 0 and use_kernels(x):
-        from burnish.models.ops.kernels import nf4 as kernel
-
-        return kernel.linear(x, matrix, _values(x.device), bias)
     return functional.linear(x, dequantise(matrix, x.dtype), bias)
 
 

@@ -180,21 +180,3 @@ def test_the_kernel_gives_the_plain_numbers(shape: tuple[int, int], double: bool
             torch.testing.assert_close(found, expected, atol=0, rtol=1e-6 if dtype == torch.float32 else 1e-2)
         else:
             assert torch.equal(found, expected)
-
-
-@kernel
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 40])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_the_kernel_multiplies_few_rows_by_the_codes(rows: int, double: bool, has_bias: bool) -> None:
-    from burnish.models.ops.kernels import nf4 as kernel
-
-    values = torch.tensor(VALUES, device=DEVICE)
-    for shape in ((37, 64), (128, 192)):
-        matrix = quantise(randn(*shape).to(DEVICE), double)
-        x = randn(rows, shape[1], seed=1).to(DEVICE, torch.float16)
-        bias = randn(shape[0], seed=2).to(DEVICE, torch.float16) if has_bias else None
-        found = kernel.linear(x, matrix, values, bias)
-        plain = kernel.dequantise(matrix, values, torch.float16).double()
-        expected = functional.linear(x.double(), plain, None if bias is None else bias.double())
-        torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-3)
