@@ -1,7 +1,8 @@
-"""What models in other processes take of the policy's device: judges that are model directories."""
+"""What models of the reward take of the policy's device: scorers in its process, judges in processes of their own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,10 +11,25 @@ from burnish.config.references import is_reference
 from burnish.config.schema import TrainConfig
 from burnish.controller.judge import GPU_CACHE_GIB
 from burnish.controller.roles import find_directory
+from burnish.models.adapters import base_of, is_adapter
 from burnish.models.architecture import from_hf, read_config, why_not_native
 from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.parts import JUDGE
+from burnish.rewards.parts import JUDGE, MODEL
+from burnish.rewards.scorer_options import ScorerOptions
 from burnish.training.planner import CONTEXT, GIB, PROCESS
+
+
+def scorers_bytes(config: TrainConfig, base: Path | None) -> int:
+    """The weights of reward models in the policy's process and on its device. One that a stage will make is not counted."""
+    total = 0
+    for index, part in enumerate(config.reward.parts):
+        if part.name == MODEL:
+            options = ScorerOptions.of(part.options, f"reward.parts[{index}] (model)")
+            if not is_reference(options.path) and _place(options.device) == _place(config.model.device):
+                directory = find_directory(options.path, base)
+                whole = base_of(directory) if is_adapter(directory) else directory
+                total += _weights(whole, options.dtype, has_head=False)
+    return total
 
 
 def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
@@ -32,11 +48,13 @@ def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
     return total
 
 
-def _weights(directory: Path, dtype: str) -> int:
+def _weights(directory: Path, dtype: str, has_head: bool = True) -> int:
     """Bytes of a model: by its architecture, or by its files where that is not ours."""
     config = read_config(directory)
     if why_not_native(config) is None:
-        return from_hf(config, str(directory / "config.json")).num_parameters * getattr(torch, dtype).itemsize
+        arch = from_hf(config, str(directory / "config.json"))
+        arch = arch if has_head else replace(arch, tied=True)
+        return arch.num_parameters * getattr(torch, dtype).itemsize
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 

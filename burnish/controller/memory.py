@@ -22,7 +22,7 @@ from burnish.config.references import is_reference
 from burnish.config.reward_model import RewardModel, RewardModelConfig
 from burnish.config.schema import Sft, SftConfig, TrainConfig
 from burnish.config.slots.mismatch import CHANGES_WEIGHTS
-from burnish.controller.beside import judges_bytes, on_gpu
+from burnish.controller.beside import judges_bytes, on_gpu, scorers_bytes
 from burnish.controller.roles import alphabet_of, find_directory
 from burnish.models.adapters import base_of, is_adapter, read_lora
 from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
@@ -256,6 +256,7 @@ def _reinforced(
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         process=None if algorithm.process is None else algorithm.process.optimizer,
         process_arch=process,
+        scorers=scorers_bytes(config, base),
         engine_copy=_samples_here(config)
         and (
             rollout.engine == "vllm"
@@ -316,7 +317,7 @@ def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) 
     held = [
         part.bytes
         for part in plan(setup).resident
-        if part.name in ("weights", "reference", "teacher", "engine's weights")
+        if part.name in ("weights", "reference", "teacher", "engine's weights", "reward models")
     ]
     free = None if room is None else max(0, room - CONTEXT - sum(held))
     return cache_plan(

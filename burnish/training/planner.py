@@ -59,6 +59,8 @@ class Setup:
     """Of a process reward model."""
     process_arch: Architecture | None = None
     """Of one with weights of its own; None is a copy of the policy."""
+    scorers: int = 0
+    """Bytes of reward models that score in this process."""
     cache: int = 0
     """Bytes of the engine's cache, which sleeps while the learners work."""
     engine_copy: bool = False
@@ -145,6 +147,8 @@ def plan(setup: Setup) -> Plan:
     if setup.engine_copy:
         own = setup.arch.num_parameters * dtype.itemsize if setup.plain_copy else weights
         others.append(Part("engine's weights", own, "a sampler with a fault has its own"))
+    if setup.scorers:
+        others.append(Part("reward models", setup.scorers, "weights, in this process"))
     if setup.critic is not None:
         critic_model = ValueModel(model)
         critic = footprint(critic_model, setup.critic, replace(setup.learning, full_kl=False), setup.on_gpu)

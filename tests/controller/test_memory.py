@@ -122,6 +122,21 @@ def adapter_of(directory: Path, folder: Path) -> Path:
     return folder
 
 
+def test_a_reward_model_in_the_process_is_counted_where_it_shares_the_device(directory: Path, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text(json.dumps(SHAPE | {"tie_word_embeddings": False}))  # it has no output head
+
+    def bytes_of(device: str = "cuda", **options: str) -> tuple[int, int]:
+        part = {"name": "model", "options": {"path": str(scorer), "device": device, **options}}
+        made = of_train(directory, f"reward.parts={json.dumps([part])}").stages["training"]
+        return sum(p.bytes for p in made.resident if p.name == "reward models"), made.total
+
+    (plain, total), (half, less), (elsewhere, least) = bytes_of(), bytes_of(dtype="bfloat16"), bytes_of("cpu")
+    assert (plain, half, elsewhere) == (4 * 1_543_714_304, 2 * 1_543_714_304, 0)
+    assert (total - least, less - least) == (plain, half)
+
+
 def test_an_adapter_is_planned_on_its_base(directory: Path, tmp_path: Path) -> None:
     folder = adapter_of(directory, tmp_path / "adapter")
     setup = of_train(directory, "algorithm=prime", f"algorithm.process.path={folder}").stages["training"].setup
