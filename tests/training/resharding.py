@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Imported once for all ranks: each would take seconds for them.
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 from torch import distributed
+from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 from burnish.algorithms.aggregation import aggregation_weights
 from burnish.algorithms.losses import NllLoss
