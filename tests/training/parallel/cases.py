@@ -1,4 +1,4 @@
-"""What is trained on one process and on several: a tiny model, ten updates on batches of changing lengths, every kind of loss."""
+"""What is trained on one process and on several: a tiny model, a few updates on batches of changing lengths, every kind of loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
 
-VOCAB, STEPS = 13, 10
+VOCAB, STEPS = 13, 5
 TERMS: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.01}
 
 
@@ -214,7 +214,7 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
     """What every update tells."""
     model = make_model(case) if model is None else model
     config = Optimizer(lr=0.003, eps=1e-6, clip_norm=0.5, name=case.optimizer)
-    learner = Learner(model, config, 2 * STEPS, token_budget=case.token_budget, temperature=0.9, ranks=ranks)
+    learner = Learner(model, config, 20, token_budget=case.token_budget, temperature=0.9, ranks=ranks)
     if case.loss == "full kl":
         learner.reference = reference_of(case, ranks)
     for step in range(case.steps):

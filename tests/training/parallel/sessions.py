@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.config.data import Source
 from burnish.config.load import load
 from burnish.config.lora import Lora
 from burnish.config.preference import PreferConfig
@@ -25,7 +26,7 @@ model:
   device: cpu
   dtype: float64
 sft:
-  data: {task: sort_digits}
+  data: {task: sort_digits, options: {num: 60}}
   updates: 6
   batch_size: 7
   token_budget: 64
@@ -78,7 +79,7 @@ def prepare(folder: Path) -> None:
     (folder / "preference.yaml").write_text(RECIPE.split("sft:")[0] + PREFERENCE)
     (folder / "base").mkdir()
     loaded = load(SftConfig, folder / "recipe.yaml", [])
-    build_policy(loaded.config.model, loaded.config.sft.data, 0, folder).save(folder / "base")
+    build_policy(loaded.config.model, [Source(task="sort_digits")], 0, folder).save(folder / "base")
     other = loaded.config.model.model_copy(update={"new": None, "path": "base", "backend": "transformers"})
     adapted = other.model_copy(update={"backend": "auto", "lora": Lora(rank=2)})
     policy = build_policy(adapted, [], 0, folder)

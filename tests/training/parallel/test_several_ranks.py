@@ -1,6 +1,6 @@
 """Two and four processes train what one trains, number by number, however they divide the work.
 
-One worker for each number of ranks runs all cases (`worker.py`); the tests read what it wrote.
+One worker runs all cases (`worker.py`); the tests read what it wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.training.parallel import sessions
 from tests.training.parallel.cases import CASES
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 300
+DEADLINE_S = 600
 ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 WIDE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float64"]
 SINGLE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float32"]
@@ -33,14 +33,10 @@ Records = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Where the worker of each number of ranks has written; of several test processes one runs it, the others wait."""
+    """Where the ranks of each number have written; of several test processes one runs the worker, the others wait."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return {num_ranks: worked(base / f"ranks-{num_ranks}", num_ranks) for num_ranks in CASES}
-
-
-def worked(folder: Path, num_ranks: int) -> Path:
-    done = folder.with_suffix(".txt")
+    folder, done = base / "ranks", base / "ranks.txt"
     try:
         folder.mkdir()
     except FileExistsError:
@@ -48,15 +44,15 @@ def worked(folder: Path, num_ranks: int) -> Path:
         while not done.exists() and time.monotonic() < until:
             time.sleep(0.1)
     else:
-        command = [sys.executable, "-m", "tests.training.parallel.worker", str(num_ranks), str(folder)]
+        command = [sys.executable, "-m", "tests.training.parallel.worker", str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
-        said = [file.read_text() for file in sorted(folder.glob("*.txt"))]
+        said = [file.read_text() for file in sorted(folder.glob("*/*.txt"))]
         done.write_text("" if ran.returncode == 0 else "\n".join([*said, ran.stdout, ran.stderr]))
     assert done.read_text() == ""
-    return folder
+    return {num_ranks: folder / str(num_ranks) for num_ranks in CASES}
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""Runs the cases of a number of ranks: `python -m tests.training.parallel.worker <ranks> <folder>`.
+"""Runs the cases of every number of ranks: `python -m tests.training.parallel.worker <folder>`.
 
-One process imports everything and forks the ranks, which talk through gloo. Each writes what it saw to `<folder>/<rank>.pt`;
-meanwhile the first process runs the same cases alone, and writes `<folder>/alone.pt`.
+One process imports everything; for each number of ranks it forks one that forks the ranks, which talk through gloo. Each
+writes what it saw to `<folder>/<number>/<rank>.pt`; meanwhile the process above them runs the same cases alone, and writes
+`alone.pt` beside.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.training.parallel import sessions
 from tests.training.parallel.cases import CASES, make_model, parallel_of, train
 
 Record = dict[str, Any]
+FORK = multiprocessing.get_context("fork")
 
 
 def as_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
@@ -69,15 +71,16 @@ def alone(num_ranks: int) -> dict[str, Record]:
     return records
 
 
-def main(num_ranks: int, folder: Path) -> int:
+def run(num_ranks: int, folder: Path) -> None:
+    """All there is to do with so many ranks; ends the process with a status other than 0 if a rank failed."""
     torch.set_num_threads(1)
+    folder.mkdir()
     if num_ranks == 2:
         sessions.prepare(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=as_rank, args=(rank, num_ranks, port, folder)) for rank in range(num_ranks)]
+    children = [FORK.Process(target=as_rank, args=(rank, num_ranks, port, folder)) for rank in range(num_ranks)]
     for child in children:
         child.start()
     torch.save(alone(num_ranks), folder / "alone.pt")
@@ -92,8 +95,18 @@ def main(num_ranks: int, folder: Path) -> int:
     failed = max(abs(child.exitcode or 0) for child in children)
     if num_ranks == 2 and not failed:
         sessions.run(folder, sessions.HANDED_OVER, [])
+    sys.exit(failed)
+
+
+def main(folder: Path) -> int:
+    failed = 0
+    for num_ranks in CASES:
+        child = FORK.Process(target=run, args=(num_ranks, folder / str(num_ranks)))
+        child.start()
+        child.join()
+        failed = failed or abs(child.exitcode or 0)
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1])))
