@@ -6,6 +6,7 @@ and the weights it ends with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,10 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
 }
 
 
-def finished(folder: Path, warm: Path, overrides: list[str]) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+Outcome = tuple[list[dict[str, Any]], dict[str, list[float]]]
+
+
+def finished(folder: Path, warm: Path, overrides: list[str]) -> Outcome:
     """What a run logged at every step, without times, and the weights it ended with."""
     folder = run_of(folder, TINY, ["model.new=null", f"model.path={warm}", *overrides])
     rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(folder / "metrics.jsonl")]
@@ -114,11 +118,26 @@ def finished(folder: Path, warm: Path, overrides: list[str]) -> tuple[list[dict[
     return rows, {name: t.flatten().tolist() for name, t in load_file(last / "model.safetensors").items()}
 
 
+@pytest.fixture(scope="module")
+def unmoved(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Outcome]:
+    """The run that several options are moved in, made once."""
+    made: dict[tuple[str, ...], Outcome] = {}
+
+    def outcome(base: list[str]) -> Outcome:
+        if tuple(base) not in made:
+            made[tuple(base)] = finished(tmp_path_factory.mktemp("base"), warm, base)
+        return made[tuple(base)]
+
+    return outcome
+
+
 @pytest.mark.parametrize("key", OVER_STEPS)
-def test_the_option_changes_the_run(key: str, tmp_path: Path, warm: Path) -> None:
+def test_the_option_changes_the_run(
+    key: str, tmp_path: Path, warm: Path, unmoved: Callable[[list[str]], Outcome]
+) -> None:
     base, move = OVER_STEPS[key]
     move = move.replace("ANOTHER", str(warm.parent / "checkpoints" / "step-000001"))  # the same model a step later
-    assert finished(tmp_path / "base", warm, base) != finished(tmp_path / "moved", warm, [*base, move])
+    assert unmoved(base) != finished(tmp_path / "moved", warm, [*base, move])
 
 
 def test_two_runs_alike_are_the_same(tmp_path: Path, warm: Path) -> None:

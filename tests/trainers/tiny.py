@@ -12,6 +12,7 @@ from burnish.trainers.session import checked_run, execute
 TINY = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 32, max_positions: 64}}
 data: {train: {task: sort_digits, limit: 12, options: {min_digits: 2, max_digits: 3}}}
+reward: {workers: 1}
 rollout: {prompts: 4, n: 4, max_tokens: 4}
 training: {steps: 4, optimizer: {lr: 1.0e-2}}
 algorithm: {kl: {loss: {coef: 0}, reference: none}}
