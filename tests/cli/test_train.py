@@ -35,8 +35,6 @@ run: {threads: 1, directory: runs, name: r}
 PLUGINS = """
 import os, signal
 from pathlib import Path
-import torch
-from burnish.environments.base import Done, Turn
 
 def count_zeros(data_source, solution_str, ground_truth, extra_info):
     return solution_str.count("0") + 0.1 * len(solution_str)
@@ -71,7 +69,7 @@ def squared(logp, anchor, advantages):
     return -advantages * (logp - anchor).exp() ** 2
 
 def first_only(batch):
-    return torch.arange(batch.num_sequences) == 0
+    return batch.sequence["reward"].new_ones(batch.num_sequences).cumsum(0) == 1
 
 def a_number(batch):
     return 3
@@ -83,6 +81,9 @@ def signalled(batch):
         flag.unlink()
         os.kill(os.getpid(), number)
     return batch.sequence["reward"] - batch.sequence["reward"].mean()
+"""
+ENVIRONMENTS = """
+from burnish.environments.base import Done, Turn
 
 class Twice:
     def __init__(self, prompt, tokenizer, goal):
@@ -111,7 +112,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("burnish.report.curves.write_curves", lambda path: path / "curves.png")
     (tmp_path / "new.yaml").write_text(RECIPE)
     (tmp_path / "files.yaml").write_text(FROM_FILES)
-    (tmp_path / "plug.py").write_text(PLUGINS)
+    (tmp_path / "plug.py").write_text(PLUGINS)  # without torch, which every process that scores would import
+    (tmp_path / "games.py").write_text(ENVIRONMENTS)
     sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     return tmp_path
@@ -334,7 +336,7 @@ def test_an_advantage_a_loss_and_a_filter_of_ones_own() -> None:
 
 
 def test_an_environment_of_ones_own_speaks_twice_and_gives_the_reward() -> None:
-    environment = "environment={name: 'plug.py:Twice', max_turns: 2, options: {goal: 2}}"
+    environment = "environment={name: 'games.py:Twice', max_turns: 2, options: {goal: 2}}"
     assert train("new.yaml", environment, "training.steps=1", "rollout.prompts=12") == 0
     samples = read_samples(Path("runs/r/samples"))
     own = [s for s in samples if json.loads(s["parts"]).keys() == {"environment"}]
@@ -347,8 +349,8 @@ def test_an_environment_of_ones_own_speaks_twice_and_gives_the_reward() -> None:
     [
         ("algorithm.advantage=plug.py:a_list", "advantage plug.py:a_list returned list"),
         ("algorithm.filters=['plug.py:a_number']", "filter plug.py:a_number returned int"),
-        ("environment={name: 'plug.py:Forgetful', options: {goal: 0}}", "observe() returned NoneType"),
-        ("environment={name: 'plug.py:Babble', options: {goal: 0}}", "start() gave token 9999"),
+        ("environment={name: 'games.py:Forgetful', options: {goal: 0}}", "observe() returned NoneType"),
+        ("environment={name: 'games.py:Babble', options: {goal: 0}}", "start() gave token 9999"),
     ],
 )
 def test_a_plug_in_that_answers_nonsense_is_named(
