@@ -43,7 +43,7 @@ def wanted() -> list[Request]:
             f"{i}.{j}", prompt, SamplingOptions(max_tokens=int(random.integers(1, 50)), temperature=0.9), fold(i, j)
         )
         for i, prompt in enumerate(prompts)
-        for j in range(3)
+        for j in range(2)
     ]
 
 
