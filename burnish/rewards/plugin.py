@@ -10,18 +10,20 @@ plus `answer`, `ground_truth`, `data_source` and `truncated`; a function gets th
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.rewards.types import Result, ScoreRequest
+
+if TYPE_CHECKING:
+    import asyncio
 
 SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) -> float or dict with 'score'",
@@ -132,6 +134,8 @@ def required_columns(function: Callable[..., Any], options: Mapping[str, Any]) -
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     """One event loop for the life of the process: clients kept in a user's module belong to the loop they were made in."""
+    import asyncio  # a quarter of what a worker imports, and few functions are async
+
     return asyncio.new_event_loop()
 
 
