@@ -1,4 +1,4 @@
-"""What is trained on one process and on several: a tiny model, a few updates on batches of changing lengths, every kind of loss."""
+"""What is trained on one process and on several: a tiny model, ten updates on batches of changing lengths, every kind of loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
 
-VOCAB, STEPS = 13, 5
+VOCAB, STEPS = 13, 10
 TERMS: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.01}
 
 
