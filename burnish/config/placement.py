@@ -151,10 +151,6 @@ def check_placement_fits(config: TrainConfig) -> None:
     most = max(placement.size(role) for role in trained)
     if most > 1 and config.training.compile:
         raise ValueError("training.compile needs placement.workers=1, or one place in the pools of actor and critic")
-    if most > 1 and (config.model.lora is not None or config.model.adapter is not None):
-        raise ValueError(
-            "placement.workers above 1, or pools of several places, cannot divide a model with adapters: use one worker"
-        )
 
 
 def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:

@@ -35,6 +35,7 @@ from burnish.training.forward import Needs, batch_outputs
 from burnish.training.learner import Learner, Update
 from burnish.training.memory_use import memory_values, restart_peak
 from burnish.training.meter import Reading
+from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.gather import full_parameters
 from burnish.training.parallel.join import is_launched, join
 from burnish.training.parallel.ranks import SOLO
@@ -85,6 +86,8 @@ class TrainingWorker:
                 self.learner.reference = self.reference.distribution
         own = policy if ACTOR in parts else self.critic or self.reference
         assert own is not None, "a pool has no role that the run does not have"
+        if own is self.reference and self.reference.model is policy.module:  # below adapters, and nobody divides it
+            distribute(policy.module, self.ranks, config.parallel.offload)
         self._parameters = list((own.module if isinstance(own, PolicyModel) else own.model).parameters())
         self.device = self.ranks.device or self._parameters[0].device
 
@@ -174,9 +177,8 @@ class TrainingWorker:
     @spread("broadcast", "first")
     def publish(self, version: int, complete: bool) -> Publication | None:
         """Gather the weights and leave them in the store; the first rank has the list of them."""
-        trained = self.learner.names.keys()
         module = self.policy.module
-        parameters = ((n, t) for n, t in full_parameters(module) if complete or n in trained)
+        parameters = full_parameters(module, None if complete else self.learner.names.keys())
         tensors = chain(parameters, quantised_tensors(module).items()) if complete else parameters
         if not self.ranks.is_first:
             for _ in tensors:  # to gather a tensor takes everyone

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is spread over processes."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # Another thread may be loading the module: as long as it has no such class, nothing is one.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other adapter weights, by name; afterwards it has its own again, bit for bit, at the same addresses.
 
-    Of a model that is spread over processes, `weights` are what this one holds of them. A graph of the model's own forward
-    may wait for its backward meanwhile.
+    Of a model that is spread over processes, `weights` are spread like it. A graph of the model's own forward may wait for its
+    backward meanwhile.
     """
     own = {name: local(parameter) for name, parameter in adapter_weights(model).items()}
     kept = {name: tensor.clone() for name, tensor in own.items()}
@@ -101,7 +101,7 @@ def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
 def _write(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         # By way of `data`, which autograd does not watch: it would refuse the backward of a graph that saved the parameter.
-        tensor.data.copy_(weights[name])
+        tensor.data.copy_(local(weights[name]))
 
 
 @torch.no_grad()

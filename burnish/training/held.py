@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from burnish.core.local import gathered
 from burnish.models.lora import adapter_off, adapter_weights, holding
-from burnish.training.shards import pieces
+from burnish.training.shards import spread_like
 
 
 class Held:
@@ -23,7 +23,11 @@ class Held:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: dict[str, Tensor] = {}
-        """What is held by name, to be written to in place."""
+        """What is held by name."""
+
+    def settled(self) -> dict[str, Tensor]:
+        """What is held by name, to be written to in place: for the first time when the model is where it shall be."""
+        return self.weights
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -44,15 +48,18 @@ class HeldAdapter(Held):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self._is_spread = False
         self.weights = {name: parameter.detach().clone() for name, parameter in adapter_weights(model).items()}
-        self._is_cut = False
+
+    def settled(self) -> dict[str, Tensor]:
+        if not self._is_spread:
+            self.weights, self._is_spread = spread_like(self.weights, self.model), True
+        return self.weights
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
         """The policy's module with the copy's content."""
-        if not self._is_cut:
-            self.weights, self._is_cut = pieces(self.weights, self.model), True
-        with holding(self.model, self.weights):
+        with holding(self.model, self.settled()):
             yield self.model
 
 

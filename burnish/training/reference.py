@@ -15,6 +15,7 @@ these are copied, or none where the adapter starts as nothing (`training/held.py
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,12 @@ class EmaReference(Reference):
         super().__init__(model, token_budget, temperature, ranks)
         self.eta = eta
         self.has_moved = False
-        self.shadow = {  # the held weights themselves, where their type is wide enough
-            name: w.data.to(torch.promote_types(w.dtype, torch.float32)) for name, w in self.held.weights.items()
-        }
+
+    @cached_property
+    def shadow(self) -> dict[str, Tensor]:
+        """The average: the held weights themselves, where their type is wide enough."""
+        held = self.held.settled()
+        return {name: w.data.to(torch.promote_types(w.dtype, torch.float32)) for name, w in held.items()}
 
     def after_update(self, model: nn.Module) -> None:
         """ref <- (1-eta) ref + eta theta."""
@@ -122,8 +126,8 @@ class EmaReference(Reference):
     @torch.no_grad()
     def _weights(self) -> AbstractContextManager[nn.Module]:
         """The model with the average, rounded to the model's type."""
-        for name, weight in self.held.weights.items():
-            if self.has_moved and self.shadow[name].dtype != weight.dtype:
+        for name, weight in self.held.settled().items() if self.has_moved else ():
+            if self.shadow[name].dtype != weight.dtype:
                 weight.copy_(self.shadow[name])
         self.has_moved = False
         return super()._weights()
@@ -156,17 +160,17 @@ class HardSyncReference(Reference):
             return False
         theta = dict(model.named_parameters())
         self.ranks.settle(self.model)
-        for name, weight in self.held.weights.items():
+        for name, weight in self.held.settled().items():
             weight.copy_(theta[name])
         return True
 
     def contents(self, stage: Stage) -> list[Content]:
         """The copy."""
-        return tensor_contents(FILE, self.held.weights, self.model, stage)
+        return tensor_contents(FILE, self.held.settled(), self.model, stage)
 
     def load(self, folder: Path) -> None:
         """The copy back."""
-        read_into(folder, FILE, self.held.weights, self.model)
+        read_into(folder, FILE, self.held.settled(), self.model)
 
 
 class IterateReference(HardSyncReference):

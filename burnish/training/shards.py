@@ -78,18 +78,19 @@ def layout_of(model: nn.Module) -> dict[str, list[Placed]]:
     return blocks
 
 
-def pieces(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """What this process holds of whole tensors that are named after a model's parameters, cut as these are: of what is not
-    cut, or is already, the very tensor."""
+def spread_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors that are named after a model's parameters, cut and placed as these are: of what is there already, the very
+    tensor."""
     parameters, blocks = dict(model.named_parameters()), layout_of(model)
     found = {}
     for name, tensor in tensors.items():
-        found[name] = local(tensor)
+        parameter = parameters[name].detach()
+        found[name] = tensor.to(parameter.device)
         if name in blocks and not is_spread(tensor):
-            here = local(parameters[name])
-            made = found[name] = torch.empty_like(here, dtype=tensor.dtype)
+            made = found[name] = torch.empty_like(parameter, dtype=tensor.dtype)
+            here = local(made)
             for _, common in reads(blocks[name], [alone(whole(tensor.shape))]):
-                made[common.target] = tensor[common.source].to(made.device)
+                here[common.target] = tensor[common.source].to(here.device)
     return found
 
 

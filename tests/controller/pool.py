@@ -18,11 +18,12 @@ from burnish.controller.ray_host import LANES, Host
 class PooledHost(Host):
     """A host that can be what it was in the beginning, with everything imported."""
 
-    def warm(self) -> None:
-        import torch.distributed.fsdp
-        import torch.distributed.tensor.parallel  # noqa: F401
-
+    def warm(self, is_divided: bool) -> None:
         import burnish.controller.workers  # noqa: F401
+
+        if is_divided:
+            import torch.distributed.fsdp
+            import torch.distributed.tensor.parallel  # noqa: F401
 
     def clean(self) -> None:
         from burnish.training.parallel.join import leave
@@ -36,25 +37,28 @@ class PooledHost(Host):
 
 class Pool:
     """Hosts that wait for work, in an order that stays: torch keeps what it found out as one rank for its life, so a process
-    that was rank 1 may be that again, and never another."""
+    that was rank 1 may be that again, and never another. The first two are those that divide a model."""
 
     def __init__(self, size: int) -> None:
-        self.free = [(number, self._new()) for number in range(size)]
+        self.free = [(number, self._new(number)) for number in range(size)]
 
-    def _new(self) -> Any:
+    def _new(self, number: int) -> Any:
         remote: Any = ray.remote
         host = remote(concurrency_groups=LANES)(PooledHost).options(num_cpus=0).remote()
-        host.warm.remote()
+        host.warm.remote(number < 2)
         return host
 
     def take(self) -> tuple[int, Any]:
-        return self.free.pop(0) if self.free else (1000, self._new())
+        if not self.free:
+            return 1000, self._new(1000)
+        number, host = self.free.pop(0)
+        return number, self._new(number) if host is None else host
 
     def give(self, number: int, host: Any) -> None:
         try:
             ray.get(host.clean.remote(), timeout=60)
         except ray.exceptions.RayError:
-            host = self._new()  # it was killed
+            host = None  # it was killed, and is made again when it is needed
         self.free = sorted([*self.free, (number, host)], key=lambda entry: entry[0])
 
 

@@ -24,6 +24,7 @@ from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 from burnish.controller import ray_cluster, ray_group
 from burnish.controller.group import WorkerGroup
+from burnish.controller.roles import build_policy
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.rollout.remote import RemoteEngine
@@ -78,6 +79,14 @@ POOLS = [
     "placement.roles={actor: policy, rollout: policy, reference: others, critic: others, reward: checks}",
 ]
 """Both in a pool of their own, and the reward in another."""
+FEWER_POOLS = [
+    "placement=ray",
+    "placement.pools={policy: {places: 1}, others: {places: 1}}",
+    "placement.roles={actor: policy, rollout: policy, critic: others}",
+]
+"""The critic alone in a pool of its own."""
+ADAPTERS = ["model.new=null", "model.path=base", "model.lora={rank: 2, alpha: 4}", "training.steps=4"]
+"""Adapters on a saved model, whose frozen reference is that model with them off."""
 Facts = dict[str, Any]
 fresh = ray_cluster.Cluster
 
@@ -89,6 +98,13 @@ def run(folder: Path, name: str, *overrides: str) -> None:
         assert execute(parts, directory)
 
 
+def save_base(folder: Path) -> None:
+    """The toy's model, for adapters to adapt."""
+    (folder / "toy.yaml").write_text(TOY)
+    config = load(TrainConfig, folder / "toy.yaml", []).config
+    build_policy(config.model, config.data.train, 0, folder).save(folder / "base")
+
+
 def placed(workers: int, engines: int, *more: str) -> list[str]:
     return ["placement=ray", f"placement.workers={workers}", f"placement.engines={engines}", *more]
 
@@ -98,13 +114,15 @@ def placed(workers: int, engines: int, *more: str) -> list[str]:
 
 def equal(folder: Path, facts: Facts) -> None:
     """The same recipe in one process, with one worker of Ray's and with two."""
+    save_base(folder)
+    run(folder, "one-apart", *APART)
     places = {"one": [], "ray-one": placed(1, 1), "ray-two": placed(2, 1, "placement.sync=delta")}
     for name, where in places.items():
         run(folder, name, *where)
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
-    run(folder, "one-apart", *APART)
+        run(folder, f"{name}-adapters", *ADAPTERS, *where)
     facts["killed critic"] = struck(folder, "ray-apart", "critic", 0, 3, *APART, *POOLS)
-    run(folder, "ray-apart", *APART, *POOLS)
+    run(folder, "ray-apart", *APART, *FEWER_POOLS)
 
 
 def long(folder: Path, facts: Facts) -> None:
@@ -117,9 +135,12 @@ def numbers(folder: Path, facts: Facts) -> None:
     run(folder, "one")
     run(folder, "two", *placed(2, 2, "placement.sync=delta"))
     run(folder, "copies", *placed(2, 1, "parallel.replicate=2", "placement.layout=split", "training.steps=3"))
+    save_base(folder)
     for name, where in (("one", []), ("two", placed(2, 2))):
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
         run(folder, f"{name}-mixed", *MIXED, *where)
+        run(folder, f"{name}-adapters", *ADAPTERS, *MIXED, *where)
+    run(folder, "cut-adapters", *ADAPTERS, *MIXED, *placed(2, 1, "parallel.tensor=2"))
 
 
 def process(folder: Path, facts: Facts) -> None:
@@ -336,7 +357,7 @@ def main(folder: Path, names: list[str]) -> int:
     torch.set_num_threads(1)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="error")
-    PooledCluster.pool = Pool(3 if set(names) <= {"equal", "long"} else 4)
+    PooledCluster.pool = Pool(5 if names == ["equal"] else 4)
     ray_cluster.Cluster = PooledCluster
     facts: Facts = {"times": {}}
     for scenario in [one for one in SCENARIOS if one.__name__ in names]:

@@ -192,11 +192,12 @@ def test_what_is_next_to_that_is_not_refused(overrides: list[str]) -> None:
     load(TrainConfig, None, [*BASIC, *overrides])
 
 
-def test_adapters_are_trained_by_one_worker() -> None:
+@pytest.mark.parametrize("more", [[], ["parallel.tensor=2"], ["model.lora.base=nf4"]])
+def test_adapters_are_trained_by_several_workers(more: list[str]) -> None:
     some = ["model.path=somewhere", "model.lora={}", "data.train.task=sort_digits", "placement=ray"]
-    load(TrainConfig, None, some)
-    with pytest.raises(UserError, match="cannot divide a model with adapters"):
-        load(TrainConfig, None, [*some, "placement.workers=2"])
+    load(TrainConfig, None, [*some, "placement.workers=2", *more])
+    with pytest.raises(UserError, match="cannot cut matrices in 4 bits"):
+        load(TrainConfig, None, [*some, "placement.workers=2", "parallel.tensor=2", "model.lora.base=nf4"])
 
 
 def test_the_plan_of_a_dry_run_names_the_processes() -> None:

@@ -61,7 +61,13 @@ def stored(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("one", "two", "steps", "within"),
-    [("one", "copies", 3, 1e-9), ("one-mixed", "two-mixed", 3, 1e-9), ("one-float32", "two-float32", 1, 1e-5)],
+    [
+        ("one", "copies", 3, 1e-9),
+        ("one-mixed", "two-mixed", 3, 1e-9),
+        ("one-adapters", "two-adapters", 3, 1e-9),
+        ("one-adapters", "cut-adapters", 3, 1e-9),
+        ("one-float32", "two-float32", 1, 1e-5),
+    ],
 )
 def test_other_divisions_roles_and_types_agree_too(folder: Path, one: str, two: str, steps: int, within: float) -> None:
     expected, found = numbers(folder, one)[:steps], numbers(folder, two)

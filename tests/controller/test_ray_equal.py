@@ -1,6 +1,6 @@
 """The same recipe and seed in one process, with one worker of Ray's and with two: the same tokens, the same numbers.
 
-A Ray of its own and nine short runs: about half a minute.
+A Ray of its own and a dozen short runs: about half a minute.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from burnish.run.metrics import read
 from tests.controller.made import assert_same, made, numbers, samples
@@ -38,12 +40,31 @@ def test_in_float32_the_first_step_is_that_of_one_process(folder: Path, name: st
     assert_same(folder, f"{name}-float32", "one-float32", 1e-5)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_adapters_are_trained_sent_and_switched_off_as_in_one_process(folder: Path, name: str) -> None:
+    expected = numbers(folder, "one-adapters")
+    assert abs(expected[0]["actor/loss"] - expected[-1]["actor/loss"]) > 1e-3
+    assert expected[-1]["actor/kl_ref"] > 1e-6  # the reference is the model without them
+    assert_same(folder, f"{name}-adapters", "one-adapters", 1e-9)
+    weights = [load_file(adapter_of(folder, run)) for run in ("one-adapters", f"{name}-adapters")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(np.abs(weights[0][key] - weights[1][key]).max() < 1e-9 for key in weights[0])
+    sent = [row["controller/sync_bytes"] for row in read(folder / f"{name}-adapters" / "metrics.jsonl")]
+    trained = sum(tensor.nbytes for tensor in weights[0].values())
+    assert sent[0] > 4 * trained  # everything once, which an engine's own files need not be
+    assert all(0 < some <= 1.02 * trained for some in sent[1:])
+
+
+def adapter_of(folder: Path, name: str) -> Path:
+    return folder / name / "checkpoints" / "step-000004" / "adapter_model.safetensors"
+
+
 def test_with_reference_critic_and_reward_in_pools_of_their_own_numbers_are_those_of_one_process(folder: Path) -> None:
     assert [row["step"] for row in numbers(folder, "one-apart")] == [1, 2, 3, 4]
     assert_same(folder, "ray-apart", "one-apart", 1e-9)
     logs = {path.name for path in (folder / "ray-apart" / "workers").glob("*.log")}
     assert logs == {f"{role}-0.log" for role in ("actor", "rollout", "reference", "critic", "reward")}
-    # It was killed after the third step, and the run went on from its checkpoint.
+    # It was killed after the third step, and the run went on from its checkpoint with fewer pools.
     said = json.loads((folder / "facts.json").read_text())["killed critic"]["said"]
     assert said.startswith("critic rank 0 of 1 has ended")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,15 @@ from burnish.training.parallel.shard import settle, trunk_of
 
 
 @torch.no_grad()
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, whole and with its rows in the usual order, one at a time; all ranks must go through it.
+def full_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, or those of some names, whole and with its rows in the usual order, one at a time; all ranks must go
+    through it.
 
     Tensors of a model that is not cut are its own; others are new, and are freed when the next is asked for.
     """
     settle(model)
     trunk = trunk_of(model)
-    for name, parameter in list(model.named_parameters()):
+    wanted = [(name, parameter) for name, parameter in model.named_parameters() if names is None or name in names]
+    for name, parameter in wanted:
         whole = gathered(parameter)
         yield name, usual(whole, order_of(trunk, name)) if isinstance(trunk, Decoder) else whole

@@ -85,6 +85,8 @@ def sum_partial(gradients: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _reorder(linear: nn.Linear, order: Tensor) -> None:
-    for parameter in (linear.weight, linear.bias):
-        if parameter is not None:
-            parameter.copy_(parameter[order.to(parameter.device)])
+    # New tensors: those below adapters may be another model's too, which puts them in order itself.
+    for name, parameter in list(linear.named_parameters(recurse=False)):
+        if name in ("weight", "bias"):
+            ordered = parameter[order.to(parameter.device)]
+            setattr(linear, name, nn.Parameter(ordered, requires_grad=parameter.requires_grad))

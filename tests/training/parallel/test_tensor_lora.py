@@ -13,8 +13,9 @@ from burnish.config.lora import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.lora import add_lora
-from burnish.models.row_order import order_of
-from burnish.training.parallel.tensor import cut_layers, part_of
+from burnish.models.row_order import heights, order_of, row_order
+from burnish.models.value import ValueModel
+from burnish.training.parallel.tensor import _reorder, cut_layers, part_of
 from burnish.training.parallel.tensor_lora import local_spans
 
 ARCH = Architecture("llama", 11, 16, 1, 4, 2, 4, 24, 32)
@@ -49,3 +50,16 @@ def test_matrices_in_4_bits_are_not_cut() -> None:
     add_lora(model, Lora(rank=2, base="nf4"), 0)
     with pytest.raises(UserError, match=r"parallel.tensor cannot cut matrices in 4 bits"):
         cut_layers(model, cast(Any, SimpleNamespace(size=lambda: 2)))
+
+
+def test_the_frozen_weights_of_a_critic_are_put_in_order_without_the_policys() -> None:
+    policy = Decoder(ARCH)
+    add_lora(policy, Lora(rank=2), 0)
+    weight = policy.layers[0].qkv.weight
+    before, critic = weight.detach().clone(), ValueModel(policy).backbone
+    assert critic.layers[0].qkv.weight.data_ptr() == weight.data_ptr()
+    order = row_order(heights(ARCH, "qkv"), 2)
+    _reorder(critic.layers[0].qkv, order)
+    assert torch.equal(policy.layers[0].qkv.weight, before)
+    assert torch.equal(critic.layers[0].qkv.weight, before[order])
+    assert not critic.layers[0].qkv.weight.requires_grad
