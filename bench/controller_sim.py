@@ -105,6 +105,7 @@ class SimBackend:
     """Workers that answer after a delay: `answer(rank, method, args)` gives the seconds and the result."""
 
     is_here = False
+    keeps_promises = False
 
     def __init__(
         self, size: int, clock: Clock, answer: Callable[[int, str, tuple[Any, ...]], tuple[float, Any]]
@@ -118,6 +119,9 @@ class SimBackend:
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packed = encode((args, kwargs))
         return packed, num_bytes(packed)
+
+    def promise(self, token: Sent) -> None:
+        return None
 
     def send(self, orders: Sequence[Order]) -> list[Sent]:
         """As `RayBackend` does it: a message for each relay, parts of a batch stored once."""
@@ -301,7 +305,7 @@ class Simulation:
         actor = WorkerGroup(ACTOR, TrainingWorker, self.backends[0], 1e9, mini_batches=UPDATES)
         rollout = WorkerGroup("rollout", RolloutWorker, self.backends[1], 1e9)
         ledger, slim = Ledger([actor, rollout]), Slimmer()
-        trainer = Trainer(actor.publish, actor.score.later, "bfloat16")
+        trainer = Trainer(actor.publish.later, actor.score.later, "bfloat16")
         model: Any = SimpleNamespace(
             arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1 << 15)
         )  # what is asked of it

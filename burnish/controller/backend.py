@@ -57,6 +57,8 @@ class Order:
     """Its arguments, as the backend packed them; parts of batches go into the marked places (`splitting.Slot`)."""
     lane: str
     parts: Sequence[tuple[Divided, int]] = ()
+    promises: Sequence[Any] = ()
+    """Results of other calls that go into the marked places; a call has either these or parts."""
 
 
 class Backend(Protocol):
@@ -66,6 +68,10 @@ class Backend(Protocol):
     traffic: Traffic
     is_here: bool
     """Whether arguments are handed over as they are: in this process there is nothing to divide or to send."""
+
+    @property
+    def keeps_promises(self) -> bool:
+        """Whether a call may be sent before all of its arguments are there."""
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Arguments, ready to be sent to any number of ranks."""
@@ -78,6 +84,9 @@ class Backend(Protocol):
 
     def any_of(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
         """The calls that have ended: as soon as one has (of very many: a few have), or when the time is over."""
+
+    def promise(self, token: Any) -> Any:
+        """What stands for a call's result in orders of such a backend; None where it must be waited for."""
 
     def value(self, token: Any) -> Any:
         """What a call that has ended gave, as it travelled (`core/wire.py`). Raises a worker's `UserError`, `WorkerFailed` for

@@ -21,7 +21,7 @@ from typing import Any
 from burnish.controller.backend import Backend, Call, Gone, Order
 from burnish.controller.division import divide
 from burnish.controller.keeping import Base
-from burnish.controller.splitting import Divided, divided, join_parts, with_slots
+from burnish.controller.splitting import Divided, Slot, divided, join_parts, with_slots
 from burnish.core.batch import Batch
 from burnish.core.spread import Spread, mark_of, purpose_of
 from burnish.core.wire import decode
@@ -34,12 +34,22 @@ LOOK_EVERY_S = 0.5
 class Pending:
     """A call on its way to the ranks of a group."""
 
-    def __init__(self, group: WorkerGroup, calls: list[Call], join: Callable[[list[Any]], Any]) -> None:
-        self._group, self._calls, self._join = group, calls, join
+    def __init__(
+        self, group: WorkerGroup, calls: list[Call], join: Callable[[list[Any]], Any], is_first: bool = False
+    ) -> None:
+        """`is_first` says that the result is what the first rank gave."""
+        self._group, self._calls, self._join, self._is_first = group, calls, join, is_first
+        self._found: tuple[Any] | None = None
 
     def result(self) -> Any:
         """What the ranks gave, joined; waits for all, and raises the first error it sees of any."""
-        return self._join(self._group.gather(self._calls))
+        if self._found is None:
+            self._found = (self._join(self._group.gather(self._calls)),)
+        return self._found[0]
+
+    def promise(self) -> Any:
+        """What stands for the result among the arguments of another call, before it is there; None where it must be waited for."""
+        return self._group.backend.promise(self._calls[0].token) if self._is_first and self._found is None else None
 
 
 class Method:
@@ -100,7 +110,7 @@ class WorkerGroup:
         if mark.join == "list":
             return Pending(self, calls, lambda results: [decode(result) for result in results])
         if sent is None or mark.join == "first":
-            return Pending(self, calls, lambda results: decode(results[0]))
+            return Pending(self, calls, lambda results: decode(results[0]), is_first=True)
         rank_of = {share: rank for rank, share in reversed(list(enumerate(self.shares)))}  # the first that has it
         firsts, base = [rank_of[part] for part in range(sent.division.num_parts)], self._base
 
@@ -185,9 +195,21 @@ class WorkerGroup:
         return self.send_same([rank], method, *arguments)[0]
 
     def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Call]:
-        """The same call to several ranks, packed once."""
-        parcel, lane = self.backend.pack(arguments, {}), mark_of(self.kind, method).lane
-        return self._send([Order(rank, method, parcel, lane) for rank in ranks])
+        """The same call to several ranks, packed once. An argument that is `Pending` goes to them when it is there."""
+        promises: list[Any] = []
+        known = tuple(self._given(argument, promises) for argument in arguments)
+        parcel, lane = self.backend.pack(known, {}), mark_of(self.kind, method).lane
+        return self._send([Order(rank, method, parcel, lane, promises=promises) for rank in ranks])
+
+    def _given(self, argument: Any, promises: list[Any]) -> Any:
+        """An argument as it can be packed now: of a pending one its place, where messages may be sent before what is in them."""
+        if not isinstance(argument, Pending):
+            return argument
+        promise = argument.promise() if self.backend.keeps_promises else None
+        if promise is None:
+            return argument.result()
+        promises.append(promise)
+        return Slot(len(promises) - 1)
 
     def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Call]:
         """A call to several ranks, each with arguments of its own."""

@@ -22,6 +22,7 @@ class LocalBackend:
 
     size = 1
     is_here = True
+    keeps_promises = False
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.traffic = worker, Traffic()
@@ -44,6 +45,9 @@ class LocalBackend:
 
     def any_of(self, tokens: Sequence[_Done], timeout_s: float) -> list[_Done]:
         return list(tokens)
+
+    def promise(self, token: _Done) -> None:
+        return None
 
     def value(self, token: _Done) -> Any:
         if token.error is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from burnish.algorithms.losses import Loss
 from burnish.algorithms.losses.value import ValueLoss
 from burnish.config.pools import REFERENCE
-from burnish.controller.group import WorkerGroup
+from burnish.controller.group import Pending, WorkerGroup
 from burnish.controller.workers import POLICY
 from burnish.core.batch import Batch
 from burnish.models.policy import PolicyModel
@@ -119,10 +121,17 @@ class RemoteMeter:
         self.group, self.role = group, role
         self.memory: dict[str, float] = {}
         """Of the rank that holds most, as of the last reading."""
+        self.told: list[Pending] = []
+        """What ranks were asked for already, and read here later."""
 
     def read(self) -> Reading:
+        """Of all that was done since the last time."""
+        told, self.told = self.told or [self.group.read.later(self.role)], []
+        return reduce(add, [self._of_all(pending.result()) for pending in told])
+
+    def _of_all(self, found: list[tuple[Reading, dict[str, float]]]) -> Reading:
         """Seconds and operations are the mean over ranks, tokens the sum over shares."""
-        readings, memories = zip(*self.group.read(self.role), strict=True)
+        readings, memories = zip(*found, strict=True)
         self.memory = {name: max(memory[name] for memory in memories) for name in memories[0]}
         count = len(readings)
         shares = [self.group.shares.index(part) for part in range(max(self.group.shares) + 1)]
@@ -181,7 +190,8 @@ class RemoteLearner:
         return update
 
     def release(self) -> None:
-        self.group.release(self.role)
+        # Its clocks are read with it: whoever reads them soon does not wait for what the ranks are given meanwhile.
+        self.meter.told.append(self.group.release.later(self.role))
 
     def reset_optimizer(self) -> None:
         self.group.reset_optimizer(self.role)

@@ -6,6 +6,7 @@ What a plan needs is checked against what is there before anything starts, so th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,8 @@ from burnish.core.workers import WorkerLost
 
 PLACED_S = 60.0
 """How long a cluster may take to give room that it has."""
+STARTS = 3
+"""How often a Ray of one's own is tried to be started."""
 
 
 class Cluster:
@@ -111,11 +114,21 @@ def _connect() -> bool:
                 "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
             ) from error
     else:
-        try:
-            ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **quiet)
-        except Exception as error:  # bare ones, of a node that was too slow to start; told and tried again
-            ray.shutdown()
-            raise WorkerLost(
-                f"Ray did not start on this machine: {error}; is it too busy, or out of memory, ports or disk?", 0
-            ) from error
+        _start(quiet)
     return True
+
+
+def _start(options: dict[str, Any]) -> None:
+    """Ray on this machine, which must be there in half a minute each time; a busy machine may need another."""
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **options)
+            return
+        except Exception as error:  # bare ones, of a node that was too slow to start
+            ray.shutdown()
+            if attempt == STARTS:
+                raise WorkerLost(
+                    f"Ray did not start on this machine, tried {STARTS} times: {error}; is it too busy, or out of memory, ports or disk?",
+                    0,
+                ) from error
+            print(f"burnish: Ray did not start ({error}); trying again", file=sys.stderr, flush=True)

@@ -44,7 +44,8 @@ class RayBackend(RayProcesses):
             if self._relays:
                 by_relay.setdefault(order.rank // self.fan_out, []).append(order)
             else:
-                parts = [self._kept(divided, share, divided.parts[share]) for divided, share in order.parts]
+                kept = [self._kept(divided, share, divided.parts[share]) for divided, share in order.parts]
+                parts = [*kept, *order.promises]
                 parcel = self._content(order.parcel)
                 reference = begin_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
                 self.traffic.messages += 1
@@ -104,6 +105,13 @@ class RayBackend(RayProcesses):
         found = set(ready)
         ended = [token for token in tokens if token.reply.reference in found]
         return sorted(ended, key=lambda token: not token.outcome.is_bad)  # those that ended badly first
+
+    @property
+    def keeps_promises(self) -> bool:
+        return not self._relays  # Ray waits for what a message is given, not for what is inside of it
+
+    def promise(self, token: _Sent) -> Any:
+        return None if token.reply.is_many else token.reply.reference
 
     def value(self, token: _Sent) -> Any:
         found = token.outcome

@@ -68,19 +68,23 @@ class RolloutWorker:
             )
         weights = self._weights()
 
-        def write(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
+        def write(engine: Engine) -> None:
             buckets.take(publication, weights, self.store.get)
             engine.load(publication.version, ())
+
+        def show(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
             engine.submit([self.probe])
             done: list[Completion] = []
             while not done:  # a stream may be interrupted
                 done = list(engine.stream())
             return tuple(done[0].tokens.tolist()), done[0].logp
 
-        tokens, logp = self.thread.do(write)
+        self.thread.do(write)
         self.version = publication.version
         self._taken = list(weights if publication.is_complete else publication.checksums)
-        return Report(self.version, digest(self.checksums()), tokens, logp)
+        shown = self.thread.begin(show)
+        found = digest(self.checksums())  # while the engine is at the probe
+        return Report(self.version, found, *self.thread.wait(shown))
 
     @spread("broadcast", "list")
     def checksums(self) -> dict[str, int]:

@@ -208,7 +208,7 @@ def build_remote_engine(
         if isinstance(module, Decoder):  # any other engine says so itself
             check_requests(requests, frozenset(), module, decode)
 
-    trainer = Trainer(publish=actor.publish, score=actor.score.later, dtype=config.model.dtype)
+    trainer = Trainer(publish=actor.publish.later, score=actor.score.later, dtype=config.model.dtype)
     asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
     return RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)

@@ -127,10 +127,11 @@ class TrainingWorker:
         second = None if also is None else (also[0].to(self.device), also[1])
         return self._learner(role).update(batch.to(self.device), loss, lr_scale, second, columns)
 
-    @spread("broadcast", "nothing")
-    def release(self, role: str) -> None:
-        """Let go of the gradients."""
+    @spread("broadcast", "list")
+    def release(self, role: str) -> tuple[Reading, dict[str, float]]:
+        """Let go of the gradients, and tell what the learner did."""
         self._learner(role).release()
+        return self.read(role)
 
     @spread("broadcast", "nothing")
     def reset_optimizer(self, role: str) -> None:

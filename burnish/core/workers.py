@@ -40,7 +40,7 @@ class Workers(Protocol):
         """Call a marked method of one worker."""
 
     def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> Sequence[Handle]:
-        """The same call to several: what is large in it is packed once."""
+        """The same call to several: what is large in it is packed once. What another call will give may be an argument."""
 
     def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Sequence[Handle]:
         """A call to several, each with arguments of its own."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from burnish.core.engine import Completion, Request
 from burnish.core.workers import Handle, WorkerLost, Workers
 from burnish.rollout.messages import Completions, by_prompt, one_of_each, pack_requests, unpack_completions
+from burnish.rollout.sync.verify import SyncError
 from burnish.rollout.weights import Trainer, WeightSync
 
 WAIT_S = 0.05
@@ -230,6 +231,12 @@ class RemoteEngine:
         """The completions of requests that the engine has; there are no others unless it is asked twice."""
         member = self.members[rank]
         before, take = len(member.running), member.running.pop
+        others = np.flatnonzero(packed.columns[2] != self.version)
+        if others.size:
+            other = int(packed.columns[2][others[0]])
+            raise SyncError(
+                f"engine {rank} sampled with version {other} of the weights, and {self.version} was sent before the requests"
+            )
         requests = [take(number, None) for number in packed.numbers]
         ids = ["" if request is None else request.id for request in requests]
         found = unpack_completions(packed, ids)

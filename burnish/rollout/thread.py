@@ -59,6 +59,10 @@ class EngineThread:
 
     def do(self, action: Callable[[Engine], Result]) -> Result:
         """Something with the engine, between two of its steps; waits for it."""
+        return self.wait(self.begin(action))
+
+    def begin(self, action: Callable[[Engine], Result]) -> Future[Result]:
+        """The same without waiting."""
         done: Future[Result] = Future()
 
         def act() -> None:
@@ -68,6 +72,10 @@ class EngineThread:
                 done.set_exception(error)
 
         self._ask(act)
+        return done
+
+    def wait(self, done: Future[Result]) -> Result:
+        """What came of something that was begun."""
         while True:
             try:
                 return done.result(timeout=1.0)

@@ -1,6 +1,6 @@
 """New weights from the trainer to engines in other processes, and the proof that they arrived.
 
-`begin` has them published and sent; `finish` waits for the engines and compares what they show (`sync/verify.py`) with what was
+`begin` has them published and sent, and waits for neither; `finish` waits for the engines and compares what they show (`sync/verify.py`) with what was
 published. In between the engines may be given requests, which they begin when they have taken the weights: nobody may use what
 they sample, and the trainer may not move, before `finish`.
 """
@@ -24,11 +24,18 @@ class Scores(Protocol):
         """They; waits for them."""
 
 
+class Published(Protocol):
+    """Weights that are being published."""
+
+    def result(self) -> Publication:
+        """They; waits for them."""
+
+
 @dataclass(frozen=True)
 class Trainer:
     """What the engine asks of whoever trains."""
 
-    publish: Callable[[int, bool], Publication]
+    publish: Callable[[int, bool], Published]
     """The weights under a version; all of them if the second argument says so, else what changed, where that is known."""
     score: Callable[[Sequence[int], Sequence[int]], Scores]
     """The log-probs of tokens after a prompt, at temperature 1."""
@@ -40,7 +47,7 @@ class Trainer:
 class _Sent:
     """A publication on its way."""
 
-    publication: Publication
+    published: Published
     ranks: list[int]
     handles: Sequence[Handle]
     guessed: dict[tuple[int, ...], Scores]
@@ -62,12 +69,12 @@ class WeightSync:
     def begin(self, version: int, ranks: Sequence[int], complete: bool) -> None:
         """Have the weights published and sent; what changed since the last time will do unless all must be `complete`."""
         assert self._sent is None, "what was sent before is not verified"
-        publication = self.trainer.publish(version, complete)
-        self.count("controller/sync_bytes", publication.num_bytes)
-        handles = self.workers.send_same(ranks, "take", publication)
+        published = self.trainer.publish(version, complete)
+        # Engines are sent what the trainer has yet to publish: they have it a message earlier than if it was waited for here.
+        handles = self.workers.send_same(ranks, "take", published)
         # Most steps leave the likeliest tokens as they were: while engines are at it, the trainer tells its log-probs of those.
         guessed = {self._last: self.trainer.score(self.probe.tokens, self._last)} if self._last is not None else {}
-        self._sent = _Sent(publication, list(ranks), handles, guessed)
+        self._sent = _Sent(published, list(ranks), handles, guessed)
 
     def finish(self) -> list[WorkerLost]:
         """Wait for what was sent; those that ended meanwhile. Raises `SyncError` for an engine that has something else."""
@@ -75,6 +82,8 @@ class WeightSync:
         if sent is None:
             return []
         self._sent = None
+        publication = sent.published.result()  # first: where the trainer failed, engines had nothing to take
+        self.count("controller/sync_bytes", publication.num_bytes)
         self.workers.settle(sent.handles)
         reports: dict[int, Report] = {}
         lost: list[WorkerLost] = []
@@ -84,12 +93,17 @@ class WeightSync:
             except WorkerLost as error:
                 lost.append(error)
         gone = {error.rank for error in lost}
-        self._verify(sent, reports, [rank for rank in sent.ranks if rank not in gone])
+        self._verify(publication, sent.guessed, reports, [rank for rank in sent.ranks if rank not in gone])
         return lost
 
-    def _verify(self, sent: _Sent, reports: Mapping[int, Report], ranks: Sequence[int]) -> None:
+    def _verify(
+        self,
+        publication: Publication,
+        scores: Mapping[tuple[int, ...], Scores],
+        reports: Mapping[int, Report],
+        ranks: Sequence[int],
+    ) -> None:
         """Every engine has shown that it has the weights, or the run stops."""
-        publication, scores = sent.publication, dict(sent.guessed)
         expected: dict[tuple[int, ...], list[float]] = {}
         wanted = digest(publication.checksums)
         for rank in ranks:

@@ -4,7 +4,12 @@
 
 Every run is `burnish train` with its supervisor. A seed picks a step and a moment in it; then the victim gets SIGKILL or SIGSTOP.
 The run must end with status 0, its journal must show every sample used exactly once, and weights, optimizer and metrics must be
-those of the undisturbed run, bit for bit in float64. (Of an asynchronous one: as many samples in each step.) The table at the end counts; the exit status is 1 if one run did not.
+those of the undisturbed run, bit for bit in float64. (Of an asynchronous one: as many samples in each step.) A line for each run says
+how it went, the table at the end counts; the exit status is 1 if one run did not.
+
+A run that ended because Ray itself did not start, as on a machine that is too busy, says nothing of burnish: it is made again. If it
+never starts, but does where nothing is disturbed, it is burnish that leaves no room for it; else it counts as not judged, and the
+exit status is 2 where no run of a victim was.
 """
 
 from __future__ import annotations
@@ -69,6 +74,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 DEADLINE_S = 180.0
 LATE = 999
 """Stands for the exit code of a run that did not end in time."""
+NO_RAY = "Ray did not start"
+"""What a run says of that (`controller/ray_cluster.py`)."""
+ATTEMPTS = 3
 
 
 # --- the process whose forks are the runs ------------------------------------------------------------------------------------
@@ -204,9 +212,20 @@ def result(folder: Path) -> Result:
 
 
 def undisturbed(runner: Runner, folder: Path, overrides: tuple[str, ...]) -> Result:
-    code = runner.wait(runner.start(folder, overrides))
-    assert code == 0, output(folder)
-    return result(folder)
+    """What a run gives that nobody disturbs."""
+    for attempt in range(ATTEMPTS):
+        place = folder.with_name(f"{folder.name}-{attempt}")
+        code = runner.wait(runner.start(place, overrides))
+        if code == 0:
+            return result(place)
+        if not lacks_ray(place):
+            break
+    raise RuntimeError(f"an undisturbed run ends with status {code}: {output(place)}")
+
+
+def lacks_ray(folder: Path) -> bool:
+    """Whether Ray did not start in a run."""
+    return NO_RAY in output(folder)
 
 
 def output(folder: Path) -> str:
@@ -220,9 +239,33 @@ class Disturbed(NamedTuple):
     code: int
     seconds: float
     problems: list[str]
+    is_judged: bool = True
+    """Whether it says anything: not where there was no Ray."""
+
+    def __str__(self) -> str:
+        hit = "hit" if self.was_hit else "over before it could be hit"
+        ended = "; ".join(self.problems) or ("as undisturbed" if self.is_judged else f"not judged: {NO_RAY}")
+        return f"{hit}, {ended}, {self.seconds:.1f} s"
 
 
 def disturbed(runner: Runner, folder: Path, victim: str, number: int, seed: int, expected: Result) -> Disturbed:
+    """The same as `disturb_once`, made again where Ray did not start. The last attempt is in the folder, others beside it."""
+    for attempt in range(ATTEMPTS):
+        found = disturb_once(runner, folder, victim, number, seed, expected)
+        if found.code == 0 or not lacks_ray(folder):
+            return found
+        folder.rename(folder.with_name(f"{folder.name}-attempt-{attempt}"))
+    try:
+        undisturbed(runner, folder.with_name(f"{folder.name}-control"), VICTIMS[victim])
+    except RuntimeError as error:
+        if NO_RAY not in str(error):
+            raise
+        return found._replace(problems=[], is_judged=False)
+    reason = f"{NO_RAY} {ATTEMPTS} times, though it does where nothing is disturbed"
+    return found._replace(problems=[reason, *found.problems])
+
+
+def disturb_once(runner: Runner, folder: Path, victim: str, number: int, seed: int, expected: Result) -> Disturbed:
     """A run in which a victim gets a signal, at a moment that the seed picks."""
     rng = random.Random(f"{victim}-{number}-{seed}")
     step, delay_s = rng.randrange(STEPS - 1), rng.uniform(0, 0.15)
@@ -320,18 +363,27 @@ def main() -> int:
             seed = args.first_seed + k // len(kinds)
             found = disturbed(runner, folder, victim, number, seed, expected[where])
             counts[victim, number].append(found)
-            for problem in found.problems:
-                print(f"{victim} {signal.Signals(number).name} seed {seed}: {problem}", flush=True)
-            shutil.rmtree(folder)
-            if (k + 1) % 50 == 0:
-                print(f"{k + 1} runs", file=sys.stderr, flush=True)
-    print(f"{'victim':<14}{'signal':<10}{'runs':>6}{'hit':>6}{'as undisturbed':>16}{'seconds a run':>15}")
+            name = f"{victim} {signal.Signals(number).name} seed {seed}"
+            print(f"{k + 1} of {args.runs}: {name}: {found}", flush=True)
+            for made in Path(temporary).glob(f"{k}*"):
+                shutil.rmtree(made)
+    return told(counts)
+
+
+def told(counts: dict[tuple[str, int], list[Disturbed]]) -> int:
+    """Print the table; the exit status."""
+    print(
+        f"{'victim':<14}{'signal':<10}{'runs':>6}{'hit':>6}{'as undisturbed':>16}{'not judged':>12}{'seconds a run':>15}"
+    )
     for (victim, number), runs in counts.items():
         if runs:
-            same, seconds = sum(not run.problems for run in runs), sum(run.seconds for run in runs) / len(runs)
-            hit = sum(run.was_hit for run in runs)
-            print(f"{victim:<14}{signal.Signals(number).name:<10}{len(runs):>6}{hit:>6}{same:>16}{seconds:>15.1f}")
-    return int(any(run.problems for runs in counts.values() for run in runs))
+            same, unknown = (sum(not r.problems and r.is_judged is judged for r in runs) for judged in (True, False))
+            hit, seconds = sum(run.was_hit for run in runs), sum(run.seconds for run in runs) / len(runs)
+            kind = f"{victim:<14}{signal.Signals(number).name:<10}"
+            print(f"{kind}{len(runs):>6}{hit:>6}{same:>16}{unknown:>12}{seconds:>15.1f}", flush=True)
+    if any(run.problems for runs in counts.values() for run in runs):
+        return 1
+    return 2 if any(runs and not any(run.is_judged for run in runs) for runs in counts.values()) else 0
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class HereBackend:
     """Workers of `make(rank)`, called one after the other; those in `dead` are gone, those in `mute` never answer."""
 
     is_here = False
+    keeps_promises = True
 
     def __init__(self, make: Callable[[int], Any], size: int) -> None:
         self.make, self.workers = make, [make(rank) for rank in range(size)]
@@ -46,12 +47,16 @@ class HereBackend:
 
     def _send(self, order: Order) -> Sent:
         parts = [divided.parts[share] for divided, share in order.parts]
+        parts += [promised.value for promised in order.promises]
         self.traffic.messages += 1
         self.traffic.bytes_out += num_bytes(order.parcel) + num_bytes(parts)
         sent = Sent(order.rank, order.method, filled(order.parcel, parts), order.lane)
         self.sent.append(sent)
+        failed = [promised.error for promised in order.promises if promised.error is not None]
         if order.rank in self.dead:
             sent.error = Gone("killed")
+        elif failed:
+            sent.error = failed[0]
         elif order.rank not in self.mute:
             try:
                 keeper = self.keepers[order.rank]
@@ -70,6 +75,9 @@ class HereBackend:
         return [token for token in tokens if token.rank not in self.mute or token.value is not None]
 
     any_of = wait
+
+    def promise(self, token: Sent) -> Sent:
+        return token
 
     def value(self, token: Sent) -> Any:
         if token.error is not None:

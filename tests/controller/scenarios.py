@@ -215,6 +215,7 @@ def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None
         original(engine, requests)
         count += 1
         if count == n:
+            engine.confirm()  # it is at the requests, and not at the weights before them
             assert engine.members[1].running
             engine.deadline_s = 3.0
             victims.append(engine.workers.backend.pid(1))  # type: ignore[attr-defined]

@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 
 from burnish.run.supervise import is_possible
-from tests.controller.chaos import SIGNALS, VICTIMS, Disturbed, disturbed, open_runner, output, undisturbed
+from tests.controller import chaos
+from tests.controller.chaos import (
+    ATTEMPTS,
+    NO_RAY,
+    SIGNALS,
+    VICTIMS,
+    Disturbed,
+    Result,
+    disturbed,
+    open_runner,
+    output,
+    told,
+    undisturbed,
+)
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
 SEED = 7
@@ -37,6 +50,46 @@ def test_drivers_and_reward_workers_that_are_killed_or_stopped_change_nothing(tm
         assert words in said
         assert "(restart 1 of 3)" in said
         assert "restart" not in output(tmp_path / f"reward-{number}")
+
+
+class Starts:
+    """A runner whose runs say one thing each, those that say nothing having ended well."""
+
+    def __init__(self, *said: str) -> None:
+        self.said, self.folders = list(said), list[Path]()
+
+    def start(self, folder: Path, overrides: tuple[str, ...]) -> int:
+        folder.mkdir()
+        (folder / "output.txt").write_text(self.said[len(self.folders)])
+        self.folders.append(folder)
+        return len(self.folders)
+
+    def wait(self, pid: int) -> int:
+        return int(self.said[pid - 1] != "")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_judged", "problem"),
+    [
+        (["", ""], True, None),
+        ([NO_RAY, ""], True, None),
+        ([NO_RAY, "a bug"], True, "status 1: a bug"),
+        ([NO_RAY] * 2 * ATTEMPTS, False, None),
+        ([NO_RAY] * ATTEMPTS + [""], True, f"{NO_RAY} {ATTEMPTS} times, though it does where nothing is disturbed"),
+    ],
+)
+def test_a_run_without_ray_is_made_again_and_blamed_on_burnish_only_where_others_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], is_judged: bool, problem: str | None
+) -> None:
+    nothing = Result([], {}, [])
+    monkeypatch.setattr(chaos, "strike", lambda *args: True)
+    monkeypatch.setattr(chaos, "result", lambda folder: nothing)
+    found = disturbed(Starts(*said), tmp_path / "run", "ray_driver", signal.SIGKILL, SEED, nothing)  # type: ignore[arg-type]
+    assert found.is_judged is is_judged
+    assert found.problems[:1] == ([] if problem is None else [problem])
+    assert told({("ray_driver", signal.SIGKILL): [found]}) == (
+        0 if not found.problems and is_judged else 1 if problem else 2
+    )
 
 
 @pytest.mark.slow  # each run has a Ray of its own: one to four minutes for the three runs of a victim

@@ -181,6 +181,26 @@ def test_every_call_can_be_begun_and_waited_for_later() -> None:
     assert found[1:] == [[(0, 1, 0), (1, 1, 0)], [(0, 1, 0), (1, 2, 0)], 0]
 
 
+def test_a_call_is_sent_with_what_another_group_has_yet_to_give() -> None:
+    (givers, giving), (takers, taking) = group_of(2), group_of(3)
+    pending = givers.one_answer.later()
+    assert pending.promise() is giving.sent[0]
+    calls = takers.send_same([0, 2], "everyone", pending, 7)
+    assert [takers.result(call) for call in calls] == [(0, 0, 7), (2, 0, 7)]
+    assert giving.traffic.bytes_in == 0
+    assert pending.result() == 0
+    assert pending.promise() is None  # it is there
+    assert takers.result(takers.send(1, "everyone", pending)) == (1, 0, 0)
+    giving.dead.add(0)
+    lost = givers.one_answer.later()
+    call = takers.send(1, "everyone", lost)
+    with pytest.raises(WorkerLost, match="rank 0 of 2 has ended in `one_answer`"):
+        lost.result()
+    with pytest.raises(WorkerLost):
+        takers.result(call)
+    assert len(taking.sent) == 4
+
+
 def test_the_error_of_a_call_nobody_waited_for_is_raised_by_the_next() -> None:
     group, _ = group_of(2)
     group.tell("bad")

@@ -219,14 +219,26 @@ def test_a_process_computes_with_as_many_threads_as_it_has_cpus(tmp_path: Path) 
         torch.set_num_threads(before)
 
 
-def test_a_ray_that_does_not_start_is_a_loss_to_try_again_not_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_ray_that_does_not_start_is_tried_again_and_then_a_loss_not_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failures: int
+) -> None:
     ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
     from burnish.controller import ray_cluster
 
+    tried = []
+
     def too_slow(**options: object) -> None:
-        raise Exception("the node timed out during startup")  # as Ray does
+        tried.append(options)
+        if len(tried) <= failures:
+            raise Exception("the node timed out during startup")  # as Ray does
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", too_slow)
-    with pytest.raises(WorkerLost, match="Ray did not start on this machine: the node timed out during startup"):
-        ray_cluster._connect()
+    if failures == 2:
+        assert ray_cluster._connect()
+    else:
+        with pytest.raises(WorkerLost, match="Ray did not start on this machine, tried 3 times: the node timed out"):
+            ray_cluster._connect()
+    assert len(tried) == 3
+    assert capsys.readouterr().err.count("Ray did not start (the node timed out during startup); trying again") == 2

@@ -298,6 +298,17 @@ def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path, backend: type[
         synced(tmp_path, backend, f"placement.sync={sync}")
 
 
+def test_what_was_sampled_with_another_version_stops_the_run(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    run(parts.engine, requests(2))
+    parts.engine.load(1, ())
+    parts.engine.confirm()
+    worker = parts.backend.workers[1]
+    worker.thread.do(lambda engine: engine.load(0, ()))  # as if its requests had come before the weights
+    with pytest.raises(SyncError, match="engine 1 sampled with version 0 of the weights, and 1 was sent before"):
+        run(parts.engine, requests(4))
+
+
 @pytest.mark.parametrize("source", ["sync", "ahead"])
 def test_where_the_learner_goes_on_meanwhile_weights_are_verified_before_it_does(tmp_path: Path, source: str) -> None:
     parts = parts_of(tmp_path, f"rollout.source={source}", "placement.layout=split", backend=OneBitWrong)
@@ -378,6 +389,7 @@ def test_a_delta_sends_less_and_leaves_the_same_bits(tmp_path: Path) -> None:
     with torch.no_grad():
         parts.trainer.policy.module.norm.weight[3] += 1e-9
     parts.engine.load(1, ())
+    parts.engine.confirm()
     changed = parts.counted["controller/sync_bytes"]
     values = sum(p.numel() for p in parts.trainer.policy.module.parameters())
     assert everything == 8 * values
@@ -403,6 +415,7 @@ def test_at_a_small_learning_rate_in_bfloat16_a_delta_is_less_than_a_third_and_e
         batch = Batch(tokens, torch.arange(5) * 6, {"action_mask": mask, "loss_mask": mask, "weight": mask / 16})
         assert trainer.update("actor", batch, NllLoss(), 1.0, None, True).skipped is None
         parts.engine.load(version, ())
+        parts.engine.confirm()
         sent = parts.counted.pop("controller/sync_bytes")
         assert sent <= 0.3 * everything
         for worker in parts.backend.workers:
