@@ -23,6 +23,10 @@ from burnish.core.workers import WorkerLost
 
 PLACED_S = 60.0
 """How long a cluster may take to give room that it has."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Of a Ray of one's own. Its processes do the run's work: at the low priority that they have by default (15) whatever else the
+machine does comes first, the driver that waits for them too."""
 STARTS = 3
 """How often a Ray of one's own is tried to be started."""
 
@@ -103,26 +107,27 @@ def _connect() -> bool:
     """Whether Ray was started here: not where the program or RAY_ADDRESS has named one."""
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if "RAY_ADDRESS" in os.environ:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init(**quiet)
+            ray.init(**QUIET)
         except ConnectionError as error:
             raise UserError(
                 f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}; is it running, and if it checks tokens, "
                 "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
             ) from error
     else:
-        _start(quiet)
+        start_here(own_cores())
     return True
 
 
-def _start(options: dict[str, Any]) -> None:
+def start_here(num_cpus: int) -> None:
     """Ray on this machine, which must be there in half a minute each time; a busy machine may need another."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     for attempt in range(1, STARTS + 1):
         try:
-            ray.init(address="local", num_cpus=own_cores(), include_dashboard=False, **options)
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
             return
         except Exception as error:  # bare ones, of a node that was too slow to start
             ray.shutdown()

@@ -25,6 +25,9 @@ class PooledHost(Host):
             import torch.distributed.fsdp
             import torch.distributed.tensor.parallel  # noqa: F401
 
+    def niceness(self) -> int:
+        return os.nice(0)
+
     def clean(self) -> None:
         from burnish.training.parallel.join import leave
 

@@ -121,6 +121,7 @@ def equal(folder: Path, facts: Facts) -> None:
         run(folder, name, *where)
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
         run(folder, f"{name}-adapters", *ADAPTERS, *where)
+    facts["niceness"] = [ray.get(host.niceness.remote()) - os.nice(0) for _, host in PooledCluster.pool.free]
     facts["killed critic"] = struck(folder, "ray-apart", "critic", 0, 3, *APART, *POOLS)
     run(folder, "ray-apart", *APART, *FEWER_POOLS)
 
@@ -356,8 +357,7 @@ SCENARIOS = (
 
 def main(folder: Path, names: list[str]) -> int:
     torch.set_num_threads(1)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray_cluster.start_here(CPUS)
     PooledCluster.pool = Pool(5 if names == ["equal"] else 4)
     ray_cluster.Cluster = PooledCluster
     facts: Facts = {"times": {}}

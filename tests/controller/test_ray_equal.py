@@ -69,6 +69,10 @@ def test_with_reference_critic_and_reward_in_pools_of_their_own_numbers_are_thos
     assert said.startswith("critic rank 0 of 1 has ended")
 
 
+def test_processes_have_the_drivers_priority(folder: Path) -> None:
+    assert json.loads((folder / "facts.json").read_text())["niceness"] == [0] * 5
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_what_the_controller_moves_is_in_the_metrics_of_every_step(folder: Path, name: str) -> None:
     for row in read(folder / name / "metrics.jsonl"):

@@ -26,13 +26,13 @@ ROOTS = ("mismatch/rollout_is_std", "mismatch/heat_fit", "mismatch/balance")
 
 def main(folder: Path) -> None:
     """All runs, one after the other, on one Ray."""
-    import ray
     import torch
 
+    from burnish.controller.ray_cluster import start_here
     from burnish.rollout.remote import RemoteEngine
 
     torch.set_num_threads(1)
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    start_here(4)
     run(folder, "ahead", "rollout.source=ahead")
     run(folder, "ahead-ray", "rollout.source=ahead", *SPLIT)
     run(folder, "sync")
