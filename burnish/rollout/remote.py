@@ -231,13 +231,12 @@ class RemoteEngine:
         """The completions of requests that the engine has; there are no others unless it is asked twice."""
         member = self.members[rank]
         before, take = len(member.running), member.running.pop
-        others = np.flatnonzero(packed.columns[2] != self.version)
-        if others.size:
-            other = int(packed.columns[2][others[0]])
-            raise SyncError(
-                f"engine {rank} sampled with version {other} of the weights, and {self.version} was sent before the requests"
-            )
         requests = [take(number, None) for number in packed.numbers]
+        for request, version in zip(requests, packed.columns[2].tolist(), strict=True):
+            if request is not None and version != self.version:
+                raise SyncError(
+                    f"engine {rank} sampled with version {version} of the weights, and {self.version} was sent before the requests"
+                )
         ids = ["" if request is None else request.id for request in requests]
         found = unpack_completions(packed, ids)
         if before - len(member.running) < len(requests):
