@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +22,12 @@ from burnish.models.ops.kernels.logits import cut_off, load_logits
 from burnish.models.ops.kernels.truncation import Bias
 
 CHUNK = 4096
+
+
+@triton.jit
+def _inverse(temperature):
+    """What logits are multiplied by: one division by the rounding of IEEE, since the plain one differs from kernel to kernel."""
+    return tl.div_rn(1.0, tl.where(temperature == 0, 1.0, temperature))
 
 
 @triton.jit
@@ -56,8 +63,7 @@ def _sum_chunks(
     )  # fmt: skip
     if TRUNCATED:
         x = cut_off(x, chunk * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
-    # Division by the rounding of IEEE: the plain one is an approximation that differs from kernel to kernel.
-    x = tl.div_rn(x, tl.where(temperature == 0, 1.0, temperature))
+    x *= _inverse(temperature)
     best = tl.max(x, 0)
     total = tl.sum(tl.exp(x - tl.where(best == -float("inf"), 0.0, best)), 0)
     tl.store(best_ptr + index * chunks + chunk, best)
@@ -159,8 +165,8 @@ def _draw(
         )  # fmt: skip
         if TRUNCATED:
             x = cut_off(x, here * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
-        x = tl.div_rn(x, tl.where(greedy, 1.0, temperature))
-        running = before + tl.cumsum(tl.exp((x - best).to(tl.float64)), 0)
+        x *= _inverse(temperature)
+        running = before + tl.cumsum(tl.exp(x - best).to(tl.float64), 0)
         passed = tl.sum((running < goal).to(tl.int32), 0)
         # Rounding may leave the goal beyond the last sum: then the last token that can be drawn is it.
         last = tl.max(tl.where(x > -float("inf"), column, 0), 0)
@@ -220,6 +226,7 @@ def _sums(
         TRUNCATED=cut is not None,
         RAW=raw,
         num_warps=4,
+        enable_fp_fusion=False,  # what is drawn and what is scored have the same bits
     )
     return options, sums
 
@@ -268,15 +275,16 @@ def draw(
         MULTIPLIER_1=MULTIPLIER_1,
         MULTIPLIER_2=MULTIPLIER_2,
         num_warps=8,
+        enable_fp_fusion=False,
     )
 
 
 @triton.jit
-def _score(logits_ptr, token_ptr, temperature, best_ptr, total_ptr, out_ptr, vocab, chunks, CHUNKS: tl.constexpr):
+def _score(logits_ptr, token_ptr, inverse, best_ptr, total_ptr, out_ptr, vocab, chunks, CHUNKS: tl.constexpr):
     index = tl.program_id(0)
     _, _, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
     chosen = tl.load(logits_ptr + index.to(tl.int64) * vocab + tl.load(token_ptr + index)).to(tl.float32)
-    chosen = tl.div_rn(chosen, temperature)
+    chosen *= inverse
     tl.store(out_ptr + index, chosen - best - tl.log(total).to(tl.float32))
 
 
@@ -292,7 +300,7 @@ def score(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     _score[(count,)](
         logits,
         tokens,
-        temperature,
+        float(np.float32(1) / np.float32(temperature or 1.0)),  # as `_inverse` gives it
         best,
         total,
         out,
@@ -300,5 +308,6 @@ def score(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         chunks,
         CHUNKS=triton.next_power_of_2(chunks),
         num_warps=8,
+        enable_fp_fusion=False,
     )
     return out
