@@ -20,7 +20,7 @@ KINDS = ("matmul", "attention", "norm and activation", "head", "optimizer", "com
 INSIDE = (  # whatever runs inside such an operator is part of it
     ("head", re.compile(r"HeadLogprob|_summarise|_slopes")),
     ("communication", re.compile(r"c10d::|nccl|gloo", re.IGNORECASE)),
-    ("attention", re.compile(r"attention|attn|flash|fmha|bmm|(?<!log_)softmax|_decode$|_join$", re.IGNORECASE)),
+    ("attention", re.compile(r"attention|attn|flash|fmha|bmm|(?<!log_)softmax|_decode_step$|_join$", re.IGNORECASE)),
     ("norm and activation", re.compile(r"RmsNorm|Swiglu|Rotate|silu|_add_norm|_rotate_store|_gate")),
 )
 ITSELF = (

@@ -192,38 +192,20 @@ def test_rotate_store_kernel(
 @kernel
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window", "splits"),
-    [
-        (4, 2, 8, None, 1),
-        (4, 2, 8, 1, 3),
-        (4, 2, 8, 70, 1),
-        (3, 1, 16, 70, 3),
-        (2, 2, 20, None, 3),
-        (2, 2, 20, 70, 12),
-        (12, 2, 128, None, 1),
-        (12, 2, 128, None, 5),
-    ],
+    ("heads", "kv_heads", "dim", "window"),
+    [(4, 2, 8, None), (4, 2, 8, 1), (4, 2, 8, 70), (3, 1, 16, 70), (2, 2, 20, None), (12, 2, 128, None)],
 )
-def test_decode_attention_kernel(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, splits: int
-) -> None:
-    from burnish.models.ops.kernels import decode_attention
+def test_exact_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    from burnish.models.ops.kernels.exact_attention import exact_attention
 
     page, positions = 16, torch.tensor([0, 15, 16, -1, 63, 64, 150, 3])
     rows, table = len(positions), shuffled_table(len(positions), 10)
     keys, values = (randn(rows * 10 + 1, kv_heads, page, dim, dtype=dtype, seed=s) for s in (1, 2))
     place = Placement(torch.arange(rows), positions, table)
-    # The identity rotation, and new keys and values that are those already there: only the attention is compared.
-    qkv = randn(rows, heads + 2 * kv_heads, dim, dtype=dtype)
-    for row, position in enumerate(positions.tolist()):
-        where = int(table[row, max(position, 0) // page])
-        qkv[row, heads : heads + kv_heads] = keys[where, :, position % page]
-        qkv[row, heads + kv_heads :] = values[where, :, position % page]
-    cos, sin = torch.ones(160, 1, dim, dtype=dtype), torch.zeros(160, 1, dim, dtype=dtype)
-    expected = paged.decode_attention(qkv.flatten(1), cos, sin, place, None, keys.clone(), values.clone(), window)
-    q, keys, values = on_device(qkv[:, :heads].contiguous(), keys, values)
+    q = randn(rows, heads, dim, dtype=dtype)
+    expected = paged.attend_pages(q, keys, values, place, window)
     moved = Placement(*on_device(place.owner, positions, table))
-    got = decode_attention.decode_attention(q, keys, values, moved, window, splits).flatten(1)
+    got = exact_attention(*on_device(q, keys, values), moved, window).flatten(1)
     there = positions >= 0
     close(got.cpu()[there], expected[there], dtype)
     assert got.isfinite().all()
@@ -411,32 +393,6 @@ def test_rotate_store_kernel_in_8_bits(dtype: torch.dtype, heads: int, kv_heads:
         # A rotation that differs in its last bit may round to the next number of 8 bits: seldom, and no further.
         assert differs.float().mean() <= (1e-3 if dtype == torch.float32 else 0.05)
         torch.testing.assert_close(mine[differs], twin[differs], rtol=0.15, atol=0.05)
-
-
-@kernel
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window", "splits"), [(4, 2, 8, None, 1), (3, 1, 16, 70, 3), (12, 2, 128, None, 5)]
-)
-def test_decode_attention_kernel_in_8_bits(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, splits: int
-) -> None:
-    from burnish.models.ops.kernels import decode_attention
-
-    positions = torch.tensor([0, 15, 16, -1, 63, 64, 150, 3])
-    rows, table = len(positions), shuffled_table(len(positions), 10)
-    pages = [randn(rows * 10 + 1, kv_heads, 16, dim, seed=s) * (1 + s) for s in (1, 2)]
-    q = randn(rows, heads, dim, dtype=dtype)
-    expected = paged.attend_pages(
-        q, *(quantise(x) for x in pages), Placement(torch.arange(rows), positions, table), window
-    )
-    moved = Placement(*on_device(torch.arange(rows), positions, table))
-    got = decode_attention.decode_attention(
-        q.to(DEVICE), *(in_8_bits(x) for x in pages), moved, window, splits
-    ).flatten(1)
-    there = positions >= 0
-    close(got.cpu()[there] / 3, expected[there] / 3, dtype)  # the values are three times as large as elsewhere
-    assert got.isfinite().all()
 
 
 def test_a_forward_over_8_bits_is_near_the_decoders(tiny_model: TinyModel) -> None:

@@ -59,9 +59,9 @@ def exact_swiglu(gate_up: Tensor) -> Tensor:
 def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:
     """[N, heads * D]: each token's query [N, heads, D] against the keys of its row up to its own."""
     if use_kernels(q):
-        from burnish.models.ops.kernels import decode_attention as kernel
+        from burnish.models.ops.kernels import exact_attention as kernel
 
-        return kernel.decode_attention(q, keys, values, place, window, splits=1).flatten(1)
+        return kernel.exact_attention(q, keys, values, place, window).flatten(1)
     table = place.table[place.owner]
     parts = [
         _walk(*part, keys, values, window)

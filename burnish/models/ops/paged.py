@@ -92,17 +92,22 @@ def decode_attention(
     keys: Pages,
     values: Pages,
     window: int | None,
+    splits: int = 1,
+    least: int = 64,
 ) -> Tensor:
-    """[rows, heads * D]: each row's new token, as its fused projection, against what the row holds and itself."""
+    """[rows, heads * D]: each row's new token, as its fused projection, against what the row holds and itself.
+
+    Row i of the table is token i's. On a GPU rows are cut into up to `splits` stretches of at least `least` keys.
+    """
+    if use_kernels(qkv):
+        from burnish.models.ops.kernels.decode_step import decode_step
+
+        return decode_step(qkv, cos, sin, place, norms, keys, values, window, splits, least)
     return attend_pages(rotate_store(qkv, cos, sin, place, norms, keys, values), keys, values, place, window)
 
 
 def attend_pages(q: Tensor, keys: Pages, values: Pages, place: Placement, window: int | None) -> Tensor:
-    """[rows, heads * D]: each row's query [rows, heads, D] against the pages it holds."""
-    if use_kernels(q):
-        from burnish.models.ops.kernels import decode_attention as kernel
-
-        return kernel.decode_attention(q, keys, values, place, window).flatten(1)
+    """[rows, heads * D]: each row's query [rows, heads, D] against the pages it holds, by torch."""
     rows, heads, dim = q.shape
     position, table = place.position, place.table
     longest = int(position.max()) + 1

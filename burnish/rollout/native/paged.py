@@ -159,6 +159,7 @@ class PagedEngine:
             free_bytes=free,
             cache_bytes=self.cache_bytes,
             page=PAGE,
+            kv_heads=None if self.exact else self.model.arch.num_kv_heads,
         )
 
     def reserve(self, longest: int, rows: int = 1) -> None:
@@ -168,7 +169,8 @@ class PagedEngine:
         self._make_cache(plan, rows, Wants())
 
     def prepare(self, longest: int, rows: int, sampling: SamplingOptions) -> None:
-        """The same for requests drawn in one way, with the graphs of all numbers of rows: what would else be made on the way."""
+        """The same for requests drawn in one way, with the graphs of all numbers of rows of like length: what would else be made
+        on the way."""
         wants = wants_of(Request("", (), sampling, 0))
         plan = self.plan(longest)
         plan.require_one("the KV cache")
@@ -237,7 +239,8 @@ class PagedEngine:
         self._compact()
         rows = runner.bucket(seats.height)
         seats.send_table(runner.state, rows)
-        runner.decode(rows, steps, seats.wants)
+        lengths = [len(seat.context) + min(seat.reach + steps, seat.limit) for seat in seats.present()]
+        runner.decode(rows, steps, seats.wants, lengths)
         self.stats.decode_steps += steps
         self.stats.row_steps += steps * seats.taken
         for seat in seats.present():

@@ -7,6 +7,7 @@ free, since the learner needs the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from burnish.config.errors import UserError
@@ -15,12 +16,49 @@ PAGE = 16  # tokens a page
 FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # then every further 1024 rows
 GIB = 2**30
+FULL = 132 * 4  # programs that fill a large GPU
+MOST_SPLITS = 32
+MOST_PROGRAMS = 1 << 15  # each has a place for its sums, which take 96 MiB with six queries of 128 numbers
+LONG = 512  # keys that one program reads where there are programs enough
+UNEQUAL = 1.5  # the longest row over the mean, from which on long ones are cut
 
 
 def bucket(rows: int, most: int) -> int:
     """The number of rows a decode step is made for when so many are needed, and `most` can be there."""
     larger = next((size for size in BUCKETS if size >= rows), -(-rows // 1024) * 1024)
     return min(larger, most)
+
+
+def splits_for(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
+    """How many stretches the past of a row may be cut into in a decode step: a power of two, since each is a graph of its own.
+
+    Enough programs for the chip where rows are few; and where some row is much longer than most, enough that it is not the one
+    all others wait for.
+    """
+    longest = max(lengths, default=1)
+    is_unequal = longest * len(lengths) > UNEQUAL * sum(lengths)
+    return most_splits(rows, kv_heads, longest) if is_unequal else _fill(rows, kv_heads)
+
+
+def most_splits(rows: int, kv_heads: int, longest: int) -> int:
+    """The same where the longest row is longer than most."""
+    long = -(-longest // least_stretch(rows, kv_heads))
+    room = max(1, min(MOST_SPLITS, MOST_PROGRAMS // (rows * kv_heads)))
+    return min(_power_below(room), max(_fill(rows, kv_heads), 1 << (long - 1).bit_length()))
+
+
+def least_stretch(rows: int, kv_heads: int) -> int:
+    """Keys that a stretch has at least."""
+    return max(64, LONG // _fill(rows, kv_heads))
+
+
+def _fill(rows: int, kv_heads: int) -> int:
+    """The largest power of two of programs for each key head of a row that a large GPU runs at once."""
+    return _power_below(max(1, min(MOST_SPLITS, FULL // (rows * kv_heads))))
+
+
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, scale_bytes: int = 0) -> int:
@@ -42,6 +80,8 @@ class CachePlan:
     """Tokens of the longest request, prompt and new ones."""
     free_bytes: int | None
     """What was free when this was planned; None where nobody knows."""
+    kv_heads: int | None
+    """Of the model whose decode steps cut long rows into stretches; None where rows stay whole."""
 
     @property
     def width(self) -> int:
@@ -65,8 +105,13 @@ class CachePlan:
 
     @property
     def graphs(self) -> int:
-        """Numbers of rows that a decode step may be captured for, each when it is first needed."""
-        return len({bucket(rows, self.max_rows) for rows in range(1, self.max_rows + 1)})
+        """Decode steps that may be captured, each when it is first needed: of a number of rows and of stretches each."""
+        sizes = {bucket(rows, self.max_rows) for rows in range(1, self.max_rows + 1)}
+        if self.kv_heads is None:
+            return len(sizes)
+        longest = self.width * self.page
+        stretches = [(_fill(rows, self.kv_heads), most_splits(rows, self.kv_heads, longest)) for rows in sizes]
+        return sum((most // few).bit_length() for few, most in stretches)
 
     @property
     def text(self) -> str:
@@ -96,8 +141,9 @@ def cache_plan(
     free_bytes: int | None = None,
     cache_bytes: int | None = None,
     page: int = PAGE,
+    kv_heads: int | None = None,
 ) -> CachePlan:
-    """The cache for `max_rows` rows of up to `longest` tokens.
+    """The cache for `max_rows` rows of up to `longest` tokens; `kv_heads` as in the plan.
 
     With `cache_bytes` exactly what these hold: fewer pages than all rows need set rows aside when they grow, more keep the
     beginnings of more prompts. Without, what all rows need, at most `FREE_SHARE` of `free_bytes`.
@@ -108,4 +154,4 @@ def cache_plan(
         num_pages = cache_bytes // page_bytes
     elif free_bytes is not None:
         num_pages = min(num_pages, int(free_bytes * FREE_SHARE) // page_bytes)
-    return CachePlan(token_bytes, page, num_pages, max_rows, longest, free_bytes)
+    return CachePlan(token_bytes, page, num_pages, max_rows, longest, free_bytes, kv_heads)

@@ -1,7 +1,8 @@
 """Runs the model on a device for the paged engine: prefill in packed chunks, decode steps as whole graphs.
 
 On a GPU a decode step, from the embedding to the drawn token and the row's bookkeeping, is captured once for each number
-of rows and replayed; the host only says how many steps. Elsewhere the same step runs operation by operation.
+of rows (and of stretches that long ones are cut into) and replayed; the host only says how many steps. Elsewhere the same
+step runs operation by operation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from burnish.models.ops.paged_prefill import PrefillAttention
 from burnish.models.ops.quantised import EIGHT_BITS, Cache, Pages, QuantisedCache
 from burnish.models.ops.transfer import send
 from burnish.rollout.native.arena import Arena
-from burnish.rollout.native.plan import CachePlan, bucket
+from burnish.rollout.native.plan import CachePlan, bucket, least_stretch, splits_for
 from burnish.rollout.native.shared import EngineStats
 from burnish.rollout.native.state import LAST, POSITION, RowState, Wants
 from burnish.rollout.native.warm import warm
@@ -56,7 +57,7 @@ class Runner:
         self.windows = model.arch.windows
         self.rotations = [model.rotations(plan.width * plan.page, layer) for layer in range(model.arch.num_layers)]
         self.every = torch.arange(plan.max_rows, device=weight.device)
-        self._graphs: dict[tuple[int, Wants], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Wants, int], torch.cuda.CUDAGraph] = {}
 
     def bucket(self, rows: int) -> int:
         """The number of rows a step is made for when so many are needed."""
@@ -145,23 +146,28 @@ class Runner:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def decode(self, rows: int, steps: int, wants: Wants) -> None:
-        """So many steps of the first `rows` rows."""
+    def decode(self, rows: int, steps: int, wants: Wants, lengths: Sequence[int]) -> None:
+        """So many steps of the first `rows` rows; those that are there are up to `lengths` tokens long then."""
         if not self.has_kernels:  # torch's twins ask the device how long the rows are: no graph can do that
             for _ in range(steps):
-                self._step(self.state, rows, wants)
+                self._step(self.state, rows, wants, 1)
             return
-        graph = self._graphs.get((rows, wants)) or self._capture(rows, wants)
+        splits = self._splits(rows, lengths)
+        graph = self._graphs.get((rows, wants, splits)) or self._capture(rows, wants, splits)
         for _ in range(steps):
             graph.replay()
 
-    def _step(self, state: RowState, rows: int, wants: Wants) -> None:
+    def _splits(self, rows: int, lengths: Sequence[int]) -> int:
+        return 1 if self.exact else splits_for(rows, self.model.arch.num_kv_heads, lengths)
+
+    def _step(self, state: RowState, rows: int, wants: Wants, splits: int) -> None:
         every = self.every[:rows]
         place = Placement(every, state.ints[POSITION, :rows], state.table)
+        least = least_stretch(rows, self.model.arch.num_kv_heads)
 
         def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
-            return decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window)
+            return decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window, splits, least)
 
         logits = self._logits(state.ints[LAST, :rows], self._exact_attend(place) if self.exact else attend)
         state.draw(logits, every, every, wants)
@@ -183,26 +189,27 @@ class Runner:
         return attend
 
     def capture(self, rows: int, wants: Wants) -> None:
-        """Capture the step of every number of rows up to this one; without this each is captured when it is first needed."""
+        """Capture the step of every number of rows up to this one, of like length; else each is captured when it is first needed."""
         if self.has_kernels:
             # The largest first: the others fit into its memory.
             for size in sorted({self.bucket(r) for r in range(1, rows + 1)}, reverse=True):
-                if (size, wants) not in self._graphs:
-                    self._capture(size, wants)
+                splits = self._splits(size, [1])
+                if (size, wants, splits) not in self._graphs:
+                    self._capture(size, wants, splits)
 
-    def _capture(self, rows: int, wants: Wants) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, wants: Wants, splits: int) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
         # The kernels compile and the libraries take their workspaces in a step of rows that are not there.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(self._nobody(), rows, wants)
+            self._step(self._nobody(), rows, wants, splits)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            self._step(self.state, rows, wants)
-        self._graphs[rows, wants] = graph
+            self._step(self.state, rows, wants, splits)
+        self._graphs[rows, wants, splits] = graph
         self.stats.capture_s += time.perf_counter() - started
         self.stats.graphs += 1
         return graph

@@ -20,7 +20,7 @@ from burnish.models.decoder import Decoder, Layer
 from burnish.models.four_bits import quantised_weights
 from burnish.models.inference import head_norms
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
-from burnish.models.ops.paged import Placement, add_norm, attend_pages, rotate_store
+from burnish.models.ops.paged import Placement, add_norm, decode_attention, rotate_store
 from burnish.models.ops.partial_sums import partial_linear
 from burnish.models.ops.quantised import Cache
 from burnish.models.ops.varlen import has_varlen, varlen_attention
@@ -54,18 +54,26 @@ def warm(
             x = zeros(rows, arch.hidden_size)
             add_norm(x, delta, layer.attention_norm.weight, arch.norm_eps, arch.norm_shift)
 
-    def rotate() -> None:
-        qkv = zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
-        rotate_store(qkv, *rotations, place, head_norms(layer), keys, values)
+    def projection() -> Tensor:
+        return zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
 
-    def attend() -> None:
-        q = zeros(rows, arch.num_heads, arch.head_dim)
+    def rotate() -> None:
+        rotate_store(projection(), *rotations, place, head_norms(layer), keys, values)
+
+    def attend_exactly() -> None:
+        assert isinstance(cache, Tensor), "exactness is not for 8 bits"
         for window in windows:
-            if exact:
-                assert isinstance(cache, Tensor), "exactness is not for 8 bits"
-                exact_attention(q, cache[0, 0], cache[0, 1], place, window)
-            else:
-                attend_pages(q, keys, values, place, window)
+            exact_attention(zeros(rows, arch.num_heads, arch.head_dim), cache[0, 0], cache[0, 1], place, window)
+
+    def attend(splits: int) -> None:
+        for window in windows:
+            decode_attention(projection(), *rotations, place, head_norms(layer), keys, values, window, splits)
+
+    def attend_whole() -> None:
+        attend(1)
+
+    def attend_in_stretches() -> None:  # the same kernel for any number of them, and the one that joins them
+        attend(2)
 
     def draw() -> None:
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, wants)
@@ -94,7 +102,8 @@ def warm(
 
     is_one_kernel = exact or bool(quantised_weights(model))
     products = [all_matmuls] if is_one_kernel else [matmuls, norm]
-    work = [draw, attend, rotate, gate, *products, *([] if exact else [prefill])]
+    attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
+    work = [draw, *attention, rotate, gate, *products]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it
     _all_at_once(work, weight.device)
 

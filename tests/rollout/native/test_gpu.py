@@ -382,11 +382,22 @@ def test_a_request_that_the_free_memory_cannot_hold_is_refused_and_disturbs_nobo
     assert engine.stats.preemptions == 0
 
 
-def test_a_prepared_engine_captures_no_graph_on_the_way(tools: Any) -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_prepared_engine_captures_no_graph_on_the_way(tools: Any, exact: bool) -> None:
     model = decoder(tools).to(DEVICE, torch.bfloat16)
-    engine = PagedEngine(model, max_rows=100)
+    engine = PagedEngine(model, max_rows=100, exact=exact)
     wanted = tools.requests([(i % 13, 3) for i in range(90)], max_tokens=40)
     engine.prepare(48, len(wanted), wanted[0].sampling)
     assert engine.stats.graphs == 8  # of 1, 2, 4, 8, 16, 32, 64 and, since there are no more rows, 100
     tools.run(engine, wanted)
     assert engine.stats.graphs == 8
+
+
+def test_a_long_row_beside_short_ones_is_cut_into_stretches(tools: Any) -> None:
+    model = decoder(tools).to(DEVICE)
+    engine = PagedEngine(model, max_rows=64)
+    wanted = tools.requests([TEXT[:590], *(TEXT[i : i + 5] for i in range(63))], max_tokens=12)
+    near(tools, model, tools.run(engine, wanted), wanted[:9], 1e-4)
+    assert {splits for _, _, splits in engine.runner._graphs} == {8}  # 602 tokens in stretches of 128 at least
+    assert engine.stats.plan is not None
+    assert engine.stats.graphs <= engine.stats.plan.graphs

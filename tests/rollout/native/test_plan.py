@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
 from burnish.rollout.native.paged import PagedEngine
-from burnish.rollout.native.plan import FREE_SHARE, GIB, CachePlan, bucket, cache_plan, token_bytes
+from burnish.rollout.native.plan import (
+    FREE_SHARE,
+    GIB,
+    CachePlan,
+    bucket,
+    cache_plan,
+    least_stretch,
+    splits_for,
+    token_bytes,
+)
 
 LARGE = token_bytes(28, 2, 128, 2)
 
@@ -98,3 +109,47 @@ def test_a_reserved_cache_is_made_at_once_and_stays(tools: Any, native: Any) -> 
     assert engine.runner.cache.data_ptr() == address
     with pytest.raises(UserError, match=r"the KV cache: .* needs 7"):
         PagedEngine(model, max_rows=2, num_pages=7).reserve(100)
+
+
+def test_rows_are_cut_where_they_are_few_or_where_one_is_much_longer_than_most() -> None:
+    assert splits_for(256, 2, [384] * 256) == 1
+    assert splits_for(256, 2, [384] * 255 + [2048]) == 4
+    assert splits_for(256, 2, [2048] * 256) == 1, "all are as long: there is nobody to wait for"
+    assert splits_for(8, 2, [100] * 8) == 32
+    assert splits_for(128, 2, [300] * 128) == 2
+    assert splits_for(256, 2, [100] * 255 + [40_000]) == 32
+    assert splits_for(1024, 8, [100] * 1023 + [40_000]) == 4, "the places of their sums would take half a GiB"
+
+
+@given(
+    st.integers(1, 4096),
+    st.integers(1, 64),
+    st.lists(st.lists(st.integers(1, 50_000), min_size=1, max_size=20), max_size=20),
+)
+def test_splits_are_powers_of_two_and_no_more_than_the_plan_has_graphs(
+    max_rows: int, kv_heads: int, batches: list[list[int]]
+) -> None:
+    asked: dict[str, Any] = {"token_bytes": 16, "max_rows": max_rows, "longest": 50_000}
+    seen = set()
+    for lengths in batches:
+        rows = bucket(min(len(lengths), max_rows), max_rows)
+        splits, least = splits_for(rows, kv_heads, lengths), least_stretch(rows, kv_heads)
+        assert splits in (1, 2, 4, 8, 16, 32)
+        assert 64 <= least <= 512
+        assert splits == 1 or rows * kv_heads < 132 * 4 or max(lengths) > least
+        seen.add((rows, splits))
+    sizes = {bucket(rows, max_rows) for rows in range(1, max_rows + 1)}
+    assert len(seen) <= cache_plan(**asked, kv_heads=kv_heads).graphs
+    assert cache_plan(**asked).graphs == len(sizes)
+
+
+def test_a_plan_counts_the_graphs_of_every_length_of_its_longest_row() -> None:
+    """By all batches of two lengths, one row longer than the others."""
+    plan = cache_plan(token_bytes=LARGE, max_rows=256, longest=2176, kv_heads=2)
+    seen = set()
+    for rows in {bucket(rows, 256) for rows in range(1, 257)}:
+        for longest in range(1, 2177):
+            seen.add((rows, splits_for(rows, 2, [1] * (rows - 1) + [longest])))
+            seen.add((rows, splits_for(rows, 2, [longest] * rows)))
+    assert len(seen) == plan.graphs == 25
+    assert cache_plan(token_bytes=LARGE, max_rows=256, longest=384, kv_heads=2).graphs == 10
