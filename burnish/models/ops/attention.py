@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.architecture import Windows
+from burnish.models.ops.cpu.attention import LONGEST, Sequences, attention
+from burnish.models.ops.cpu.build import kernels
 from burnish.models.ops.trunks import Rows, spread
 from burnish.models.ops.varlen import has_varlen, varlen_attention
 
@@ -34,6 +36,7 @@ class PackedAttention:
         self.lengths = offsets.diff().tolist()
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
+        self._sequences: Sequences | None = None
 
     @property
     def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -45,6 +48,11 @@ class PackedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
         window = window_of(self.windows, layer)
+        library = kernels(q) if max(self.lengths, default=0) <= LONGEST else None
+        if library is not None:
+            if self._sequences is None:
+                self._sequences = Sequences(self.offsets, self.rows)
+            return attention(library, q, k, v, self._sequences, window)
         if self.rows is not None:
             return self._shared(self.rows, q, k, v, window)
         return self._whole(q, k, v, window)

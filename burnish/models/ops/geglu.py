@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.models.ops.cpu import rows
+from burnish.models.ops.cpu.build import kernels
+
 FORM = "tanh"
 
 
@@ -17,6 +20,11 @@ class _Geglu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.library = kernels(gate_up)
+        if ctx.library is not None:
+            gate_up = gate_up.contiguous()
+            ctx.save_for_backward(gate_up)
+            return rows.gate(ctx.library, gate_up, is_gelu=True)
         gate, up = gate_up.chunk(2, -1)
         activated = functional.gelu(gate, approximate=FORM)
         ctx.save_for_backward(gate_up, activated)
@@ -24,7 +32,10 @@ class _Geglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate_up, activated = ctx.saved_tensors
+        gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        if not rest:
+            return rows.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=True)
+        (activated,) = rest
         gate, up = gate_up.chunk(2, -1)
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, -1)
@@ -37,6 +48,9 @@ def geglu(gate_up: Tensor) -> Tensor:
     """GELU of the first half of the last dimension times the second half."""
     if torch.is_grad_enabled():
         return _Geglu.apply(gate_up)
+    library = kernels(gate_up)
+    if library is not None:
+        return rows.gate(library, gate_up.contiguous(), is_gelu=True)
     gate, up = gate_up.chunk(2, -1)
     return functional.gelu(gate, approximate=FORM).mul_(up)
 

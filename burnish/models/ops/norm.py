@@ -8,22 +8,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burnish.models.ops.cpu import rows
+from burnish.models.ops.cpu.build import kernels
+
 WIDE = (torch.float32, torch.float64)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+        ctx.shift, ctx.library = shift, kernels(x)
+        if ctx.library is not None:
+            x = x.contiguous()
+            y, scale = rows.norm(ctx.library, x, weight, eps, shift)
+            ctx.save_for_backward(x, scale, weight)
+            return y
         scale = _scale(x, eps)
         normal = x * scale
         ctx.save_for_backward(normal, scale, weight)
-        ctx.shift = shift
         return normal * _shifted(weight, shift)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         normal, scale, weight = ctx.saved_tensors
+        if ctx.library is not None:
+            return *rows.norm_backward(ctx.library, grad.contiguous(), normal, weight, scale, ctx.shift), None, None
         grad_weight = (grad * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         # d x = scale * (g - normal * mean(g * normal)), g the gradient of the normalised input
         slope = grad * _shifted(weight, ctx.shift)
@@ -66,6 +76,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
     """x / rms(x) * (shift + weight) over the last dimension, without gradient."""
     # For few rows on a CPU torch's own takes half as long again; the compiler fuses it.
     if x.device.type == "cpu" and x.dtype in WIDE and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        library = kernels(x)
+        if library is not None:
+            return rows.norm(library, x.contiguous(), weight, eps, shift)[0]
         return (x * _scale(x, eps)).mul_(_shifted(weight, shift))
     if not shift:
         return functional.rms_norm(x, weight.shape, weight, eps)

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.models.ops.cpu import rows
+from burnish.models.ops.cpu.build import kernels
+
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
     """[head_dim/2] angular frequencies, float32, with linear or Llama-3 scaling applied."""
@@ -34,7 +37,11 @@ def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> t
     return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, way: float = 1.0) -> Tensor:
+    library = None if torch.compiler.is_compiling() else kernels(x)
+    if library is not None:
+        return rows.rotate(library, x, cos, sin, way)
+    sin = sin if way == 1.0 else -sin
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half])
@@ -53,7 +60,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
+        return _rotate(grads[0], cos, sin, -1.0), None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.models.ops.cpu import rows as cpu_rows
+from burnish.models.ops.cpu.build import kernels
 from burnish.models.ops.device import use_kernels
 
 
@@ -21,6 +23,11 @@ class _Swiglu(torch.autograd.Function):
 
             ctx.save_for_backward(gate_up)
             return rows.gate(gate_up)
+        ctx.library = kernels(gate_up)
+        if ctx.library is not None:
+            gate_up = gate_up.contiguous()
+            ctx.save_for_backward(gate_up)
+            return cpu_rows.gate(ctx.library, gate_up, is_gelu=False)
         gate, up = gate_up.chunk(2, -1)
         activated = functional.silu(gate)
         ctx.save_for_backward(gate_up, activated)
@@ -29,6 +36,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        if not rest and not gate_up.is_cuda:
+            return cpu_rows.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=False)
         if not rest:
             from burnish.models.ops.kernels import rows
 
@@ -46,5 +55,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second half."""
     if torch.is_grad_enabled() or use_kernels(gate_up):
         return _Swiglu.apply(gate_up)
+    library = kernels(gate_up)
+    if library is not None:
+        return cpu_rows.gate(library, gate_up.contiguous(), is_gelu=False)
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate).mul_(up)

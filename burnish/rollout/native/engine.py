@@ -20,7 +20,10 @@ from burnish.core.engine import Completion, Request
 from burnish.core.noise import uniforms
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.decoder import Decoder
+from burnish.models.fused_steps import FusedSteps, fused_steps
 from burnish.models.ops.attention import PackedAttention
+from burnish.models.ops.cpu.build import kernels
+from burnish.models.ops.cpu.draw import draw
 from burnish.models.ops.exact import tempered_logp
 from burnish.models.stepping import step_of
 from burnish.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
@@ -64,6 +67,7 @@ class NativeEngine:
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self._ids: set[str] = set()
         self._step = step_of(model)
+        self._fused: FusedSteps | None = None
         self._interrupted = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
@@ -76,7 +80,7 @@ class NativeEngine:
         self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:
-        self._step = step_of(self.model)
+        self._step, self._fused = step_of(self.model), fused_steps(self.model)
         while self.ready or ((self.queue or len(self.rows)) and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
@@ -192,10 +196,13 @@ class NativeEngine:
         positions = self.rows.positions[:n]
         shortest, longest = int(self.rows.position[:n].min()), int(self.rows.position[:n].max())
         self.cache.reserve(n, longest + 2)
-        attend = DecodeAttention(self.cache, positions, longest, shortest)
-        hidden = self._step(self.rows.tokens_in[:n], positions, attend, longest + 1)
         self.stats.decode_steps += 1
         self.stats.row_steps += n
+        tokens, cache = self.rows.tokens_in[:n], self.cache
+        if self._fused is not None:
+            return self._draw(slice(0, n), self._fused(tokens, positions, cache.keys, cache.values, longest))
+        attend = DecodeAttention(cache, positions, longest, shortest)
+        hidden = self._step(tokens, positions, attend, longest + 1)
         return self._draw(slice(0, n), self.model.logits(hidden))
 
     def _draw(self, rows: slice, logits: Tensor) -> list[Completion]:
@@ -206,14 +213,15 @@ class NativeEngine:
         def column(wanted: bool, values: np.ndarray) -> Tensor | None:
             return torch.from_numpy(values[rows]) if wanted else None
 
-        tokens, logp = sample(
-            add_bias(logits, biases) if any(biases) else logits,
-            uniforms(torch.from_numpy(state.key[rows]), torch.from_numpy(state.drawn[rows])),
-            column(wants.temperature, state.temperature),
-            column(wants.top_k, state.top_k),
-            column(wants.top_p, state.top_p),
-            column(wants.min_p, state.min_p),
-        )
+        biased = add_bias(logits, biases) if any(biases) else logits
+        uniform = uniforms(torch.from_numpy(state.key[rows]), torch.from_numpy(state.drawn[rows]))
+        temperature = column(wants.temperature, state.temperature)
+        library = None if wants.top_k or wants.top_p or wants.min_p else kernels(biased)
+        if library is not None:
+            tokens, logp = draw(library, biased, uniform, temperature)
+        else:
+            tails = column(wants.top_k, state.top_k), column(wants.top_p, state.top_p), column(wants.min_p, state.min_p)
+            tokens, logp = sample(biased, uniform, temperature, *tails)
         raw = tempered_logp(logits, 1.0).gather(1, tokens[:, None])[:, 0].numpy() if wants.raw_logprobs else None
         drawn = tokens.numpy()
         state.record(rows, drawn, logp.numpy(), raw)

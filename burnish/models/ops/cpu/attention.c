@@ -1,0 +1,161 @@
+/* Causal attention of packed sequences over their own past, forward and backward, for sequences that are not long.
+
+   A sequence has rows of its own and may begin with rows of another's (its trunk): those are keys only. Keys of a sequence
+   and head are laid out once as the products read them; queries go in blocks, so a block's scores stay near the core. A task
+   is one key head of all sequences that share rows, in their order: no two threads add to one place, and sums are the same for any
+   number of threads. The backward pass makes the weights again from log-sum-exp. */
+
+#include "product.h"
+#include "rows.h"
+
+#define QUERIES 24 /* of a block */
+
+struct sequence {
+    int64_t first, length;             /* rows of its own */
+    int64_t trunk_first, trunk_length; /* rows of another's that it begins with */
+};
+
+struct attention {
+    const real *q, *k, *v; /* rows [heads, dim] and [kv_heads, dim], so far apart: */
+    long q_row, k_row, v_row;
+    const struct sequence *sequences;
+    const int64_t *groups; /* [groups + 1] which sequences share rows; the one that others begin with comes first */
+    long heads, kv_heads, dim, window;
+    real *out, *lse; /* [rows, heads, dim], [rows, heads] */
+    const real *grad;
+    real *grad_q, *grad_k, *grad_v;
+    real *space;
+    long room, longest;
+};
+
+/* Row j of all that a sequence sees. */
+INLINE long row_of(const struct sequence *s, long j) {
+    return j < s->trunk_length ? s->trunk_first + j : s->first + j - s->trunk_length;
+}
+
+/* Rows of a head side by side, `columns` apart, with zeros behind. */
+static void gather(const struct sequence *s, long first, long last, const real *x, long x_row, long dim, real *into, long columns) {
+    for (long j = first; j < last; j++) {
+        real *y = into + (j - first) * columns;
+        memcpy(y, x + row_of(s, j) * x_row, dim * sizeof(real));
+        memset(y + dim, 0, (columns - dim) * sizeof(real));
+    }
+}
+
+/* The same, transposed: [dim, width]. */
+static void gather_across(const struct sequence *s, long length, const real *x, long x_row, long dim, real *into, long width) {
+    for (long j = 0; j < width; j++) {
+        const real *from = x + row_of(s, least(j, length - 1)) * x_row;
+        for (long d = 0; d < dim; d++) into[d * width + j] = from[d];
+    }
+}
+
+/* The keys a query at place i of the whole sequence sees are [first_key, i]. */
+INLINE long first_key(const struct attention *a, long i) { return a->window ? most(0, i - a->window + 1) : 0; }
+
+/* --- forward ------------------------------------------------------------------------------------------------------ */
+
+static void forward_head(const struct attention *a, const struct sequence *s, long head, real *space) {
+    long dim = a->dim, columns = padded(dim), length = s->trunk_length + s->length, width = padded(length);
+    long shared = a->heads / a->kv_heads;
+    real *keys = space, *values = keys + dim * width, *scores = values + length * columns, *mixed = scores + QUERIES * width;
+    real scale = (real)(1 / sqrt((double)dim));
+    gather_across(s, length, a->k + head * dim, a->k_row, dim, keys, width);
+    gather(s, 0, length, a->v + head * dim, a->v_row, dim, values, columns);
+    for (long h = head * shared; h < (head + 1) * shared; h++)
+        for (long i = 0; i < s->length; i += QUERIES) {
+            long count = least(QUERIES, s->length - i), at = s->trunk_length + i, seen = at + count;
+            long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
+            const real *q = a->q + (s->first + i) * a->q_row + h * dim;
+            product(0, count, across, dim, q, a->q_row, 1, keys + begin, width, scores, width);
+            real sums[QUERIES];
+            for (long r = 0; r < count; r++) {
+                real best;
+                sums[r] = exponentials(scores + r * width, across, first_key(a, at + r) - begin, at + r + 1 - begin, scale, &best);
+                a->lse[(s->first + i + r) * a->heads + h] = best + (real)log((double)sums[r]);
+            }
+            product(0, count, columns, seen - begin, scores, width, 1, values + begin * columns, columns, mixed, columns);
+            for (long r = 0; r < count; r++) {
+                real *out = a->out + ((s->first + i + r) * a->heads + h) * dim;
+                for (long d = 0; d < dim; d++) out[d] = mixed[r * columns + d] / sums[r];
+            }
+        }
+}
+
+static void forward_task(void *arguments, long task, long thread) {
+    const struct attention *a = arguments;
+    long group = task / a->kv_heads, head = task % a->kv_heads;
+    for (long s = a->groups[group]; s < a->groups[group + 1]; s++)
+        forward_head(a, a->sequences + s, head, a->space + thread * a->room);
+}
+
+/* --- backward ----------------------------------------------------------------------------------------------------- */
+
+static void backward_head(const struct attention *a, const struct sequence *s, long head, real *space) {
+    long dim = a->dim, columns = padded(dim), length = s->trunk_length + s->length, width = padded(length);
+    long shared = a->heads / a->kv_heads, h_row = a->heads * dim;
+    real *keys_across = space, *values_across = keys_across + dim * width, *keys = values_across + dim * width;
+    real *grad_keys = keys + length * columns, *grad_values = grad_keys + length * columns;
+    real *weights = grad_values + length * columns, *slopes = weights + QUERIES * width;
+    real *queries = slopes + QUERIES * width, *grads = queries + QUERIES * columns, *grad_queries = grads + QUERIES * columns;
+    real scale = (real)(1 / sqrt((double)dim));
+    gather_across(s, length, a->k + head * dim, a->k_row, dim, keys_across, width);
+    gather_across(s, length, a->v + head * dim, a->v_row, dim, values_across, width);
+    gather(s, 0, length, a->k + head * dim, a->k_row, dim, keys, columns);
+    memset(grad_keys, 0, 2 * length * columns * sizeof(real));
+    for (long h = head * shared; h < (head + 1) * shared; h++)
+        for (long i = 0; i < s->length; i += QUERIES) {
+            long count = least(QUERIES, s->length - i), at = s->trunk_length + i, seen = at + count;
+            long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
+            gather(s, at, seen, a->q + h * dim, a->q_row, dim, queries, columns);
+            gather(s, at, seen, a->grad + h * dim, h_row, dim, grads, columns);
+            product(0, count, across, dim, queries, columns, 1, keys_across + begin, width, weights, width);
+            product(0, count, across, dim, grads, columns, 1, values_across + begin, width, slopes, width);
+            for (long r = 0; r < count; r++) {
+                const real *out = a->out + ((s->first + i + r) * a->heads + h) * dim;
+                real *p = weights + r * width, *slope = slopes + r * width, along = 0;
+                real lse = a->lse[(s->first + i + r) * a->heads + h];
+                for (long d = 0; d < dim; d++) along += out[d] * grads[r * columns + d];
+                for (long j = 0; j < across; j += LANES) store(p + j, exponential(load(p + j) * scale - lse));
+                for (long j = 0; j < first_key(a, at + r) - begin; j++) p[j] = 0;
+                for (long j = at + r + 1 - begin; j < across; j++) p[j] = 0;
+                for (long j = 0; j < across; j += LANES) store(slope + j, load(p + j) * (load(slope + j) - along) * scale);
+            }
+            long keys_seen = seen - begin;
+            product(0, count, columns, keys_seen, slopes, width, 1, keys + begin * columns, columns, grad_queries, columns);
+            product(1, keys_seen, columns, count, slopes, 1, width, queries, columns, grad_keys + begin * columns, columns);
+            product(1, keys_seen, columns, count, weights, 1, width, grads, columns, grad_values + begin * columns, columns);
+            for (long r = 0; r < count; r++)
+                memcpy(a->grad_q + (s->first + i + r) * h_row + h * dim, grad_queries + r * columns, dim * sizeof(real));
+        }
+    for (long j = 0; j < length; j++) {
+        real *k = a->grad_k + (row_of(s, j) * a->kv_heads + head) * dim, *v = a->grad_v + (row_of(s, j) * a->kv_heads + head) * dim;
+        int is_own = j >= s->trunk_length; /* the first to write there; those that begin with it come later */
+        for (long d = 0; d < dim; d++) {
+            k[d] = (is_own ? 0 : k[d]) + grad_keys[j * columns + d];
+            v[d] = (is_own ? 0 : v[d]) + grad_values[j * columns + d];
+        }
+    }
+}
+
+static void backward_task(void *arguments, long task, long thread) {
+    const struct attention *a = arguments;
+    long group = task / a->kv_heads, head = task % a->kv_heads;
+    for (long s = a->groups[group]; s < a->groups[group + 1]; s++)
+        backward_head(a, a->sequences + s, head, a->space + thread * a->room);
+}
+
+/* Numbers of working memory that a thread needs for sequences up to `longest`. */
+EXPORT long attention_room(long longest, long dim, long is_backward) {
+    long columns = padded(dim), width = padded(longest);
+    if (!is_backward) return padded(dim * width + longest * columns + QUERIES * (width + columns));
+    return padded(2 * dim * width + 3 * longest * columns + QUERIES * (2 * width + 3 * columns));
+}
+
+EXPORT void attention_forward(const struct attention *a, long groups, long threads) {
+    in_parallel(forward_task, (void *)a, groups * a->kv_heads, threads);
+}
+
+EXPORT void attention_backward(const struct attention *a, long groups, long threads) {
+    in_parallel(backward_task, (void *)a, groups * a->kv_heads, threads);
+}

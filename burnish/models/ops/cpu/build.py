@@ -1,0 +1,197 @@
+"""The C kernels: compiled by the machine's own compiler when first needed, kept for the next time.
+
+Compiled for this very processor, so a file is known by its sources, the compiler, its flags and the processor. Without a
+compiler, or with BURNISH_CPU_KERNELS=0, there are none, and the operations in torch run, of which these are twins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "BURNISH_CPU_KERNELS"
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11")
+COMPILE_SECONDS = 120
+
+
+class Missing(Exception):
+    """Why there are no kernels."""
+
+
+def kernels(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels for this tensor; None where torch computes."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or type(x) not in (Tensor, Parameter):
+        return None
+    return _library(x.dtype == torch.float64)
+
+
+def address(x: Tensor | None) -> ctypes.c_void_p:
+    """Where a tensor's first number is, as an argument."""
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def state() -> tuple[bool, str]:
+    """Whether the kernels are there, and what to say of them."""
+    try:
+        found = _load(False)
+    except Missing as reason:
+        return False, str(reason)
+    return True, f"compiled for this processor, {'on the threads of torch' if found.has_threads else 'on one thread'}"
+
+
+def num_threads() -> int:
+    """Threads of the next call: those of torch; in a forked child one, since the others were not copied."""
+    return 1 if _is_forked else torch.get_num_threads()
+
+
+@cache
+def _library(is_wide: bool) -> ctypes.CDLL | None:
+    try:
+        return _load(is_wide)
+    except Missing as reason:
+        if os.environ.get(SWITCH) != "0":
+            logger.warning("no C kernels, torch computes instead: %s", reason)
+        return None
+
+
+class _Kernels(ctypes.CDLL):
+    has_threads = False
+
+
+@cache
+def _load(is_wide: bool) -> _Kernels:
+    if os.environ.get(SWITCH) == "0":
+        raise Missing(f"{SWITCH}=0")
+    compiler = _compiler()
+    flags = (*FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
+    flags += ("-DWIDE",) if is_wide else ()
+    name = f"kernels-{_digest(compiler, flags)}.so"
+    folder = _folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:  # once loaded, it is not needed
+            return _opened(_compile(compiler, flags, Path(temporary) / name))
+    path = folder / name
+    return _opened(path if path.is_file() else _compile(compiler, flags, path))
+
+
+def _compiler() -> list[str]:
+    """The command of a C compiler: CC, if that is set."""
+    named = os.environ.get("CC")
+    for command in [shlex.split(named)] if named else [["cc"], ["gcc"], ["clang"]]:
+        if command and shutil.which(command[0]):
+            return command
+    raise Missing(f"CC={named} is no program here" if named else "there is no C compiler (cc, gcc or clang)")
+
+
+def _digest(compiler: list[str], flags: tuple[str, ...]) -> str:
+    """What a compiled file depends on, as a name."""
+    digest = hashlib.sha256("\0".join((*flags, _processor(), _run([*compiler, "--version"]))).encode())
+    for path in _sources("*.[ch]"):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """The processor with all it can do: `native` means this one."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    wanted = ("model name", "flags", "features", "cpu part")
+    known = dict.fromkeys(line for line in lines if line.lower().startswith(wanted))
+    return "\n".join([platform.machine(), platform.processor(), *known])
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(FOLDER.glob(pattern))
+
+
+def _folder() -> Path | None:
+    """Where compiled files are kept, nobody else's to write; None where there is no such place."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError:
+        return None
+    is_ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return path if is_ours and os.access(path, os.W_OK | os.X_OK) else None
+
+
+def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> Path:
+    """Under a name of its own first: another process may compile the same, and neither reads half a file."""
+    handle, draft = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        _run([*compiler, *flags, "-o", draft, *map(str, _sources("*.c")), "-lm"])
+        os.chmod(draft, 0o700)
+        os.replace(draft, path)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+    return path
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Missing(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        raise Missing(f"{shlex.join(command)} failed with {done.returncode}:\n{done.stderr[-2000:] or done.stdout[-2000:]}")
+    return done.stdout
+
+
+def _opened(path: Path) -> _Kernels:
+    try:
+        library = _Kernels(str(path))
+        library.use_threads
+    except (OSError, AttributeError) as error:
+        path.unlink(missing_ok=True)  # it would be found again next time
+        raise Missing(f"what the C compiler made cannot be loaded: {error}") from error
+    openmp = _openmp()
+    if openmp is not None:
+        library.use_threads(openmp.GOMP_parallel, openmp.omp_get_thread_num)
+        library.has_threads = True
+    return library
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The library of threads that torch loaded; None where it cannot be told which that is."""
+    path = Path("/proc/self/maps")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    loaded = {match[1] for line in lines if (match := re.search(r"(/\S*/lib[gi]?omp[^/]*\.so\S*)$", line))}
+    near = {name for name in loaded if str(Path(torch.__file__).parent) in name}
+    for name in near or (loaded if len(loaded) == 1 else ()):
+        library = ctypes.CDLL(name)
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_thread_num"):
+            return library
+    return None
+
+
+_is_forked = False
+
+
+def _forked() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forked)

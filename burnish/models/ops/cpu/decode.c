@@ -1,0 +1,184 @@
+/* One new token a row through all layers of a decoder, over a dense cache of keys and values.
+
+   Rows know nothing of each other, so a thread takes a block of them from the embedding to the logits: one wait for all
+   threads in a step, and a block's activations stay near its core. Weights come transposed and in panels (`pack`). */
+
+#include "product.h"
+#include "rows.h"
+
+struct linear {
+    const real *weight, *bias; /* packed; the bias may be missing */
+};
+
+struct layer {
+    const real *attention_norm, *mlp_norm;
+    const real *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm; /* missing where a family has none */
+    struct linear qkv, out, gate_up, down;
+    const real *cos, *sin; /* [positions, head_dim] */
+    real *keys;            /* [rows, kv_heads, head_dim, capacity] */
+    real *values;          /* [rows, kv_heads, capacity, head_dim] */
+    long window;           /* how far it looks back; 0: to the beginning */
+};
+
+struct decoder {
+    long num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab, is_gelu;
+    double eps, shift, query_scale, embedding_scale;
+    const real *embedding, *norm;
+    struct linear head;
+    const struct layer *layers;
+};
+
+struct step {
+    const struct decoder *model;
+    long rows, block, capacity, room;
+    const int64_t *tokens, *positions;
+    real *logits, *space;
+};
+
+#define BLOCK 64 /* rows that go through a layer together */
+
+/* Rows of W [outputs, inputs] as panels [inputs, PANEL], each of them PANEL outputs; those that are missing are 0. */
+EXPORT void pack(const real *weight, real *packed, long outputs, long inputs) {
+    for (long first = 0; first < outputs; first += PANEL)
+        for (long p = 0; p < inputs; p++)
+            for (long j = 0; j < PANEL; j++)
+                *packed++ = first + j < outputs ? weight[(first + j) * inputs + p] : 0;
+}
+
+EXPORT long panel_width(void) { return PANEL; }
+
+/* y [rows, outputs] = x [rows, inputs] W^T + bias, or added to y. */
+static void project(struct linear by, int adds, const real *x, real *y, long rows, long inputs, long outputs) {
+    for (long j = 0; j < outputs; j += PANEL) {
+        long columns = least(PANEL, outputs - j);
+        const real *panel = by.weight + j * inputs;
+        if (by.bias)
+            for (long i = 0; i < rows; i++)
+                for (long c = 0; c < columns; c++) {
+                    real *into = y + i * outputs + j + c;
+                    *into = by.bias[j + c] + (adds ? *into : 0);
+                }
+        int onto = adds || by.bias;
+        long full = columns / LANES * LANES;
+        product(onto, rows, full, inputs, x, inputs, 1, panel, PANEL, y + j, outputs);
+        for (long i = 0; full < columns && i < rows; i += DOWN) { /* a part of a vector */
+            real some[DOWN * LANES];
+            long down = least(DOWN, rows - i), left = columns - full;
+            tile_one((int)down, 0, inputs, x + i * inputs, inputs, 1, panel + full, PANEL, some, LANES);
+            for (long r = 0; r < down; r++)
+                for (long c = 0; c < left; c++) {
+                    real *into = y + (i + r) * outputs + j + full + c;
+                    *into = some[r * LANES + c] + (onto ? *into : 0);
+                }
+        }
+    }
+}
+
+/* What a projection gives is added to the residual, through a norm where the family has one. */
+static void add_to_residual(const struct decoder *m, struct linear by, const real *norm, const real *from, real *x,
+                            real *between, long rows, long inputs) {
+    if (!norm) {
+        project(by, 1, from, x, rows, inputs, m->hidden);
+        return;
+    }
+    project(by, 0, from, between, rows, inputs, m->hidden);
+    for (long i = 0; i < rows; i++) {
+        real *y = between + i * m->hidden;
+        norm_row(y, norm, y, m->hidden, m->eps, m->shift, 1);
+        for (long c = 0; c < m->hidden; c++) x[i * m->hidden + c] += y[c];
+    }
+}
+
+/* Heads of one row: normed where the family does so, rotated; the key and value go to the cache at its position. */
+static void place(const struct decoder *m, const struct layer *l, real *qkv, long row, long at, long capacity) {
+    long dim = m->head_dim;
+    const real *cos = l->cos + at * dim, *sin = l->sin + at * dim;
+    for (long h = 0; h < m->heads + m->kv_heads; h++) {
+        real *x = qkv + h * dim;
+        int is_key = h >= m->heads;
+        if (l->q_norm)
+            norm_row(x, is_key ? l->k_norm : l->q_norm, x, dim, m->eps, m->shift, is_key ? 1 : (real)m->query_scale);
+        rotate_row(x, cos, sin, x, dim, 1);
+    }
+    for (long h = 0; h < m->kv_heads; h++) {
+        const real *k = qkv + (m->heads + h) * dim, *v = k + m->kv_heads * dim;
+        long head = (row * m->kv_heads + h) * dim * capacity;
+        for (long d = 0; d < dim; d++) l->keys[head + d * capacity + at] = k[d];
+        memcpy(l->values + head + at * dim, v, dim * sizeof(real));
+    }
+}
+
+/* The query heads of one row over the keys of their head, from its window's first to its own. */
+static void attend(const struct decoder *m, const struct layer *l, const real *qkv, real *mixed, real *scores,
+                   long row, long at, long capacity) {
+    long dim = m->head_dim, shared = m->heads / m->kv_heads, first = l->window ? most(0, at - l->window + 1) : 0;
+    long begin = first / LANES * LANES, width = padded(at + 1 - begin);
+    real scale = (real)(1 / sqrt((double)dim));
+    for (long h = 0; h < m->kv_heads; h++) {
+        long head = (row * m->kv_heads + h) * dim * capacity;
+        const real *q = qkv + h * shared * dim;
+        real *out = mixed + h * shared * dim;
+        product(0, shared, width, dim, q, dim, 1, l->keys + head + begin, capacity, scores, width);
+        real best, *inverse = scores + shared * width;
+        for (long s = 0; s < shared; s++)
+            inverse[s] = 1 / exponentials(scores + s * width, width, first - begin, at + 1 - begin, scale, &best);
+        const real *values = l->values + head + begin * dim;
+        long full = dim / LANES * LANES;
+        product(0, shared, full, at + 1 - begin, scores, width, 1, values, dim, out, dim);
+        for (long s = 0; s < shared; s++) {
+            for (long d = 0; d < full; d++) out[s * dim + d] *= inverse[s];
+            for (long d = full; d < dim; d++) {
+                real sum = 0;
+                for (long j = 0; j < at + 1 - begin; j++) sum += scores[s * width + j] * values[j * dim + d];
+                out[s * dim + d] = sum * inverse[s];
+            }
+        }
+    }
+}
+
+static void some_rows(void *arguments, long task, long thread) {
+    const struct step *s = arguments;
+    const struct decoder *m = s->model;
+    long first = task * s->block, rows = least(s->block, s->rows - first);
+    long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
+    real *x = s->space + thread * s->room, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
+    real *mixed = wide + s->block * most(all_heads, 2 * m->mlp), *scores = mixed + s->block * most(heads, m->mlp);
+    for (long i = 0; i < rows; i++) {
+        const real *from = m->embedding + s->tokens[first + i] * m->hidden;
+        for (long c = 0; c < m->hidden; c++) x[i * m->hidden + c] = from[c] * (real)m->embedding_scale;
+    }
+    for (const struct layer *l = m->layers; l < m->layers + m->num_layers; l++) {
+        for (long i = 0; i < rows; i++)
+            norm_row(x + i * m->hidden, l->attention_norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
+        project(l->qkv, 0, normed, wide, rows, m->hidden, all_heads);
+        for (long i = 0; i < rows; i++) {
+            long row = first + i, at = s->positions[row];
+            place(m, l, wide + i * all_heads, row, at, s->capacity);
+            attend(m, l, wide + i * all_heads, mixed + i * heads, scores, row, at, s->capacity);
+        }
+        add_to_residual(m, l->out, l->attention_out_norm, mixed, x, normed, rows, heads);
+        for (long i = 0; i < rows; i++)
+            norm_row(x + i * m->hidden, l->mlp_norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
+        project(l->gate_up, 0, normed, wide, rows, m->hidden, 2 * m->mlp);
+        for (long i = 0; i < rows; i++) gate_row(wide + i * 2 * m->mlp, mixed + i * m->mlp, m->mlp, (int)m->is_gelu);
+        add_to_residual(m, l->down, l->mlp_out_norm, mixed, x, normed, rows, m->mlp);
+    }
+    for (long i = 0; i < rows; i++)
+        norm_row(x + i * m->hidden, m->norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
+    project(m->head, 0, normed, s->logits + first * m->vocab, rows, m->hidden, m->vocab);
+}
+
+/* Numbers of working memory that a thread needs for a step over positions up to `longest`. */
+EXPORT long decode_room(const struct decoder *m, long longest) {
+    long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
+    long a_row = 2 * m->hidden + most(all_heads, 2 * m->mlp) + most(heads, m->mlp);
+    return padded(BLOCK * a_row + m->heads / m->kv_heads * (padded(longest + 1) + LANES));
+}
+
+/* Logits [rows, vocab] of the token after each row's last, which stands at its position. */
+EXPORT void decode(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
+                   long capacity, real *logits, real *space, long room, long threads) {
+    long block = least(BLOCK, (rows + threads - 1) / threads);
+    struct step step = {model, rows, most(1, block), capacity, room, tokens, positions, logits, space};
+    in_parallel(some_rows, &step, (rows + step.block - 1) / step.block, threads);
+}

@@ -1,0 +1,69 @@
+/* What is done to one row of numbers at a time, by the decode step and by the learner's operations alike. */
+
+#ifndef BURNISH_ROWS_H
+#define BURNISH_ROWS_H
+
+#include "vectors.h"
+
+/* One over the root of the mean square. */
+INLINE real rms_scale(const real *x, long n, double eps) {
+    vec sum = {0};
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) sum += load(x + i) * load(x + i);
+    if (i < n) {
+        vec last = load_some(x + i, n - i);
+        sum += last * last;
+    }
+    return (real)(1 / sqrt((double)total(sum) / n + eps));
+}
+
+/* y = x / rms(x) * (shift + weight) * factor; x and y may be the same. Returns one over rms(x). */
+INLINE real norm_row(const real *x, const real *weight, real *y, long n, double eps, double shift, real factor) {
+    real scale = rms_scale(x, n, eps), by = scale * factor;
+    for (long i = 0; i < n; i += LANES)
+        store_upto(y + i, load_upto(x + i, n - i) * by * (load_upto(weight + i, n - i) + (real)shift), n - i);
+    return scale;
+}
+
+/* Rotates one head in the half-split layout by cos and signed sin [dim]; with way -1 back. x and y may be the same. */
+INLINE void rotate_row(const real *x, const real *cos, const real *sin, real *y, long dim, real way) {
+    long half = dim / 2;
+    for (long i = 0; i < half; i += LANES) {
+        long n = half - i;
+        vec low = load_upto(x + i, n), high = load_upto(x + half + i, n);
+        vec c = load_upto(cos + i, n), s = load_upto(sin + half + i, n) * way;
+        store_upto(y + i, low * c - high * s, n);
+        store_upto(y + half + i, high * c + low * s, n);
+    }
+}
+
+/* exp(scale * x - best) at columns [first, last) of a row of whole vectors, 0 elsewhere, where best is the largest scale * x there.
+   Returns their sum. */
+INLINE real exponentials(real *x, long width, long first, long last, real scale, real *best) {
+    for (long j = 0; j < first; j++) x[j] = -INFINITY;
+    for (long j = last; j < width; j++) x[j] = -INFINITY;
+    vec top = all(-INFINITY);
+    for (long j = 0; j < width; j += LANES) top = pick(load(x + j) > top, load(x + j), top);
+    *best = largest(top) * scale;
+    vec sum = {0};
+    for (long j = 0; j < width; j += LANES) {
+        vec e = exponential(load(x + j) * scale - *best);
+        sum += e;
+        store(x + j, e);
+    }
+    return total(sum);
+}
+
+/* 1 / (1 + e^-x), and what it is taken of: GELU in its tanh form is x times this of twice the tanh's argument. */
+INLINE vec logistic(vec x) { return 1 / (1 + exponential(-x)); }
+INLINE vec gelu_argument(vec x) { return x * ((real)1.5957691216057308 + (real)0.07135481282893402 * x * x); }
+
+/* y [n] = act(gate) * up of a row [gate, up], act(x) = x logistic(x) or GELU. */
+INLINE void gate_row(const real *gate_up, real *y, long n, int is_gelu) {
+    for (long i = 0; i < n; i += LANES) {
+        vec gate = load_upto(gate_up + i, n - i), up = load_upto(gate_up + n + i, n - i);
+        store_upto(y + i, gate * logistic(is_gelu ? gelu_argument(gate) : gate) * up, n - i);
+    }
+}
+
+#endif

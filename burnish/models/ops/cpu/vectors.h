@@ -1,0 +1,118 @@
+/* Vectors of the machine's width, their exponential, and the way work is divided over threads.
+
+   Numbers are float, or double where WIDE is defined. No fast-math: sums are in the order written, so a result is the same for any number of threads.
+   Vectors are the compiler's own extension, so that one source serves every machine. */
+
+#ifndef BURNISH_VECTORS_H
+#define BURNISH_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef WIDE
+#define REAL double
+#else
+#define REAL float
+#endif
+
+#if defined(__AVX512F__)
+#define WIDTH 64
+#define ACROSS 4
+#elif defined(__AVX__)
+#define WIDTH 32
+#define ACROSS 2
+#else
+#define WIDTH 16
+#define ACROSS 4
+#endif
+#define LANES ((long)(WIDTH / sizeof(REAL)))
+#define PANEL (ACROSS * LANES) /* columns of a tile */
+#define DOWN 6                 /* rows of a tile: with ACROSS vectors each, what the registers hold */
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+typedef REAL real;
+typedef real vec __attribute__((vector_size(WIDTH)));
+typedef real loose __attribute__((vector_size(WIDTH), aligned(sizeof(real)), may_alias));
+#ifdef WIDE
+typedef int64_t bits __attribute__((vector_size(WIDTH)));
+#else
+typedef int32_t bits __attribute__((vector_size(WIDTH)));
+#endif
+
+INLINE vec load(const real *p) { return *(const loose *)p; }
+INLINE void store(real *p, vec x) { *(loose *)p = x; }
+INLINE vec all(real x) { return x - (vec){0}; }
+INLINE vec pick(bits where, vec yes, vec no) { return (vec)((where & (bits)yes) | (~where & (bits)no)); }
+INLINE long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+
+/* Of all lanes: halves onto halves, in an order that depends on nothing. */
+INLINE real total(vec x) {
+    real lane[WIDTH / sizeof(real)];
+    store(lane, x);
+    for (long half = LANES / 2; half; half /= 2)
+        for (long i = 0; i < half; i++) lane[i] += lane[i + half];
+    return lane[0];
+}
+
+INLINE real largest(vec x) {
+    real lane[WIDTH / sizeof(real)];
+    store(lane, x);
+    for (long half = LANES / 2; half; half /= 2)
+        for (long i = 0; i < half; i++) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
+    return lane[0];
+}
+
+/* The first n < LANES numbers, and zeros. */
+INLINE vec load_some(const real *p, long n) {
+    vec x = {0};
+    memcpy(&x, p, n * sizeof(real));
+    return x;
+}
+
+INLINE void store_some(real *p, vec x, long n) { memcpy(p, &x, n * sizeof(real)); }
+
+INLINE vec load_upto(const real *p, long n) { return n >= LANES ? load(p) : load_some(p, n); }
+
+INLINE void store_upto(real *p, vec x, long n) {
+    if (n >= LANES)
+        store(p, x);
+    else
+        store_some(p, x, n);
+}
+
+/* e^x = 2^n e^r with |r| <= ln 2 / 2, to the last bit or two: a polynomial for e^r, and n into the exponent's bits. Below the
+   smallest normal number the result is 0; NaN stays NaN. */
+INLINE vec exponential(vec x) {
+    const int is_wide = sizeof(real) == 8;
+    const real low = is_wide ? (real)-708.0 : (real)-87.3, high = is_wide ? (real)709.0 : (real)88.7;
+    const real magic = is_wide ? (real)6755399441055744.0 : (real)12582912.0; /* 1.5 * 2^52 or 2^23: adding it rounds */
+    const real upper = is_wide ? (real)6.93147180369123816490e-01 : (real)0.693359375;
+    const real lower = is_wide ? (real)1.90821492927058770002e-10 : (real)-2.12194440e-4;
+    vec inside = pick(x < low, all(low), x);
+    inside = pick(inside > high, all(high), inside);
+    vec shifted = inside * (real)1.4426950408889634 + magic;
+    vec n = shifted - magic;
+    vec r = inside - n * upper - n * lower;
+    static const double inverse[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                     1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
+                                     1.0 / 6,          0.5,             1.0,            1.0};
+    vec sum = all((real)inverse[is_wide ? 0 : 6]);
+#pragma GCC unroll 16
+    for (int i = is_wide ? 1 : 7; i < 14; i++) sum = sum * r + (real)inverse[i];
+    const int exponent = is_wide ? 52 : 23; /* the sum is about 1: n is added to its exponent */
+    vec y = pick(x < low, (vec){0}, (vec)((bits)sum + ((bits)shifted << exponent)));
+    return pick(x != x, x, y);
+}
+
+/* --- threads ------------------------------------------------------------------------------------------------------ */
+
+/* A piece of work: what to do with the task of a number, on the thread of a number. Who does a task must not change its result. */
+typedef void (*work)(void *arguments, long task, long thread);
+
+void in_parallel(work what, void *arguments, long tasks, long threads);
+
+#endif
