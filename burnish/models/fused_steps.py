@@ -60,6 +60,7 @@ class FusedSteps:
         library.decode_room.restype = library.panel_width.restype = Long
         self.panel = library.panel_width()
         self.packed: dict[int, Tensor] = {}
+        self.parameters = list(model.parameters())
         self.seen = self._written()
         self.layers = (_Layer * model.arch.num_layers)()
         self.decoder = self._describe()
@@ -96,7 +97,7 @@ class FusedSteps:
         self.seen = written
 
     def _written(self) -> list[int]:
-        return [parameter._version for parameter in self.model.parameters()]
+        return [parameter._version for parameter in self.parameters]
 
     def _pack(self, weight: Tensor) -> int:
         """The kernel's copy of a matrix; its address."""

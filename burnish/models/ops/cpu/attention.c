@@ -44,10 +44,19 @@ static void gather(const struct sequence *s, long first, long last, const real *
 
 /* The same, transposed: [dim, width]. */
 static void gather_across(const struct sequence *s, long length, const real *x, long x_row, long dim, real *into, long width) {
-    for (long j = 0; j < width; j++) {
-        const real *from = x + row_of(s, least(j, length - 1)) * x_row;
-        for (long d = 0; d < dim; d++) into[d * width + j] = from[d];
+    for (long j = 0; j < width; j += LANES) {
+        const real *from[WIDTH / sizeof(real)];
+        for (long i = 0; i < LANES; i++) from[i] = x + row_of(s, least(j + i, length - 1)) * x_row;
+        for (long d = 0; d < dim; d++)
+            for (long i = 0; i < LANES; i++) into[d * width + j + i] = from[i][d];
     }
+}
+
+/* The sum of x y over whole vectors. */
+INLINE real inner(const real *x, const real *y, long n) {
+    vec sum = {0};
+    for (long i = 0; i < n; i += LANES) sum += load(x + i) * load(y + i);
+    return total(sum);
 }
 
 /* The keys a query at place i of the whole sequence sees are [first_key, i]. */
@@ -97,7 +106,8 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
     real *keys_across = space, *values_across = keys_across + dim * width, *keys = values_across + dim * width;
     real *grad_keys = keys + length * columns, *grad_values = grad_keys + length * columns;
     real *weights = grad_values + length * columns, *slopes = weights + QUERIES * width;
-    real *queries = slopes + QUERIES * width, *grads = queries + QUERIES * columns, *grad_queries = grads + QUERIES * columns;
+    real *queries = slopes + QUERIES * width, *grads = queries + QUERIES * columns;
+    real *outs = grads + QUERIES * columns, *grad_queries = outs; /* which are made when the results are no longer needed */
     real scale = (real)(1 / sqrt((double)dim));
     gather_across(s, length, a->k + head * dim, a->k_row, dim, keys_across, width);
     gather_across(s, length, a->v + head * dim, a->v_row, dim, values_across, width);
@@ -109,13 +119,12 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
             gather(s, at, seen, a->q + h * dim, a->q_row, dim, queries, columns);
             gather(s, at, seen, a->grad + h * dim, h_row, dim, grads, columns);
+            gather(s, at, seen, a->out + h * dim, h_row, dim, outs, columns);
             product(0, count, across, dim, queries, columns, 1, keys_across + begin, width, weights, width);
             product(0, count, across, dim, grads, columns, 1, values_across + begin, width, slopes, width);
             for (long r = 0; r < count; r++) {
-                const real *out = a->out + ((s->first + i + r) * a->heads + h) * dim;
-                real *p = weights + r * width, *slope = slopes + r * width, along = 0;
-                real lse = a->lse[(s->first + i + r) * a->heads + h];
-                for (long d = 0; d < dim; d++) along += out[d] * grads[r * columns + d];
+                real *p = weights + r * width, *slope = slopes + r * width, lse = a->lse[(s->first + i + r) * a->heads + h];
+                real along = inner(outs + r * columns, grads + r * columns, columns);
                 for (long j = 0; j < across; j += LANES) store(p + j, exponential(load(p + j) * scale - lse));
                 for (long j = 0; j < first_key(a, at + r) - begin; j++) p[j] = 0;
                 for (long j = at + r + 1 - begin; j < across; j++) p[j] = 0;

@@ -61,16 +61,15 @@ static void project(struct linear by, int adds, const real *x, real *y, long row
         int onto = adds || by.bias;
         long full = columns / LANES * LANES;
         product(onto, rows, full, inputs, x, inputs, 1, panel, PANEL, y + j, outputs);
-        for (long i = 0; full < columns && i < rows; i += DOWN) { /* a part of a vector */
-            real some[DOWN * LANES];
-            long down = least(DOWN, rows - i), left = columns - full;
-            tile_one((int)down, 0, inputs, x + i * inputs, inputs, 1, panel + full, PANEL, some, LANES);
-            for (long r = 0; r < down; r++)
-                for (long c = 0; c < left; c++) {
-                    real *into = y + (i + r) * outputs + j + full + c;
-                    *into = some[r * LANES + c] + (onto ? *into : 0);
+        if (full < columns) /* a part of a vector */
+            for (long i = 0; i < rows; i++) {
+                real some[WIDTH / sizeof(real)];
+                product(0, 1, LANES, inputs, x + i * inputs, inputs, 1, panel + full, PANEL, some, LANES);
+                for (long c = 0; c < columns - full; c++) {
+                    real *into = y + i * outputs + j + full + c;
+                    *into = some[c] + (onto ? *into : 0);
                 }
-        }
+            }
     }
 }
 

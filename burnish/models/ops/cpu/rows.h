@@ -6,7 +6,7 @@
 #include "vectors.h"
 
 /* One over the root of the mean square. */
-INLINE real rms_scale(const real *x, long n, double eps) {
+static inline real rms_scale(const real *x, long n, double eps) {
     vec sum = {0};
     long i = 0;
     for (; i + LANES <= n; i += LANES) sum += load(x + i) * load(x + i);
@@ -18,7 +18,7 @@ INLINE real rms_scale(const real *x, long n, double eps) {
 }
 
 /* y = x / rms(x) * (shift + weight) * factor; x and y may be the same. Returns one over rms(x). */
-INLINE real norm_row(const real *x, const real *weight, real *y, long n, double eps, double shift, real factor) {
+static inline real norm_row(const real *x, const real *weight, real *y, long n, double eps, double shift, real factor) {
     real scale = rms_scale(x, n, eps), by = scale * factor;
     for (long i = 0; i < n; i += LANES)
         store_upto(y + i, load_upto(x + i, n - i) * by * (load_upto(weight + i, n - i) + (real)shift), n - i);
@@ -26,7 +26,7 @@ INLINE real norm_row(const real *x, const real *weight, real *y, long n, double 
 }
 
 /* Rotates one head in the half-split layout by cos and signed sin [dim]; with way -1 back. x and y may be the same. */
-INLINE void rotate_row(const real *x, const real *cos, const real *sin, real *y, long dim, real way) {
+static inline void rotate_row(const real *x, const real *cos, const real *sin, real *y, long dim, real way) {
     long half = dim / 2;
     for (long i = 0; i < half; i += LANES) {
         long n = half - i;
@@ -39,7 +39,7 @@ INLINE void rotate_row(const real *x, const real *cos, const real *sin, real *y,
 
 /* exp(scale * x - best) at columns [first, last) of a row of whole vectors, 0 elsewhere, where best is the largest scale * x there.
    Returns their sum. */
-INLINE real exponentials(real *x, long width, long first, long last, real scale, real *best) {
+static inline real exponentials(real *x, long width, long first, long last, real scale, real *best) {
     for (long j = 0; j < first; j++) x[j] = -INFINITY;
     for (long j = last; j < width; j++) x[j] = -INFINITY;
     vec top = all(-INFINITY);
@@ -59,7 +59,7 @@ INLINE vec logistic(vec x) { return 1 / (1 + exponential(-x)); }
 INLINE vec gelu_argument(vec x) { return x * ((real)1.5957691216057308 + (real)0.07135481282893402 * x * x); }
 
 /* y [n] = act(gate) * up of a row [gate, up], act(x) = x logistic(x) or GELU. */
-INLINE void gate_row(const real *gate_up, real *y, long n, int is_gelu) {
+static inline void gate_row(const real *gate_up, real *y, long n, int is_gelu) {
     for (long i = 0; i < n; i += LANES) {
         vec gate = load_upto(gate_up + i, n - i), up = load_upto(gate_up + n + i, n - i);
         store_upto(y + i, gate * logistic(is_gelu ? gelu_argument(gate) : gate) * up, n - i);

@@ -18,17 +18,12 @@
 
 #if defined(__AVX512F__)
 #define WIDTH 64
-#define ACROSS 4
 #elif defined(__AVX__)
 #define WIDTH 32
-#define ACROSS 2
 #else
 #define WIDTH 16
-#define ACROSS 4
 #endif
 #define LANES ((long)(WIDTH / sizeof(REAL)))
-#define PANEL (ACROSS * LANES) /* columns of a tile */
-#define DOWN 6                 /* rows of a tile: with ACROSS vectors each, what the registers hold */
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
