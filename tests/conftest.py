@@ -1,10 +1,29 @@
-"""One hypothesis profile for all: a slow machine may slow a test down, never fail it; CI sees the same examples each time."""
+"""One hypothesis profile for all: a slow machine may slow a test down, never fail it; CI sees the same examples each time.
+And a way to test what runs where there is no C compiler."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "burnish", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("burnish")
+
+
+@pytest.fixture(scope="module")
+def in_torch() -> Iterator[None]:
+    """No C kernels: their twins in torch run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CPU_KERNELS", "0")
+        patch.setattr("burnish.models.ops.cpu.build._library", lambda is_wide: None)
+        yield
+
+
+@pytest.fixture(scope="module", params=["C", "torch"])
+def either_way(request: pytest.FixtureRequest) -> None:
+    """Once by the C kernels, once by their twins in torch."""
+    if request.param == "torch":
+        request.getfixturevalue("in_torch")

@@ -90,6 +90,10 @@ def python_and_torch() -> Iterator[Row]:
             yield Row(OK, f"gpu {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
     else:
         yield Row(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
+    from burnish.models.ops.cpu import build
+
+    has_kernels, text = build.state()
+    yield Row(OK if has_kernels else ABSENT, "cpu kernels", text if has_kernels else f"torch computes instead: {text}")
     yield Row(OK, "matmul", f"{matmul_gflops():.0f} GFLOP/s in float32, 1024 x 1024, on the CPU")
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from burnish.config.lora import Lora
 from burnish.models.architecture import Architecture
+from burnish.models.ops.cpu.attention import LONGEST
+from burnish.models.ops.cpu.build import expected
 from burnish.models.projections import targets
 
 SHORT = 256
-"""Up to this length attention on a CPU has explicit scores (`ops/attention.py`)."""
+"""Up to this length attention on a CPU has explicit scores (`ops/attention.py`), where there are no C kernels."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Forward:
         inputs = self._input("qkv", h) + self._input("gate_up", h) + self._input("down", m)
         attention = self._attention()
         raw = (q + 2 * k) * self.element  # the projection: its values are read as they are
-        has_raw = self._by_kernel and not self.is_shared
+        has_raw = self._by_kernel and not (self.is_shared and not self._attends_in_c)
         if self.arch.qk_norm:
             has_raw |= self.is_half
             norms += self._norm(0 if self.is_half else q + k, self.arch.num_heads + self.arch.num_kv_heads)
@@ -106,13 +108,24 @@ class Forward:
     @property
     def _by_kernel(self) -> bool:
         """Whether attention keeps views of what it is given."""
-        return (self.on_gpu and self.is_half) or (self.length > SHORT and not self.on_gpu)
+        return (self.on_gpu and self.is_half) or (self.length > SHORT and not self.on_gpu) or self._attends_in_c
+
+    @property
+    def in_c(self) -> bool:
+        """Whether the C kernels run."""
+        return not self.on_gpu and not self.is_half and expected()
+
+    @property
+    def _attends_in_c(self) -> bool:
+        return self.in_c and self.length <= LONGEST
 
     def _attention(self) -> Bytes:
         """Kept by attention, besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
         out = q * element
+        if self._attends_in_c:  # beginnings that sequences share are read where they are
+            return Bytes(out + heads * element)
         if self._by_kernel:
             return Bytes(out + 4 * heads, 2 * k * element if self.is_shared else 0)
         result = out if self.lora is None or "out" in self._adapted else 0
@@ -124,7 +137,7 @@ class Forward:
 
     def _gate(self) -> int:
         """The gated activation keeps its input, and the activated gate where it is no kernel."""
-        by_kernel = self.on_gpu and self.arch.activation == "silu"
+        by_kernel = self.in_c or (self.on_gpu and self.arch.activation == "silu")
         return (2 if by_kernel else 3) * self.arch.mlp_size * self.element
 
     # --- all of it -----------------------------------------------------------------------------------------------------
@@ -139,7 +152,12 @@ class Forward:
 
     def again(self, policy: str) -> Bytes:
         """Made again for the one layer that is being differentiated, besides what was kept."""
-        return self._keep() if policy in ("recompute", "offload") else Bytes(0)
+        if policy not in ("recompute", "offload"):
+            return Bytes(0)
+        kept = self._keep()
+        # In C the first norm keeps its input, which is the layer's and waits already.
+        is_there = policy == "recompute" and self.in_c
+        return Bytes(kept.row - self.arch.hidden_size * self.element, kept.token) if is_there else kept
 
     def around(self) -> Bytes:
         """Kept outside the layers for each row: the final norm's input, rotations."""

@@ -160,7 +160,10 @@ def _passes(model: nn.Module, decoder: Decoder, learning: Learning, on_gpu: bool
     states = rows * arch.hidden_size * element  # one tensor of hidden states
     activations = forward.layers(policy).of(rows, tokens) + forward.around().of(rows, tokens) + states
     again = forward.again(policy).of(rows, tokens)
-    layer = again + rows * (GATE[policy == "selective", on_gpu] * arch.mlp_size + arch.hidden_size) * element
+    layer = (
+        again
+        + rows * (GATE[policy == "selective", on_gpu or forward.in_c] * arch.mlp_size + arch.hidden_size) * element
+    )
     # A matrix in 4 bits is plain for a moment, when the gate's gradients are not there.
     layer = max(layer, again + rows * (arch.mlp_size + arch.hidden_size) * element + plain_bytes(decoder, on_gpu))
     to_come = sum(

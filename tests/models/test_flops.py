@@ -20,6 +20,8 @@ from burnish.models.lora import add_lora
 from burnish.models.ops.trunks import Trunks, rows_of
 from burnish.models.value import ValueModel
 
+pytestmark = pytest.mark.usefixtures("in_torch")  # whose products torch can count
+
 BASE = Architecture("llama", 61, 32, 2, 4, 2, 8, 48, 512)
 FAMILIES = {
     "llama": BASE,

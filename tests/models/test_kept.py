@@ -67,6 +67,7 @@ ADAPTERS = [
 ]
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_on_a_cpu_keeps_what_the_formula_says(family: str, policy: str) -> None:

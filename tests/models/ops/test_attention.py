@@ -9,6 +9,8 @@ from torch import Tensor
 from burnish.models.ops import attention
 from burnish.models.ops.attention import PackedAttention
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def naive(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
     """softmax(QK^T) V for each sequence and head by itself, with the mask written out."""

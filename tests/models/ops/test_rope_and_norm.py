@@ -8,6 +8,8 @@ import torch
 from burnish.models.ops.norm import RMSNorm
 from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def test_a_rotation_turns_each_pair_by_position_times_frequency() -> None:
     """Written with complex numbers: (x_i + i x_{i + D/2}) e^{i p f_i}."""

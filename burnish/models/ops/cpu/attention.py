@@ -52,7 +52,9 @@ class Sequences:
         return self.groups.shape[0] - 1
 
 
-def attention(library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None) -> Tensor:
+def attention(
+    library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None
+) -> Tensor:
     """Queries [U, heads, D] over keys and values [U, kv_heads, D] of their own sequence; [U, heads, D]."""
     return _Attention.apply(q, k, v, library, sequences, window)
 
@@ -85,7 +87,14 @@ def _together(x: Tensor) -> Tensor:
 
 
 def _call(
-    library: ctypes.CDLL, way: str, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None, **tensors: Tensor
+    library: ctypes.CDLL,
+    way: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    window: int | None,
+    **tensors: Tensor,
 ) -> None:
     (_, heads, dim), kv_heads = q.shape, k.shape[1]
     threads = max(1, min(num_threads(), sequences.num_groups * kv_heads))

@@ -44,6 +44,15 @@ def kernels(x: Tensor) -> ctypes.CDLL | None:
     return _library(x.dtype == torch.float64)
 
 
+def expected() -> bool:
+    """Whether there will be kernels, for who plans ahead: nothing is compiled for the answer."""
+    try:
+        _compiler()
+    except Missing:
+        return False
+    return True
+
+
 def address(x: Tensor | None) -> ctypes.c_void_p:
     """Where a tensor's first number is, as an argument."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
@@ -79,11 +88,9 @@ class _Kernels(ctypes.CDLL):
 
 @cache
 def _load(is_wide: bool) -> _Kernels:
-    if os.environ.get(SWITCH) == "0":
-        raise Missing(f"{SWITCH}=0")
     compiler = _compiler()
-    flags = (*FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
-    flags += ("-DWIDE",) if is_wide else ()
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    flags = (*FLAGS, native, *(["-DWIDE"] if is_wide else []))
     name = f"kernels-{_digest(compiler, flags)}.so"
     folder = _folder()
     if folder is None:
@@ -95,6 +102,8 @@ def _load(is_wide: bool) -> _Kernels:
 
 def _compiler() -> list[str]:
     """The command of a C compiler: CC, if that is set."""
+    if os.environ.get(SWITCH) == "0":
+        raise Missing(f"{SWITCH}=0")
     named = os.environ.get("CC")
     for command in [shlex.split(named)] if named else [["cc"], ["gcc"], ["clang"]]:
         if command and shutil.which(command[0]):
@@ -154,20 +163,22 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Missing(f"{command[0]} did not run: {error}") from error
     if done.returncode:
-        raise Missing(f"{shlex.join(command)} failed with {done.returncode}:\n{done.stderr[-2000:] or done.stdout[-2000:]}")
+        raise Missing(
+            f"{shlex.join(command)} failed with {done.returncode}:\n{done.stderr[-2000:] or done.stdout[-2000:]}"
+        )
     return done.stdout
 
 
 def _opened(path: Path) -> _Kernels:
     try:
         library = _Kernels(str(path))
-        library.use_threads
+        use_threads = library.use_threads
     except (OSError, AttributeError) as error:
         path.unlink(missing_ok=True)  # it would be found again next time
         raise Missing(f"what the C compiler made cannot be loaded: {error}") from error
     openmp = _openmp()
     if openmp is not None:
-        library.use_threads(openmp.GOMP_parallel, openmp.omp_get_thread_num)
+        use_threads(openmp.GOMP_parallel, openmp.omp_get_thread_num)
         library.has_threads = True
     return library
 

@@ -13,9 +13,7 @@ PER_THREAD = 1 << 14
 """Logits worth waking a thread for."""
 
 
-def draw(
-    library: ctypes.CDLL, logits: Tensor, uniform: Tensor, temperature: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def draw(library: ctypes.CDLL, logits: Tensor, uniform: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """Tokens [n] and their log-probs [n] from logits [n, V], one uniform number a row; a temperature of None is 1."""
     rows, vocab = logits.shape
     logits, tokens, logp = logits.contiguous(), uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)

@@ -126,7 +126,7 @@ static void gate_back_stretch(void *arguments, long task, long thread) {
         for (long c = 0; c < n; c += LANES) {
             vec gate = load_upto(gate_up + c, n - c), up = load_upto(gate_up + n + c, n - c), grad = load_upto(grads + c, n - c);
             vec s = logistic(g->is_gelu ? gelu_argument(gate) : gate);
-            vec inner = g->is_gelu ? (real)1.5957691216057308 + (real)0.21406443848680206 * gate * gate : all(1);
+            vec inner = g->is_gelu ? (real)1.5957691216057308 + (real)0.21406444881780076 * gate * gate : all(1);
             store_upto(into + c, grad * up * (s + gate * s * (1 - s) * inner), n - c);
             store_upto(into + n + c, grad * (gate * s), n - c);
         }

@@ -56,7 +56,7 @@ static inline real exponentials(real *x, long width, long first, long last, real
 
 /* 1 / (1 + e^-x), and what it is taken of: GELU in its tanh form is x times this of twice the tanh's argument. */
 INLINE vec logistic(vec x) { return 1 / (1 + exponential(-x)); }
-INLINE vec gelu_argument(vec x) { return x * ((real)1.5957691216057308 + (real)0.07135481282893402 * x * x); }
+INLINE vec gelu_argument(vec x) { return x * ((real)1.5957691216057308 + (real)0.07135481627260025 * x * x); }
 
 /* y [n] = act(gate) * up of a row [gate, up], act(x) = x logistic(x) or GELU. */
 static inline void gate_row(const real *gate_up, real *y, long n, int is_gelu) {

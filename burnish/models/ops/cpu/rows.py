@@ -35,7 +35,11 @@ def norm_backward(
     """Gradients of the input and of the weight."""
     rows, size = scale.numel(), x.shape[-1]
     library.norm_parts.restype = Long
-    grad_x, grad_weight, parts = torch.empty_like(x), torch.empty_like(weight), x.new_empty(library.norm_parts(Long(rows)), size)
+    grad_x, grad_weight, parts = (
+        torch.empty_like(x),
+        torch.empty_like(weight),
+        x.new_empty(library.norm_parts(Long(rows)), size),
+    )
     library.norm_backward(
         address(grad), address(x), address(weight), address(scale), address(grad_x), address(grad_weight), address(parts),
         Long(rows), Long(size), Double(shift), _threads(x),

@@ -1,0 +1,156 @@
+"""Compiling the kernels: what is kept, and what happens where they cannot be compiled, loaded or kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.models.ops.cpu import build
+from burnish.models.ops.swiglu import swiglu
+
+CHECK = """
+import torch
+from burnish.models.ops.cpu import build
+from burnish.models.ops.swiglu import swiglu
+x = torch.randn(40, 64)
+with torch.no_grad():
+    print(build.state()[0], torch.allclose(swiglu(x), torch.nn.functional.silu(x[:, :32]) * x[:, 32:], atol=1e-6))
+"""
+
+pytestmark = pytest.mark.skipif(not build.expected(), reason="no C compiler here")
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing is loaded yet, and nothing is kept in the folder given."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for function in (build._load, build._library):
+        function.cache_clear()
+    yield tmp_path / "burnish"
+    for function in (build._load, build._library):
+        function.cache_clear()
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_what_was_compiled_is_kept_for_its_owner_alone_and_found_again(
+    anew: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.kernels(torch.empty(0)) is not None
+    (kept,) = anew.iterdir()
+    assert stat.S_IMODE(anew.stat().st_mode) == 0o700
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    before = kept.stat().st_mtime_ns
+    build._load.cache_clear()
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    build._load(False)
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_other_flags_or_types_are_other_files(anew: Path) -> None:
+    cc = build._compiler()
+    assert build._digest(cc, ("-O1",)) != build._digest(cc, ("-O2",))
+    assert build.kernels(torch.empty(0)) is not None
+    assert build.kernels(torch.empty(0, dtype=torch.float64)) is not None
+    assert len(list(anew.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("echo 'no such flag' >&2; exit 3", "no such flag"),
+        ('[ "$1" = --version ] && exit; while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"', "cannot be loaded"),
+    ],
+)
+def test_a_compiler_that_fails_is_said_once_and_torch_computes(
+    text: str, says: str, anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", program(tmp_path, text))
+    x = torch.randn(3, 8)
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(swiglu(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
+    assert len(caplog.records) == 1
+    assert says in caplog.text
+    assert not list(anew.glob("*.so"))
+    assert not build.state()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"), [("CC", "/nonexistent", "CC=/nonexistent"), (build.SWITCH, "0", f"{build.SWITCH}=0")]
+)
+def test_without_kernels_the_reason_is_known(
+    name: str, value: str, says: str, anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        assert build.kernels(torch.empty(0)) is None
+    assert says in build.state()[1]
+    assert not build.expected()
+    assert bool(caplog.records) == (name == "CC")  # who turned them off knows
+
+
+def test_a_folder_that_cannot_be_written_or_is_not_ours_alone_is_not_used(
+    anew: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anew.mkdir(mode=0o777)
+    anew.chmod(0o777)
+    assert build.kernels(torch.empty(0)) is not None
+    assert not list(anew.iterdir())
+    anew.rmdir()
+    anew.write_text("a file")
+    build._load.cache_clear()
+    build._load(False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
+    build._load.cache_clear()
+    build._load(False)
+
+
+def in_processes(count: int, folder: Path, code: str = CHECK, **settings: str) -> list[str]:
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)} | settings
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    return [process.communicate(timeout=300)[0].strip() for process in started]
+
+
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    assert in_processes(2, tmp_path) == ["True True"] * 2
+    assert len(list((tmp_path / "burnish").iterdir())) == 1
+
+
+def test_a_forked_child_computes_on_its_own_thread(tmp_path: Path) -> None:
+    """Its parent's other threads are not copied: a child that waited for them would wait for ever, as torch's own operations do."""
+    code = """
+import os, torch
+torch.set_num_threads(2)
+from burnish.models.ops.cpu import build
+from burnish.models.ops.swiglu import swiglu
+x = torch.randn(4000, 512)
+with torch.no_grad():
+    here = swiglu(x).numpy().tobytes()
+    child = os.fork()
+    if not child:
+        os._exit(0 if build.num_threads() == 1 and swiglu(x).numpy().tobytes() == here else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert in_processes(1, tmp_path, code) == ["0"]
+
+
+def test_the_threads_are_those_of_torch() -> None:
+    assert build._load(False).has_threads
+    assert build.num_threads() == torch.get_num_threads()
