@@ -1,4 +1,4 @@
-"""The step of the CPU engine against the decoder's own forward, over its cache."""
+"""The steps of the CPU engine, in torch and in C, against the decoder's own forward, over its cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 from burnish.config.lora import Lora
 from burnish.models.decoder import Decoder
+from burnish.models.fused_steps import FusedSteps, fused_steps
 from burnish.models.lora import add_lora
+from burnish.models.ops.cpu import build
 from burnish.models.stepping import Steps
 from burnish.models.weights import load_decoder
 from burnish.rollout.native.cache import DecodeAttention, KVCache
@@ -69,3 +71,83 @@ def test_a_step_sees_adapters_and_weights_that_change_in_place(tiny_model: TinyM
     assert torch.allclose(*before, atol=1e-12)
     assert torch.allclose(*after, atol=1e-12)
     assert not torch.allclose(before[0], after[0], atol=1e-3)
+
+
+def fused(model: Decoder) -> FusedSteps:
+    found = fused_steps(model)
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def logits_of_both(model: Decoder, steps: FusedSteps, start: list[int], dtype: torch.dtype) -> float:
+    """The largest difference of logits over some steps of rows that begin at these positions."""
+    generator, worst = torch.Generator().manual_seed(0), 0.0
+    plain, other = (KVCache(model.arch, dtype, torch.device("cpu")) for _ in range(2))
+    positions = torch.tensor(start)
+    with torch.inference_mode():
+        for _ in range(20):
+            tokens = torch.randint(model.arch.vocab_size, positions.shape, generator=generator)
+            longest, shortest = int(positions.max()), int(positions.min())
+            plain.reserve(len(start), longest + 1)
+            other.reserve(len(start), longest + 1)
+            hidden = model(tokens, positions, DecodeAttention(plain, positions, longest, shortest), longest + 1)
+            found = steps(tokens, positions, other.keys, other.values, longest)
+            worst = max(worst, float((model.logits(hidden) - found).abs().max()))
+            positions = positions + 1
+    return worst
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "qwen3-bias", "llama3", "gemma3-linear"])
+def test_a_step_in_c_is_the_forward_and_head_of_every_family(variant: str, tiny_model: TinyModel) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-3)):
+        model = load_decoder(tiny_model(variant)[1], dtype, torch.device("cpu"))
+        assert logits_of_both(model, fused(model), [0, 0, 0], dtype) < tolerance
+        assert logits_of_both(model, fused(model), [(7 * k) % 60 for k in range(150)], dtype) < tolerance
+
+
+def test_a_step_in_c_sees_weights_that_change_in_place(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    steps = fused(model)
+    assert logits_of_both(model, steps, [0, 3], torch.float64) < 1e-11
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    assert logits_of_both(model, steps, [0, 3], torch.float64) < 1e-11
+
+
+def test_a_row_of_a_step_in_c_has_the_same_bits_in_any_crowd_on_any_threads(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen3")[1], torch.float32, torch.device("cpu"))
+    steps, before, found = fused(model), torch.get_num_threads(), []
+    try:
+        for rows, threads in ((1, 1), (7, 1), (150, 1), (150, 2)):
+            torch.set_num_threads(threads)
+            cache = KVCache(model.arch, torch.float32, torch.device("cpu"))
+            cache.reserve(rows, 8)
+            with torch.inference_mode():
+                for position in range(6):
+                    tokens = (torch.arange(rows) * 5 + position) % 61
+                    logits = steps(tokens, torch.full((rows,), position), cache.keys, cache.values, position)
+            found.append(logits[0].clone())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_models_that_are_large_or_have_adapters_take_torchs_steps(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))
+    fused(model)
+    assert fused_steps(model.to(torch.bfloat16)) is None
+    model.to(torch.float32)
+    monkeypatch.setattr("burnish.models.fused_steps.MOST_PARAMETERS", 1000)
+    assert fused_steps(model) is None
+    monkeypatch.undo()
+    add_lora(model, Lora(rank=2), seed=0)
+    assert fused_steps(model) is None
+
+
+def test_without_kernels_there_is_no_step_in_c(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_library", lambda is_wide: None)
+    assert fused_steps(load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))) is None
