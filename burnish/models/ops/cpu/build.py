@@ -104,6 +104,8 @@ def _compiler() -> list[str]:
     """The command of a C compiler: CC, if that is set."""
     if os.environ.get(SWITCH) == "0":
         raise Missing(f"{SWITCH}=0")
+    if sys.platform == "win32":
+        raise Missing("they are not for Windows")
     named = os.environ.get("CC")
     for command in [shlex.split(named)] if named else [["cc"], ["gcc"], ["clang"]]:
         if command and shutil.which(command[0]):
