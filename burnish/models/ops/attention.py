@@ -48,7 +48,7 @@ class PackedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
         window = window_of(self.windows, layer)
-        library = kernels(q) if max(self.lengths, default=0) <= LONGEST else None
+        library = kernels(q, k, v) if max(self.lengths, default=0) <= LONGEST else None
         if library is not None:
             if self._sequences is None:
                 self._sequences = Sequences(self.offsets, self.rows)

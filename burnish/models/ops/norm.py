@@ -17,7 +17,7 @@ WIDE = (torch.float32, torch.float64)
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
-        ctx.shift, ctx.library = shift, kernels(x)
+        ctx.shift, ctx.library = shift, kernels(x, weight)
         if ctx.library is not None:
             x = x.contiguous()
             y, scale = rows.norm(ctx.library, x, weight, eps, shift)
@@ -76,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
     """x / rms(x) * (shift + weight) over the last dimension, without gradient."""
     # For few rows on a CPU torch's own takes half as long again; the compiler fuses it.
     if x.device.type == "cpu" and x.dtype in WIDE and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        library = kernels(x)
+        library = kernels(x, weight)
         if library is not None:
             return rows.norm(library, x.contiguous(), weight, eps, shift)[0]
         return (x * _scale(x, eps)).mul_(_shifted(weight, shift))

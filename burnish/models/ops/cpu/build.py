@@ -37,9 +37,11 @@ class Missing(Exception):
     """Why there are no kernels."""
 
 
-def kernels(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels for this tensor; None where torch computes."""
+def kernels(x: Tensor, *beside: Tensor) -> ctypes.CDLL | None:
+    """The kernels for a tensor and those it is computed with, all of one type; None where torch computes."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or type(x) not in (Tensor, Parameter):
+        return None
+    if any(other.dtype != x.dtype or type(other) not in (Tensor, Parameter) for other in beside):
         return None
     return _library(x.dtype == torch.float64)
 

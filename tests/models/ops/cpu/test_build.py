@@ -154,3 +154,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_the_threads_are_those_of_torch() -> None:
     assert build._load(False).has_threads
     assert build.num_threads() == torch.get_num_threads()
+
+
+def test_numbers_of_two_types_are_torchs_to_compute() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8, dtype=torch.float64)
+    assert build.kernels(x, weight) is None
+    assert build.kernels(x, weight.float()) is build.kernels(x)
