@@ -47,8 +47,10 @@ class _Decoder(ctypes.Structure):
 def fused_steps(model: Decoder) -> FusedSteps | None:
     """The model's steps in one call each; None where it is too large, not all its own, or there is no kernel."""
     is_plain = type(model).forward is Decoder.forward and all(type(linear) is nn.Linear for linear in _linears(model))
-    is_small = sum(p.numel() for p in model.parameters()) <= MOST_PARAMETERS
-    library = kernels(model.embedding.weight) if is_plain and is_small else None
+    parameters = list(model.parameters())
+    is_small = sum(p.numel() for p in parameters) <= MOST_PARAMETERS
+    is_followed = not any(p.is_inference() for p in parameters)  # those do not tell whether they were written
+    library = kernels(*parameters) if is_plain and is_small and is_followed else None
     return None if library is None else FusedSteps(model, library)
 
 
@@ -61,6 +63,7 @@ class FusedSteps:
         self.panel = library.panel_width()
         self.packed: dict[int, Tensor] = {}
         self.parameters = list(model.parameters())
+        self.places = _places(model)
         self.seen = self._written()
         self.layers = (_Layer * model.arch.num_layers)()
         self.decoder = self._describe()
@@ -85,6 +88,11 @@ class FusedSteps:
             Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.space.data_ptr()), Long(room), Long(threads),
         )  # fmt: skip
         return logits
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model's parameters are those it was made of, and where they were."""
+        return _places(self.model) == self.places
 
     def refresh(self) -> None:
         """Copy the weights again if any was written since."""
@@ -127,6 +135,10 @@ class FusedSteps:
             arch.activation == "gelu_tanh", arch.norm_eps, arch.norm_shift, arch.query_scale, scale,
             model.embedding.weight.data_ptr(), model.norm.weight.data_ptr(), _Linear(self._pack(model.head_weight), None), self.layers,
         )  # fmt: skip
+
+
+def _places(model: Decoder) -> list[tuple[int, int]]:
+    return [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
 
 
 def _linears(model: Decoder) -> list[nn.Linear]:

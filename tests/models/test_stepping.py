@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from burnish.config.lora import Lora
+from burnish.core.engine import Request, SamplingOptions
 from burnish.models.decoder import Decoder
 from burnish.models.fused_steps import FusedSteps, fused_steps
 from burnish.models.lora import add_lora
@@ -17,6 +18,8 @@ from burnish.models.ops.cpu import build
 from burnish.models.stepping import Steps
 from burnish.models.weights import load_decoder
 from burnish.rollout.native.cache import DecodeAttention, KVCache
+from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.sync.buckets import Publisher, take
 
 VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3"]
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -114,6 +117,38 @@ def test_a_step_in_c_sees_weights_that_change_in_place(tiny_model: TinyModel) ->
         for parameter in model.parameters():
             parameter += 0.01
     assert logits_of_both(model, steps, [0, 3], torch.float64) < 1e-11
+
+
+def test_steps_in_c_are_kept_until_the_engine_has_new_weights(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    fused(model)
+    engine = NativeEngine(model, max_rows=2)
+
+    def drawn() -> tuple[object, list[int]]:
+        engine.submit([Request("a", (1, 2, 3), SamplingOptions(max_tokens=6, temperature=0.0), 0)])
+        (done,) = engine.stream()
+        return engine._fused, done.tokens.tolist()
+
+    (first, tokens), (again, same) = drawn(), drawn()
+    assert first is again
+    assert tokens == same
+    new = [(name, -2 * parameter.detach()) for name, parameter in model.named_parameters()]
+    publication = Publisher(lambda raw: raw).publish(1, new, as_delta=False, complete=True)
+    take(publication, dict(model.named_parameters()), lambda raw: raw)
+    assert isinstance(first, FusedSteps)
+    assert logits_of_both(model, first, [0, 3], torch.float64) < 1e-11  # a bucket's write is seen
+    engine.load(1, ())
+    other, changed = drawn()
+    assert other is not first
+    assert changed != tokens
+    engine.sleep()
+    assert engine._fused is None
+
+
+def test_parameters_that_do_not_tell_when_they_are_written_take_torchs_steps(tiny_model: TinyModel) -> None:
+    with torch.inference_mode():
+        model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    assert fused_steps(model) is None
 
 
 def test_a_row_of_a_step_in_c_has_the_same_bits_in_any_crowd_on_any_threads(tiny_model: TinyModel) -> None:

@@ -1,6 +1,7 @@
 """Causal attention on packed sequences: no sequence sees its neighbour.
 
-In half types on a GPU torch has a kernel for it. Elsewhere sequences of similar length are stacked for one call of
+In half types on a GPU torch has a kernel for it, and there is one in C for sequences that are not long on a CPU
+(`cpu/attention.py`). Elsewhere sequences of similar length are stacked for one call of
 torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask
 tensor is needed. Padding lives inside this function alone. Buckets are cut so that at most about a quarter of a stack is
 padding.

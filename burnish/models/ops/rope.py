@@ -38,7 +38,7 @@ def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> t
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, way: float = 1.0) -> Tensor:
-    library = None if torch.compiler.is_compiling() else kernels(x, cos, sin)
+    library = kernels(x, cos, sin)
     if library is not None:
         return rows.rotate(library, x, cos, sin, way)
     sin = sin if way == 1.0 else -sin

@@ -80,7 +80,9 @@ class NativeEngine:
         self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:
-        self._step, self._fused = step_of(self.model), fused_steps(self.model)
+        self._step = step_of(self.model)
+        if self._fused is None or not self._fused.is_current:
+            self._fused = fused_steps(self.model)
         while self.ready or ((self.queue or len(self.rows)) and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
@@ -119,12 +121,13 @@ class NativeEngine:
                 f"new weights while {len(self.rows)} rows are running: their cache would be stale; finish or abort first"
             )
         take_weights(self.model, named_tensors)
-        self.version = version
+        self.version, self._fused = version, None
 
     def sleep(self) -> None:
         if self.queue or len(self.rows):
             raise RuntimeError(f"the engine cannot sleep with {len(self.queue) + len(self.rows)} requests unfinished")
         self.cache.release()
+        self._fused = None
 
     def wake(self) -> None:
         """Nothing to do: the cache grows back with the first requests."""

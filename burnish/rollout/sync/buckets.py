@@ -134,7 +134,7 @@ def take(publication: Publication, parameters: Mapping[str, Tensor], get: Callab
 
 
 def _write(parameter: Tensor, entry: Entry, raw: np.ndarray) -> None:
-    flat = parameter.data.view(-1)
+    flat = parameter.detach().view(-1)  # not `.data`, of which the parameter does not know that it was written
     if (parameter.dtype, parameter.numel()) != (entry.dtype, entry.num_values):
         raise ValueError(
             f"{entry.name} is {parameter.numel()} x {parameter.dtype} here and {entry.num_values} x {entry.dtype} at the trainer"

@@ -32,6 +32,7 @@ class Sequences:
     """Which rows each sequence of a packing has, its own and those it begins with, and which sequences share any."""
 
     def __init__(self, offsets: Tensor, rows: Rows | None) -> None:
+        offsets = offsets.long()  # as C reads them
         lengths = offsets.diff()
         self.longest = int(lengths.max()) if lengths.numel() else 0
         if rows is None:
@@ -39,9 +40,10 @@ class Sequences:
             self.table = torch.stack([offsets[:-1], lengths, trunks, trunks], 1)
             self.groups = torch.arange(lengths.shape[0] + 1)
             return
-        own = rows.offsets.diff()
-        first = rows.row_of[offsets[:-1].clamp(max=rows.row_of.shape[0] - 1)]
-        table = torch.stack([rows.offsets[:-1], own, first, lengths - own], 1)
+        starts = rows.offsets.long()
+        own = starts.diff()
+        first = rows.row_of.long()[offsets[:-1].clamp(max=rows.row_of.shape[0] - 1)]
+        table = torch.stack([starts[:-1], own, first, lengths - own], 1)
         order = (2 * first + (own < lengths)).argsort(stable=True)  # the one that others begin with comes first
         self.table = table[order]
         counts = first[order].unique_consecutive(return_counts=True)[1]

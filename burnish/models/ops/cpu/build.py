@@ -6,6 +6,7 @@ compiler, or with BURNISH_CPU_KERNELS=0, there are none, and the operations in t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -41,13 +42,19 @@ def kernels(x: Tensor, *beside: Tensor) -> ctypes.CDLL | None:
     """The kernels for a tensor and those it is computed with, all of one type; None where torch computes."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or type(x) not in (Tensor, Parameter):
         return None
-    if any(other.dtype != x.dtype or type(other) not in (Tensor, Parameter) for other in beside):
+    if torch.compiler.is_compiling():  # it reads what is in torch, and makes one of it
+        return None
+    if any(
+        (other.dtype, other.device) != (x.dtype, x.device) or type(other) not in (Tensor, Parameter) for other in beside
+    ):
         return None
     return _library(x.dtype == torch.float64)
 
 
 def expected() -> bool:
     """Whether there will be kernels, for who plans ahead: nothing is compiled for the answer."""
+    if _has_failed:
+        return False
     try:
         _compiler()
     except Missing:
@@ -74,11 +81,17 @@ def num_threads() -> int:
     return 1 if _is_forked else torch.get_num_threads()
 
 
+_has_failed = False
+"""Whether they were asked for, and there are none."""
+
+
 @cache
 def _library(is_wide: bool) -> ctypes.CDLL | None:
+    global _has_failed
     try:
         return _load(is_wide)
     except Missing as reason:
+        _has_failed = True
         if os.environ.get(SWITCH) != "0":
             logger.warning("no C kernels, torch computes instead: %s", reason)
         return None
@@ -95,11 +108,17 @@ def _load(is_wide: bool) -> _Kernels:
     flags = (*FLAGS, native, *(["-DWIDE"] if is_wide else []))
     name = f"kernels-{_digest(compiler, flags)}.so"
     folder = _folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory() as temporary:  # once loaded, it is not needed
-            return _opened(_compile(compiler, flags, Path(temporary) / name))
-    path = folder / name
-    return _opened(path if path.is_file() else _compile(compiler, flags, path))
+    try:
+        if folder is None:
+            with tempfile.TemporaryDirectory() as temporary:  # once loaded, it is not needed
+                return _opened(_compile(compiler, flags, Path(temporary) / name))
+        path = folder / name
+        if path.is_file():
+            with contextlib.suppress(Missing):  # one that cannot be loaded is gone now, and made anew
+                return _opened(path)
+        return _opened(_compile(compiler, flags, path))
+    except OSError as error:
+        raise Missing(f"what the C compiler makes cannot be written: {error}") from error
 
 
 def _compiler() -> list[str]:
@@ -117,7 +136,7 @@ def _compiler() -> list[str]:
 
 def _digest(compiler: list[str], flags: tuple[str, ...]) -> str:
     """What a compiled file depends on, as a name."""
-    digest = hashlib.sha256("\0".join((*flags, _processor(), _run([*compiler, "--version"]))).encode())
+    digest = hashlib.sha256("\0".join((*compiler, *flags, _processor(), _run([*compiler, "--version"]))).encode())
     for path in _sources("*.[ch]"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
@@ -138,11 +157,11 @@ def _sources(pattern: str) -> list[Path]:
 
 def _folder() -> Path | None:
     """Where compiled files are kept, nobody else's to write; None where there is no such place."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
     try:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         return None
     is_ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return path if is_ours and os.access(path, os.W_OK | os.X_OK) else None
@@ -155,6 +174,8 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> Path:
     try:
         _run([*compiler, *flags, "-o", draft, *map(str, _sources("*.c")), "-lm"])
         os.chmod(draft, 0o700)
+        with open(draft, "rb") as written:
+            os.fsync(written)  # half a file under the right name would end whoever loads it
         os.replace(draft, path)
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -191,10 +212,13 @@ def _openmp() -> ctypes.CDLL | None:
     """The library of threads that torch loaded; None where it cannot be told which that is."""
     path = Path("/proc/self/maps")
     lines = path.read_text().splitlines() if path.is_file() else []
-    loaded = {match[1] for line in lines if (match := re.search(r"(/\S*/lib[gi]?omp[^/]*\.so\S*)$", line))}
+    loaded = {match[1] for line in lines if (match := re.search(r"(/.*/lib[gi]?omp[^/]*\.so[^/]*)$", line))}
     near = {name for name in loaded if str(Path(torch.__file__).parent) in name}
     for name in near or (loaded if len(loaded) == 1 else ()):
-        library = ctypes.CDLL(name)
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:  # its file was moved or deleted since: one thread, and the doctor says so
+            continue
         if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_thread_num"):
             return library
     return None

@@ -52,6 +52,7 @@ def rotate(library: ctypes.CDLL, x: Tensor, cos: Tensor, sin: Tensor, way: float
     rows, heads, dim = x.shape
     if x.stride()[1:] != (dim, 1):
         x = x.contiguous()
+    cos, sin = (table.expand(rows, 1, dim).contiguous() for table in (cos, sin))
     y = x.new_empty(x.shape)
     library.rotate_heads(
         address(x), address(cos), address(sin), address(y), Long(rows), Long(heads), Long(dim), Long(x.stride(0)),

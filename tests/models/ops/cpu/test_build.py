@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(not build.expected(), reason="no C compiler here
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Nothing is loaded yet, and nothing is kept in the folder given."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_has_failed", False)
     for function in (build._load, build._library):
         function.cache_clear()
     yield tmp_path / "burnish"
@@ -60,9 +61,25 @@ def test_what_was_compiled_is_kept_for_its_owner_alone_and_found_again(
     assert kept.stat().st_mtime_ns == before
 
 
+def test_a_full_disk_and_a_user_without_a_home_leave_it_to_torch(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.mkstemp", full)
+        assert build.kernels(torch.empty(0)) is None
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    assert build._folder() is None
+
+
 def test_other_flags_or_types_are_other_files(anew: Path) -> None:
     cc = build._compiler()
-    assert build._digest(cc, ("-O1",)) != build._digest(cc, ("-O2",))
+    assert build._digest(cc, ("-O1",)) != build._digest(cc, ("-O2",)) != build._digest([*cc, "-g"], ("-O2",))
     assert build.kernels(torch.empty(0)) is not None
     assert build.kernels(torch.empty(0, dtype=torch.float64)) is not None
     assert len(list(anew.iterdir())) == 2
@@ -87,6 +104,7 @@ def test_a_compiler_that_fails_is_said_once_and_torch_computes(
     assert says in caplog.text
     assert not list(anew.glob("*.so"))
     assert not build.state()[0]
+    assert not build.expected()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +151,14 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "burnish").iterdir())) == 1
 
 
+def test_a_kept_file_that_cannot_be_loaded_is_made_anew(tmp_path: Path) -> None:
+    assert in_processes(1, tmp_path) == ["True True"]
+    (kept,) = (tmp_path / "burnish").iterdir()
+    kept.write_bytes(b"")
+    assert in_processes(1, tmp_path) == ["True True"]
+    assert kept.stat().st_size > 0
+
+
 def test_a_forked_child_computes_on_its_own_thread(tmp_path: Path) -> None:
     """Its parent's other threads are not copied: a child that waited for them would wait for ever, as torch's own operations do."""
     code = """
@@ -156,7 +182,8 @@ def test_the_threads_are_those_of_torch() -> None:
     assert build.num_threads() == torch.get_num_threads()
 
 
-def test_numbers_of_two_types_are_torchs_to_compute() -> None:
+def test_numbers_of_two_types_or_places_are_torchs_to_compute() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8, dtype=torch.float64)
     assert build.kernels(x, weight) is None
+    assert build.kernels(x, torch.empty(8, device="meta")) is None
     assert build.kernels(x, weight.float()) is build.kernels(x)
