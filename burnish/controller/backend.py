@@ -45,6 +45,8 @@ class Call:
     started: float = field(default_factory=time.monotonic)
     has_ended: bool = False
     """Whether it is known to have: then nobody need look again."""
+    is_promised: bool = False
+    """Whether it was sent before all of its arguments were there."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from burnish.controller.backend import Backend, Call, Gone, Order
@@ -85,6 +86,9 @@ class WorkerGroup:
         self.size = backend.size
         self.shares = list(range(self.size)) if shares is None else list(shares)
         self._lock = threading.Lock()  # a checkpoint is written from another thread
+        self._sending = (
+            threading.Lock()
+        )  # ranks get calls of several threads in one order, or they would wait for each other
         self._base: Base | None = None
         self._last: tuple[Batch, Divided] | None = None
         self._num_bases = 0
@@ -227,6 +231,9 @@ class WorkerGroup:
     def settle(self, handles: Sequence[Any]) -> None:
         """Wait until all have ended, well or badly, or one is late; `result` says so then."""
         left = [call for call in handles if not call.has_ended]
+        for call in left:
+            if call.is_promised:  # it could not begin before what it was promised was there
+                call.started, call.is_promised = time.monotonic(), False
         while left and time.monotonic() - min(call.started for call in left) <= self.deadline_s:
             ended = {id(token) for token in self.backend.wait([call.token for call in left], LOOK_EVERY_S)}
             for call in left:
@@ -250,8 +257,10 @@ class WorkerGroup:
     # --- one call --------------------------------------------------------------------------------------------------------
 
     def _send(self, orders: Sequence[Order]) -> list[Call]:
-        tokens = self.backend.send(orders)
-        return [Call(order.rank, order.method, token) for order, token in zip(orders, tokens, strict=True)]
+        with nullcontext() if self.backend.is_here else self._sending:
+            tokens = self.backend.send(orders)
+        pairs = zip(orders, tokens, strict=True)
+        return [Call(order.rank, order.method, token, is_promised=bool(order.promises)) for order, token in pairs]
 
     def _value(self, call: Call) -> Any:
         try:

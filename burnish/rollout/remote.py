@@ -200,6 +200,7 @@ class RemoteEngine:
         for handle in self.workers.send_each("collect", {rank: (least, wait_s) for rank, least in enough.items()}):
             self.members[handle.rank].listening, self.members[handle.rank].heard = handle, now
         asked = [member.listening for member in self.members if member.listening is not None]
+        self.confirm()  # where engines were replaced meanwhile
         for handle in self.workers.ready(asked, LOOK_EVERY_S):
             self._hear(handle)
 

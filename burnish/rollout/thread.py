@@ -80,8 +80,8 @@ class EngineThread:
             try:
                 return done.result(timeout=1.0)
             except TimeoutError:
-                if done.done():
-                    raise
+                if done.done():  # the result came just then, or is this error
+                    return done.result()
                 if self._error is not None:
                     raise self._error from None
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.models.decoder import Decoder
+from burnish.models.ops.device import use_kernels
 from burnish.models.ops.quantised import SCALE_BYTES
 from burnish.rollout.native.admission import admit
 from burnish.rollout.native.pages import Pages
@@ -152,6 +153,7 @@ class PagedEngine:
             free, _ = torch.cuda.mem_get_info(device)
             if self._runner is not None:
                 free += self._runner.held_bytes  # given back before a new cache is made
+        is_cut = use_kernels(self.model.embedding.weight) and not self.exact
         return cache_plan(
             token_bytes=self.token_bytes,
             max_rows=self.max_rows,
@@ -159,7 +161,7 @@ class PagedEngine:
             free_bytes=free,
             cache_bytes=self.cache_bytes,
             page=PAGE,
-            kv_heads=None if self.exact else self.model.arch.num_kv_heads,
+            kv_heads=self.model.arch.num_kv_heads if is_cut else None,
         )
 
     def reserve(self, longest: int, rows: int = 1) -> None:
