@@ -258,9 +258,9 @@ def test_a_straggler_costs_a_step_its_deadline_and_comes_later(tmp_path: Path, c
     assert "go on and come later" in life.notes[0]
     assert "1 of them from the beginning" in life.notes[0]
     held["is"] = False
-    third = life.step(3)
-    assert "sort_digits/train/1" in {d.prompt.row.id for d in third.draws}
-    for step, scored in enumerate((first, second, third), 1):
+    later = [life.step(step) for step in (3, 4)]  # the groups of the third may be complete before the straggler moves
+    assert "sort_digits/train/1" in {d.prompt.row.id for scored in later for d in scored.draws}
+    for step, scored in enumerate((first, second, *later), 1):
         check_whole(scored, step, 1)
     check_ledger(tmp_path, life)
 
