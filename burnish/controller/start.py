@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,8 @@ def start_roles(
 
     def learner(role: str) -> RemoteLearner:
         group = groups.get(role, actor)
-        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR))
+        still = engine.still if role == ACTOR else nullcontext()
+        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR), still)
 
     slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
     with_reference = groups.get(REFERENCE, actor)

@@ -13,9 +13,11 @@ shown that they have them (`weights.py`).
 from __future__ import annotations
 
 import heapq
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter
 
@@ -73,6 +75,9 @@ class RemoteEngine:
         at_once: bool = False,
     ) -> None:
         self.workers, self.deadline_s, self.at_once = workers, deadline_s, at_once
+        self.still = threading.RLock()
+        """Held while weights are sent and verified at once, and by whoever lets the trainer move: an engine that is started again is sent
+        them in the thread that samples."""
         self.sync = WeightSync(workers, trainer, probe, count)
         self.check, self.count, self.note = check, count, note
         self.members = [_Member() for _ in range(workers.size)]
@@ -271,11 +276,12 @@ class RemoteEngine:
         complete = any(not self.members[rank].has_weights for rank in ranks)
         for rank in ranks:
             self.members[rank].has_weights = True
-        started = time.perf_counter()
-        self.sync.begin(self.version, ranks, complete)
-        self.count("time/sync_s", time.perf_counter() - started)
-        if self.at_once:
-            self.confirm()
+        with self.still if self.at_once else nullcontext():
+            started = time.perf_counter()
+            self.sync.begin(self.version, ranks, complete)
+            self.count("time/sync_s", time.perf_counter() - started)
+            if self.at_once:
+                self.confirm()
 
     def confirm(self) -> None:
         """Wait until every engine has shown that it has the weights it was sent, or raise `SyncError`. Engines that end meanwhile

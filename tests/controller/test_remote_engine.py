@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,6 +308,32 @@ def test_what_was_sampled_with_another_version_stops_the_run(tmp_path: Path) -> 
     worker.thread.do(lambda engine: engine.load(0, ()))  # as if its requests had come before the weights
     with pytest.raises(SyncError, match="engine 1 sampled with version 0 of the weights, and 1 was sent before"):
         run(parts.engine, requests(4))
+
+
+def test_the_trainer_stands_still_while_an_engine_that_was_started_again_is_sent_weights(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, "rollout.source=ahead", "placement.layout=split", engines=1)
+    held: list[bool] = []
+
+    def look() -> None:
+        held.append(not parts.engine.still.acquire(blocking=False))
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            other = threading.Thread(target=look)  # the lock is its holder's to take again
+            other.start()
+            other.join()
+            return method(*arguments)
+
+        return call
+
+    trainer = parts.engine.sync.trainer
+    parts.engine.sync.trainer = replace(trainer, publish=watched(trainer.publish), score=watched(trainer.score))
+    run(parts.engine, requests(2))
+    parts.backend.dead.add(0)
+    run(parts.engine, requests(2))
+    assert parts.backend.restarted == [0]
+    assert len(held) >= 3
+    assert all(held)
 
 
 @pytest.mark.parametrize("source", ["sync", "ahead"])
