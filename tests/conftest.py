@@ -16,9 +16,9 @@ settings.load_profile("burnish")
 @pytest.fixture(scope="module")
 def in_torch() -> Iterator[None]:
     """No C kernels: their twins in torch run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BURNISH_CPU_KERNELS", "0")
-        patch.setattr("burnish.models.ops.cpu.build._library", lambda is_wide: None)
+    from tests.kernels import without_c  # which imports torch
+
+    with without_c():
         yield
 
 

@@ -129,7 +129,7 @@ def start_here(num_cpus: int) -> None:
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
             return
-        except Exception as error:  # bare ones, of a node that was too slow to start
+        except Exception as error:  # Ray raises bare ones for a node that was too slow to start; the last is told
             ray.shutdown()
             if attempt == STARTS:
                 raise WorkerLost(

@@ -143,4 +143,5 @@ def _places(model: Decoder) -> list[tuple[int, int]]:
 
 def _linears(model: Decoder) -> list[nn.Linear]:
     """The matrices of all layers."""
-    return [module for layer in model.layers for module in (layer.qkv, layer.out, layer.gate_up, layer.down)]  # type: ignore[misc]
+    layers = [cast(Layer, layer) for layer in model.layers]
+    return [module for layer in layers for module in (layer.qkv, layer.out, layer.gate_up, layer.down)]

@@ -84,7 +84,7 @@ def test_a_run_without_ray_is_made_again_and_blamed_on_burnish_only_where_others
     nothing = Result([], {}, [])
     monkeypatch.setattr(chaos, "strike", lambda *args: True)
     monkeypatch.setattr(chaos, "result", lambda folder: nothing)
-    found = disturbed(Starts(*said), tmp_path / "run", "ray_driver", signal.SIGKILL, SEED, nothing)  # type: ignore[arg-type]
+    found = disturbed(Starts(*said), tmp_path / "run", "ray_driver", signal.SIGKILL, SEED, nothing)
     assert found.is_judged is is_judged
     assert found.problems[:1] == ([] if problem is None else [problem])
     assert told({("ray_driver", signal.SIGKILL): [found]}) == (

@@ -14,12 +14,12 @@ from burnish.core.engine import Request, SamplingOptions
 from burnish.models.decoder import Decoder
 from burnish.models.fused_steps import FusedSteps, fused_steps
 from burnish.models.lora import add_lora
-from burnish.models.ops.cpu import build
 from burnish.models.stepping import Steps
 from burnish.models.weights import load_decoder
 from burnish.rollout.native.cache import DecodeAttention, KVCache
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.sync.buckets import Publisher, take
+from tests.kernels import without_c
 
 VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3"]
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -183,6 +183,7 @@ def test_models_that_are_large_or_have_adapters_take_torchs_steps(
     assert fused_steps(model) is None
 
 
-def test_without_kernels_there_is_no_step_in_c(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_library", lambda is_wide: None)
-    assert fused_steps(load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))) is None
+def test_without_kernels_there_is_no_step_in_c(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))
+    with without_c():
+        assert fused_steps(model) is None
