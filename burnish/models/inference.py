@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from burnish.models.decoder import GATES, Decoder, Layer
 from burnish.models.ops.exact import exact_swiglu
+from burnish.models.ops.gated import gated_linear
 from burnish.models.ops.geglu import exact_geglu
 from burnish.models.ops.paged import Norms, add_norm
 from burnish.models.ops.partial_sums import partial_linear
@@ -44,6 +45,7 @@ def paged_forward(
     """
     arch = model.arch
     activate = GATES[arch.activation] if linear is None else EXACT_GATES[arch.activation]
+    is_exact = linear is not None
     # What is normed before it goes into the residual must be whole.
     into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
     linear = linear or nn.Linear.__call__
@@ -60,8 +62,12 @@ def paged_forward(
                 return x
         delta = into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
-        gate_up = linear(layer.gate_up, add_norm(x, delta, layer.mlp_norm.weight, eps, shift))
-        delta = into_residual(layer.down, activate(gate_up))
+        normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
+        if is_exact:
+            activated = activate(linear(layer.gate_up, normed))
+        else:
+            activated = gated_linear(layer.gate_up, normed, arch.activation, activate)
+        delta = into_residual(layer.down, activated)
         delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
     return add_norm(x, delta, model.norm.weight, eps, shift)
 

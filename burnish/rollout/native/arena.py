@@ -7,13 +7,12 @@ the driver's virtual memory calls, and only the memory behind them comes and goe
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.models.ops.cuda.driver import call
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -39,19 +38,6 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_driver(), name)(*arguments)
-    if code != 0:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{name} failed: {text.value.decode() if text.value else code}")
-
-
 class Arena:
     """`size` bytes on a CUDA device, there from the start."""
 
@@ -61,10 +47,10 @@ class Arena:
         self._location = _Location(_DEVICE, index)
         self._properties = _Properties(_PINNED, 0, self._location, None)
         grain = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _MINIMUM)
+        call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _MINIMUM)
         self.size = ctypes.c_size_t(-(-size // grain.value) * grain.value)
         self.address = ctypes.c_uint64()
-        _call(
+        call(
             "cuMemAddressReserve",
             ctypes.byref(self.address),
             self.size,
@@ -93,10 +79,10 @@ class Arena:
                 f"the engine's cache needs {self.size.value / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
                 "lower rollout.cache_gib, rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
             )
-        _call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
-        _call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+        call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         access = _Access(self._location, _READ_WRITE)
-        _call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
+        call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
         self._handle = handle
 
     def unmap(self) -> None:
@@ -104,8 +90,8 @@ class Arena:
         if self._handle is None:
             return
         torch.cuda.synchronize(self.device)
-        _call("cuMemUnmap", self.address, self.size)
-        _call("cuMemRelease", self._handle)
+        call("cuMemUnmap", self.address, self.size)
+        call("cuMemRelease", self._handle)
         self._handle = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
@@ -116,7 +102,7 @@ class Arena:
     def __del__(self) -> None:
         if getattr(self, "address", None) is not None and self.address.value:
             self.unmap()
-            _call("cuMemAddressFree", self.address, self.size)
+            call("cuMemAddressFree", self.address, self.size)
 
 
 class _Bytes:

@@ -20,6 +20,7 @@ from burnish.models.decoder import Decoder, Layer
 from burnish.models.four_bits import quantised_weights
 from burnish.models.inference import head_norms
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
+from burnish.models.ops.gated import gated_linear
 from burnish.models.ops.paged import Placement, add_norm, decode_attention, rotate_store
 from burnish.models.ops.partial_sums import partial_linear
 from burnish.models.ops.quantised import Cache
@@ -79,7 +80,7 @@ def warm(
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, wants)
 
     def matmuls() -> None:
-        for module in (layer.qkv, layer.gate_up):
+        for module in (layer.qkv, layer.gate_up) if exact else (layer.qkv,):
             (exact_linear if exact else nn.Linear.__call__)(module, zeros(rows, arch.hidden_size))
         if exact:
             exact_logits(zeros(rows, arch.hidden_size), model.head_weight)
@@ -94,16 +95,20 @@ def warm(
                 varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
 
     def gate() -> None:
-        layer.gated(zeros(rows, 2 * arch.mlp_size))
+        if exact:
+            layer.gated(zeros(rows, 2 * arch.mlp_size))
+        else:
+            gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated)
 
     def all_matmuls() -> None:  # where one kernel is for all, no two threads should compile it
         matmuls()
         norm()
+        gate()
 
     is_one_kernel = exact or bool(quantised_weights(model))
-    products = [all_matmuls] if is_one_kernel else [matmuls, norm]
+    products = [all_matmuls] if is_one_kernel else [matmuls, norm, gate]
     attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
-    work = [draw, *attention, rotate, gate, *products]
+    work = [draw, *attention, rotate, *products]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it
     _all_at_once(work, weight.device)
 

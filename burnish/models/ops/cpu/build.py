@@ -107,7 +107,7 @@ def _load(is_wide: bool) -> _Kernels:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = (*FLAGS, native, *(["-DWIDE"] if is_wide else []))
     name = f"kernels-{_digest(compiler, flags)}.so"
-    folder = _folder()
+    folder = kept_in()
     try:
         if folder is None:
             with tempfile.TemporaryDirectory() as temporary:  # once loaded, it is not needed
@@ -155,8 +155,8 @@ def _sources(pattern: str) -> list[Path]:
     return sorted(FOLDER.glob(pattern))
 
 
-def _folder() -> Path | None:
-    """Where compiled files are kept, nobody else's to write; None where there is no such place."""
+def kept_in() -> Path | None:
+    """Where compiled kernels are kept, nobody else's to write; None where there is no such place."""
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def test_a_full_disk_and_a_user_without_a_home_leave_it_to_torch(anew: Path, mon
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nobody)
-    assert build._folder() is None
+    assert build.kept_in() is None
 
 
 def test_other_flags_or_types_are_other_files(anew: Path) -> None:

@@ -1,0 +1,170 @@
+"""The gated half of an MLP as one kernel on Hopper: the product with gate and up, the activation, and gate times up.
+
+The projections of a layer's gate and up are its largest product, and its outputs are read once, to become half as many. Made
+in one kernel they are never written. Triton's tiles are powers of two; the layers' sizes are not, and 132 processors would
+wait for the eight tiles that 140 leave over. Here a tile is as wide as it must be for all processors to end together
+(`tile_of`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from burnish.models.ops.cuda.build import Kernel, compiler
+from burnish.models.ops.cuda.driver import call
+
+WIDTHS = (72, 56, 40)
+"""Outputs of a tile: odd numbers of eights, and no more sums than registers."""
+GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
+"""Rows of a tile: warp groups that multiply, and blocks of 64 rows of each."""
+REGISTERS = {1: 232, 2: 240, 3: 160}
+"""Of a thread that multiplies, by the number of groups: with 24 of each other thread they fill the register file."""
+SHARED_BYTES = 227 * 1024
+MOST_STAGES = 8
+FIXED = 24
+"""What a tile costs beside its columns, in columns: it begins and ends."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Outputs that one block of threads makes at a time."""
+
+    rows: int
+    width: int
+
+    @property
+    def stages(self) -> int:
+        """Stretches of 64 inputs on their way at once: what the shared memory holds beside what is stored."""
+        room = SHARED_BYTES - 2048 - self.strip_bytes
+        return min(MOST_STAGES, room // self.stage_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows + 2 * self.width) * 64 * 2
+
+    @property
+    def strip_bytes(self) -> int:
+        groups, _ = GROUPS[self.rows]
+        return groups * 64 * self.width * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + self.stages * self.stage_bytes + self.strip_bytes
+
+    @property
+    def threads(self) -> int:
+        return 128 * (GROUPS[self.rows][0] + 1)
+
+
+def tile_of(rows: int, outputs: int, processors: int) -> Tile:
+    """The tile with which all processors end soonest."""
+    height = next((height for height in GROUPS if height >= rows), 256)
+
+    def cost(width: int) -> int:
+        tiles = -(-rows // height) * -(-outputs // width)
+        return -(-tiles // processors) * (2 * width + FIXED)
+
+    return Tile(height, min(WIDTHS, key=cost))
+
+
+def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
+    """Whether the kernel can multiply rows x [N, in] by a matrix [2 out, in]."""
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype == torch.bfloat16
+        and activation in ACTIVATIONS
+        and x.shape[0] > 0
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and weight.shape[1] % 8 == 0  # lines of whole 16 bytes
+        and weight.shape[0] % 16 == 0
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and compiler() is not None
+    )
+
+
+def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """act(x gate^T) * (x up^T), [N, out]; `weight` is gate above up."""
+    (rows, inputs), outputs = x.shape, weight.shape[0] // 2
+    with torch.cuda.device(x.device):
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        tile = tile_of(rows, outputs, processors)
+        out = x.new_empty(rows, outputs)
+        row_tiles, column_tiles = -(-rows // tile.rows), -(-outputs // tile.width)
+        maps = [
+            _map(x.data_ptr(), rows, inputs, tile.rows, 64, True),
+            _map(weight.data_ptr(), 2 * outputs, inputs, tile.width, 64, True),
+            _map(out.data_ptr(), rows, outputs, 16, tile.width, False),
+        ]
+        sizes = map(ctypes.c_int, (rows, outputs, -(-inputs // 64), row_tiles, column_tiles))
+        kernel = _kernel(tile, activation, x.device)
+        kernel.launch(min(row_tiles * column_tiles, processors), tile.threads, [*maps, *sizes])
+    return out
+
+
+@cache
+def _kernel(tile: Tile, activation: str, device: torch.device) -> Kernel:
+    return Kernel(source(tile, activation), "gated_product", tile.shared_bytes)
+
+
+def source(tile: Tile, activation: str) -> str:
+    """The kernel for a tile."""
+    groups, blocks = GROUPS[tile.rows]
+    settings = {"ROWS": tile.rows, "WIDTH": tile.width, "STAGES": tile.stages, "GROUPS": groups, "BLOCKS": blocks}
+    settings |= {"MOST": REGISTERS[groups], "GELU": int(activation == "gelu_tanh")}
+    text = (Path(__file__).parent / "gated_product.cu").read_text()
+    defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
+    return defines + text.replace("//MULTIPLY", _multiply(2 * tile.width))
+
+
+def _multiply(columns: int) -> str:
+    """`multiply`: 64 rows x 16 inputs times so many columns, added to a thread's sums unless they begin."""
+    registers = columns // 2
+    operands = ", ".join(f"%{i}" for i in range(registers))
+    sums = ", ".join(f'"+f"(sums[{i}])' for i in range(registers))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+    return f"""__device__ __forceinline__ void multiply(float (&sums)[{registers}], u64 lines, u64 columns, int more) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{registers + 2}, 0;\\n"
+        "{instruction} {{{operands}}}, %{registers}, %{registers + 1}, p, 1, 1, 0, 0;\\n}}"
+        : {sums}
+        : "l"(lines), "l"(columns), "r"(more));
+}}"""
+
+
+_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+@lru_cache(maxsize=4096)
+def _map(
+    address: int, rows: int, columns: int, box_rows: int, box_columns: int, swizzled: bool
+) -> ctypes.Array[ctypes.c_char]:
+    """What the copy engine must know of a matrix and of the boxes it moves."""
+    memory = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(memory) % 64
+    found = (ctypes.c_char * 128).from_buffer(memory, start)  # which keeps the memory
+    call(
+        "cuTensorMapEncodeTiled",
+        found,
+        _BFLOAT16,
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(columns * 2),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # not interleaved
+        _SWIZZLE if swizzled else 0,
+        _PROMOTION,
+        0,  # what lies outside is 0
+    )
+    return found

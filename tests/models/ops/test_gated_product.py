@@ -1,0 +1,143 @@
+"""Gate, up and activation in one kernel: what tiles it takes, where it runs, and that it gives what the plain operations give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.models.decoder import GATES
+from burnish.models.ops.cuda.gated_product import (
+    GROUPS,
+    REGISTERS,
+    SHARED_BYTES,
+    WIDTHS,
+    Tile,
+    gated_product,
+    has_gated_product,
+    source,
+    tile_of,
+)
+from burnish.models.ops.gated import gated_linear
+
+PROCESSORS = 132
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not is_hopper, reason="the kernel is for NVIDIA Hopper")
+TRUTHS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize(("rows", "outputs", "waves"), [(256, 8960, 1), (256, 18944, 2), (192, 8960, 1), (8, 4864, 1)])
+def test_the_tiles_of_known_layers_end_together(rows: int, outputs: int, waves: int) -> None:
+    tile = tile_of(rows, outputs, PROCESSORS)
+    tiles = -(-outputs // tile.width)
+    assert rows <= tile.rows
+    assert -(-tiles // PROCESSORS) == waves
+    assert tiles > 0.9 * waves * PROCESSORS  # hardly a processor idles
+
+
+def test_every_tile_fits_into_a_processor() -> None:
+    for rows, (groups, blocks) in GROUPS.items():
+        assert rows == 64 * groups * blocks
+        assert 24 * 128 + REGISTERS[groups] * 128 * groups <= 65536
+        for width in WIDTHS:
+            tile = Tile(rows, width)
+            assert width % 16 == 8  # an odd number of eights
+            assert tile.stages >= 4
+            assert tile.shared_bytes + 2 * 8 * tile.stages + 1024 <= SHARED_BYTES
+            assert blocks * width + 24 < REGISTERS[groups]
+
+
+def test_a_source_is_complete() -> None:
+    text = source(Tile(256, 72), "gelu_tanh")
+    assert "//MULTIPLY" not in text
+    assert "m64n144k16" in text
+    assert "#define GELU 1" in text
+    assert "#define GELU 0" in source(Tile(256, 72), "silu")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", GATES)
+def test_without_the_kernel_it_is_a_product_and_an_activation(activation: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(24, 32, bias=bias), torch.randn(5, 24)
+    with torch.no_grad():
+        assert not has_gated_product(x, module.weight, activation)
+        assert torch.equal(gated_linear(module, x, activation, GATES[activation]), GATES[activation](module(x)))
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [
+        (1, 640, 2048),
+        (7, 1000, 1000),
+        (17, 72, 24),
+        (64, 896, 4864),
+        (100, 896, 4864),
+        (130, 64, 8),
+        (192, 1536, 8960),
+        (256, 1536, 8960),
+        (300, 1536, 8960),
+        (5000, 896, 4864),
+    ],
+)
+def test_it_gives_what_the_plain_operations_give(rows: int, inputs: int, outputs: int, activation: str) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(2 * outputs, inputs, device="cuda") * inputs**-0.5).bfloat16()
+    torch.full((rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the result's memory may hold
+    assert has_gated_product(x, weight, activation)
+    with torch.no_grad():
+        found = gated_product(x, weight, activation)
+        plain = GATES[activation](functional.linear(x, weight))
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    truth = TRUTHS[activation](gate) * up
+    assert error(found, truth) < 1.02 * error(plain, truth) + 1e-5
+    assert error(found, truth) < 5e-3
+    assert (found == plain).float().mean() > 0.99
+
+
+@on_hopper
+def test_extremes_are_those_of_the_plain_operations() -> None:
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(16, 64, device="cuda", dtype=torch.bfloat16)
+    values = torch.tensor([-3e4, -100, -20, -1e-3, 0, 1e-3, 20, 3e4], device="cuda").bfloat16()
+    x[:, 0] = 1
+    weight[:8, 0], weight[8:, 0] = values, 1
+    found = gated_product(x, weight, "silu")
+    assert torch.equal(found, GATES["silu"](functional.linear(x, weight)))
+    assert found.isfinite().all()
+
+
+@on_hopper
+def test_what_it_cannot_multiply_is_left_to_torch() -> None:
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    assert has_gated_product(x, weight, "silu")
+    assert not has_gated_product(x.half(), weight.half(), "silu")
+    assert not has_gated_product(x.T, weight, "silu")
+    assert not has_gated_product(x[:0], weight, "silu")
+    assert not has_gated_product(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu")
+    assert not has_gated_product(x, weight[:24], "silu")
+    assert not has_gated_product(x, weight, "relu")
+
+
+@on_hopper
+def test_it_runs_in_a_graph_with_weights_that_change() -> None:
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    gated_product(x, weight, "silu")  # compiled before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gated_product(x, weight, "silu")
+    for _ in range(2):
+        weight.normal_()
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, gated_product(x, weight, "silu"))
