@@ -100,8 +100,13 @@ def decode_attention(
     Row i of the table is token i's. On a GPU rows are cut into up to `splits` stretches of at least `least` keys.
     """
     if use_kernels(qkv):
+        from burnish.models.ops.cuda import decode_attention as hopper
         from burnish.models.ops.kernels.decode_step import decode_step
 
+        if hopper.has_decode_attention(qkv, place, keys):
+            assert isinstance(keys, Tensor)
+            assert isinstance(values, Tensor)
+            return hopper.decode_attention(qkv, cos, sin, place, norms, keys, values, window, splits, least)
         return decode_step(qkv, cos, sin, place, norms, keys, values, window, splits, least)
     return attend_pages(rotate_store(qkv, cos, sin, place, norms, keys, values), keys, values, place, window)
 

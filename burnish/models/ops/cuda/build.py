@@ -53,11 +53,11 @@ class Kernel:
         call("cuFuncSetAttribute", self.function, _SHARED_BYTES, shared_bytes)
         self.shared_bytes = shared_bytes
 
-    def launch(self, blocks: int, threads: int, arguments: list[Any]) -> None:
+    def launch(self, blocks: tuple[int, int], threads: int, arguments: list[Any]) -> None:
         """On torch's stream."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        call("cuLaunchKernel", self.function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None)
+        call("cuLaunchKernel", self.function, *blocks, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None)
 
 
 def _binary(source: str) -> bytes:

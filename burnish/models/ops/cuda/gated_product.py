@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from burnish.models.ops.cuda.build import Kernel, compiler
-from burnish.models.ops.cuda.driver import call
+from burnish.models.ops.cuda.tensor_map import tensor_map
 
 WIDTHS = (72, 56, 40)
 """Outputs of a tile: odd numbers of eights, and no more sums than registers."""
@@ -100,13 +100,13 @@ def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
         out = x.new_empty(rows, outputs)
         row_tiles, column_tiles = -(-rows // tile.rows), -(-outputs // tile.width)
         maps = [
-            _map(x.data_ptr(), rows, inputs, tile.rows, 64, True),
-            _map(weight.data_ptr(), 2 * outputs, inputs, tile.width, 64, True),
-            _map(out.data_ptr(), rows, outputs, 16, tile.width, False),
+            tensor_map(x.data_ptr(), (inputs, rows), (inputs * 2,), (64, tile.rows), True),
+            tensor_map(weight.data_ptr(), (inputs, 2 * outputs), (inputs * 2,), (64, tile.width), True),
+            tensor_map(out.data_ptr(), (outputs, rows), (outputs * 2,), (tile.width, 16), False),
         ]
         sizes = map(ctypes.c_int, (rows, outputs, -(-inputs // 64), row_tiles, column_tiles))
         kernel = _kernel(tile, activation, x.device)
-        kernel.launch(min(row_tiles * column_tiles, processors), tile.threads, [*maps, *sizes])
+        kernel.launch((min(row_tiles * column_tiles, processors), 1), tile.threads, [*maps, *sizes])
     return out
 
 
@@ -137,34 +137,3 @@ def _multiply(columns: int) -> str:
         : {sums}
         : "l"(lines), "l"(columns), "r"(more));
 }}"""
-
-
-_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
-_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-
-
-@lru_cache(maxsize=4096)
-def _map(
-    address: int, rows: int, columns: int, box_rows: int, box_columns: int, swizzled: bool
-) -> ctypes.Array[ctypes.c_char]:
-    """What the copy engine must know of a matrix and of the boxes it moves."""
-    memory = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(memory) % 64
-    found = (ctypes.c_char * 128).from_buffer(memory, start)  # which keeps the memory
-    call(
-        "cuTensorMapEncodeTiled",
-        found,
-        _BFLOAT16,
-        2,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * 2),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
-        0,  # not interleaved
-        _SWIZZLE if swizzled else 0,
-        _PROMOTION,
-        0,  # what lies outside is 0
-    )
-    return found

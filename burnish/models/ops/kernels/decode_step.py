@@ -284,19 +284,36 @@ def decode_step(
         num_stages=stages - (dim_block >= 256),  # heads of 256 fill a processor's shared memory with one more
     )
     if splits > 1:
-        _join[(rows * kv_heads, shared)](
-            sums,
-            joints,
-            place.position,
-            out,
-            reach,
-            splits,
-            least,
-            KV_HEADS=kv_heads,
-            SHARED=shared,
-            DIM=dim,
-            DIM_BLOCK=dim_block,
-            BLOCK=block,
-            num_warps=1,
-        )
+        join(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, block)
     return out
+
+
+def join(
+    sums: Tensor,
+    joints: Tensor,
+    position: Tensor,
+    out: Tensor,
+    reach: int,
+    splits: int,
+    least: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+) -> None:
+    """What the stretches of cut rows have found, into `out`; a stretch is a multiple of `block` keys."""
+    shared = out.shape[1] // dim // kv_heads
+    _join[(out.shape[0] * kv_heads, shared)](
+        sums,
+        joints,
+        position,
+        out,
+        reach,
+        splits,
+        least,
+        KV_HEADS=kv_heads,
+        SHARED=shared,
+        DIM=dim,
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        BLOCK=block,
+        num_warps=1,
+    )
