@@ -89,11 +89,11 @@ def python_and_torch() -> Iterator[Row]:
             device = torch.cuda.get_device_properties(index)
             yield Row(OK, f"gpu {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
             if (device.major, device.minor) == (9, 0):
-                from burnish.models.ops.cuda.build import compiler
+                from burnish.models.ops.cuda import build as cuda
 
-                has_compiler = compiler() is not None
-                text = "compiled when first needed" if has_compiler else "torch and Triton compute instead: no libnvrtc"
-                yield Row(OK if has_compiler else ABSENT, "hopper kernels", text)
+                has_them, text = cuda.state()
+                text = text if has_them else f"torch and Triton compute instead: {text}"
+                yield Row(OK if has_them else ABSENT, "hopper kernels", text)
     else:
         yield Row(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
     from burnish.models.ops.cpu import build

@@ -1,8 +1,8 @@
-"""The operations of a forward pass over a paged cache: Triton kernels on a GPU, their torch twins elsewhere.
+"""The operations of a forward pass over a paged cache: Triton and CUDA kernels on a GPU, their torch twins elsewhere.
 
 Pages are [P, kv_heads, page, D], one tensor (or its 8-bit form) for keys and one for values a layer; `table` [rows, width] names the pages
 of each row in order. A token is located by its row and position; position -1 means a row that is not there: it sees
-nothing, and what it writes goes to page 0.
+nothing, and what it writes goes to page 0, if anywhere.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def decode_attention(
         from burnish.models.ops.cuda import decode_attention as hopper
         from burnish.models.ops.kernels.decode_step import decode_step
 
-        if hopper.has_decode_attention(qkv, place, keys):
+        if hopper.has_decode_attention(qkv, cos, place, norms, keys, values):
             assert isinstance(keys, Tensor)
             assert isinstance(values, Tensor)
             return hopper.decode_attention(qkv, cos, sin, place, norms, keys, values, window, splits, least)

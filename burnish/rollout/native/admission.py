@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from burnish.rollout.native.pages import Pages
+from burnish.rollout.native.plan import PREFILL_TOKENS
 from burnish.rollout.native.runner import Stretch
 from burnish.rollout.native.seats import Seat
 from burnish.rollout.native.state import NewRow
@@ -16,7 +17,6 @@ from burnish.rollout.native.state import NewRow
 if TYPE_CHECKING:
     from burnish.rollout.native.paged import PagedEngine
 
-PREFILL_TOKENS = 16384  # computed in one forward, at most
 SHARE = 16  # rows are filled when at least this fraction of them is free: larger prefills, fewer of them
 
 _order = count()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from burnish.config.errors import UserError
 
 PAGE = 16  # tokens a page
+PREFILL_TOKENS = 16384  # computed in one forward, at most
 FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # then every further 1024 rows
 GIB = 2**30

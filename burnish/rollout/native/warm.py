@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.four_bits import quantised_weights
 from burnish.models.inference import head_norms
+from burnish.models.ops.cuda.gated_product import prepare, tiles_of
 from burnish.models.ops.exact import exact_attention, exact_linear, exact_logits
-from burnish.models.ops.gated import gated_linear
+from burnish.models.ops.gated import gated_linear, has_one_kernel
 from burnish.models.ops.paged import Placement, add_norm, decode_attention, rotate_store
 from burnish.models.ops.partial_sums import partial_linear
 from burnish.models.ops.quantised import Cache
 from burnish.models.ops.varlen import has_varlen, varlen_attention
+from burnish.rollout.native.plan import PREFILL_TOKENS
 from burnish.rollout.native.state import RowState, Wants
 
 
@@ -100,13 +103,21 @@ def warm(
         else:
             gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated)
 
+    def tiles() -> list[Callable[[], None]]:  # of all numbers of rows: others come later
+        with torch.inference_mode():
+            if exact or not has_one_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation):
+                return []
+        processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        found = tiles_of(max(PREFILL_TOKENS, state.size), arch.mlp_size, processors)
+        return [partial(prepare, tile, arch.activation, weight.device) for tile in found]
+
     def all_matmuls() -> None:  # where one kernel is for all, no two threads should compile it
         matmuls()
         norm()
         gate()
 
     is_one_kernel = exact or bool(quantised_weights(model))
-    products = [all_matmuls] if is_one_kernel else [matmuls, norm, gate]
+    products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(tiles() or [gate])]
     attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
     work = [draw, *attention, rotate, *products]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it

@@ -1,7 +1,7 @@
 """CUDA kernels: compiled by NVIDIA's run-time compiler, which comes with torch, and kept for the next time.
 
-A file is known by its source and by what the compiler is. Where there is no such compiler there are no kernels, and the
-operations they stand for run instead.
+A file is known by its source and by what the compiler is. Where there is no compiler that works, or with BURNISH_CUDA_KERNELS=0,
+there are no such kernels, and the operations they stand for run instead.
 """
 
 from __future__ import annotations
@@ -25,77 +25,118 @@ from burnish.models.ops.cuda.driver import call
 
 logger = logging.getLogger(__name__)
 
+SWITCH = "BURNISH_CUDA_KERNELS"
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17")
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_BEGINNING = b"\x7fELF"
+
+
+class Missing(Exception):
+    """Why there are no kernels."""
 
 
 @cache
 def compiler() -> ctypes.CDLL | None:
-    """The run-time compiler of torch's CUDA; None, with a word, where it is not to be found."""
+    """The run-time compiler of torch's CUDA; None, with a word, where there is none that works."""
+    try:
+        return _working()
+    except Missing as reason:
+        if os.environ.get(SWITCH) != "0":
+            logger.warning("no CUDA kernels, torch and Triton compute instead: %s", reason)
+        return None
+
+
+def state() -> tuple[bool, str]:
+    """Whether kernels can be compiled, and what to say of it."""
+    try:
+        _working()
+    except Missing as reason:
+        return False, str(reason)
+    return True, "compiled when first needed"
+
+
+def _working() -> ctypes.CDLL:
+    if os.environ.get(SWITCH) == "0":
+        raise Missing(f"{SWITCH}=0")
     major = (torch.version.cuda or "").partition(".")[0]
     name = f"libnvrtc.so.{major}"
     beside = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
     for path in (name, *beside):
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(path)
-    logger.warning("no %s: kernels that need it are left out, and torch computes instead", name)
-    return None
+            library = ctypes.CDLL(path)
+            break
+    else:
+        raise Missing(f"there is no {name}, which comes with torch for CUDA")
+    try:  # it loads without the library of its built-in functions, and then compiles nothing
+        compiled(library, 'extern "C" __global__ void nothing() {}')
+    except RuntimeError as error:
+        raise Missing(str(error)) from error
+    return library
 
 
 class Kernel:
-    """A function of a source on one device; `shared_bytes` of memory for each of its blocks."""
+    """A function of a source on the current device; `shared_bytes` of memory for each of its blocks."""
 
     def __init__(self, source: str, name: str, shared_bytes: int) -> None:
-        binary = _binary(source)
+        library = compiler()
+        assert library is not None, "asked for before a kernel is made"
         module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-        call("cuModuleLoadData", ctypes.byref(module), binary)
+        path = _path(library, source)
+        kept = path.read_bytes() if path is not None and path.is_file() else b""
+        try:
+            if not kept.startswith(_BEGINNING):
+                raise RuntimeError("none kept")
+            call("cuModuleLoadData", ctypes.byref(module), kept)
+        except RuntimeError:  # what was kept is of no use: made anew
+            binary = compiled(library, source)
+            call("cuModuleLoadData", ctypes.byref(module), binary)
+            if path is not None:
+                keep(path, binary)
         call("cuModuleGetFunction", ctypes.byref(self.function), module, name.encode())
         call("cuFuncSetAttribute", self.function, _SHARED_BYTES, shared_bytes)
         self.shared_bytes = shared_bytes
 
     def launch(self, blocks: tuple[int, int], threads: int, arguments: list[Any]) -> None:
-        """On torch's stream."""
+        """On torch's stream, in a thread that torch has used the device from."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         call("cuLaunchKernel", self.function, *blocks, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None)
 
 
-def _binary(source: str) -> bytes:
-    """The machine code of a source, kept or compiled."""
-    library = compiler()
-    assert library is not None, "asked for before a kernel is made"
+def _path(library: ctypes.CDLL, source: str) -> Path | None:
+    """Where the machine code of a source is kept."""
     release = (ctypes.c_int(), ctypes.c_int())
     library.nvrtcVersion(*map(ctypes.byref, release))
-    known = "\0".join((source, *OPTIONS, str([part.value for part in release])))
+    known = "\0".join((source, *OPTIONS, str([part.value for part in release]), torch.version.cuda or ""))
     folder = kept_in()
-    path = folder / f"cuda-{hashlib.sha256(known.encode()).hexdigest()[:32]}.cubin" if folder is not None else None
-    if path is not None and path.is_file():
-        return path.read_bytes()
-    binary = _compiled(library, source)
-    if path is not None:
-        _keep(path, binary)
-    return binary
+    return folder / f"cuda-{hashlib.sha256(known.encode()).hexdigest()[:32]}.cubin" if folder is not None else None
 
 
-def _keep(path: Path, binary: bytes) -> None:
+def keep(path: Path, binary: bytes) -> None:
     """Under a name of its own first: another process may compile the same, and neither reads half a file."""
-    handle, draft = tempfile.mkstemp(suffix=".cubin", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(binary)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+        handle, draft = tempfile.mkstemp(suffix=".cubin", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(binary)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        finally:
+            Path(draft).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("a compiled kernel is not kept, and will be compiled again: %s", error)
 
 
-def _compiled(library: ctypes.CDLL, source: str) -> bytes:
+def compiled(library: Any, source: str) -> bytes:
+    """The machine code of a source."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
-    def ask(function: str, *arguments: Any) -> int:
-        code: int = getattr(library, function)(*arguments)
-        return code
+    def ask(function: str, *arguments: Any) -> None:
+        if code := getattr(library, function)(*arguments):
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            words = library.nvrtcGetErrorString(code)
+            raise RuntimeError(f"{function} failed: {words.decode() if words else code}")
 
     def text_of(size_of: str, get: str) -> bytes:
         ask(size_of, program, ctypes.byref(size))
@@ -106,9 +147,11 @@ def _compiled(library: ctypes.CDLL, source: str) -> bytes:
     ask("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
     try:
         options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
-        if ask("nvrtcCompileProgram", program, len(OPTIONS), options):
-            log = text_of("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode(errors="replace")
-            raise RuntimeError(f"a CUDA kernel was not compiled:\n{log}")
+        try:
+            ask("nvrtcCompileProgram", program, len(OPTIONS), options)
+        except RuntimeError as error:
+            log = text_of("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"a CUDA kernel was not compiled: {error}\n{log}".rstrip()) from error
         return text_of("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:
         ask("nvrtcDestroyProgram", ctypes.byref(program))

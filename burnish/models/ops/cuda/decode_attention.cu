@@ -19,7 +19,7 @@ constexpr int PAGE = 16;
 constexpr int BYTES = PAGE * DIM * 2;  // of a page of keys, and of one of values
 constexpr int STEPS = DIM / 16;
 constexpr int HALF = DIM / 2;
-constexpr float NONE = -1e30f;  // the score of a key that is not there
+constexpr float NONE = -1e30f;  // the score of a key that is not there; finite, so that its distance to itself is a number
 constexpr float SLACK = 6;      // a score may be so much above the largest before sums are scaled anew
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -199,10 +199,10 @@ extern "C" __global__ void __launch_bounds__(32)
                          shared(&full[i % STAGES])),
                      "r"(i / STAGES % 2)
                      : "memory");
-        if (is_last && i == steps - 1) {  // the new token's own page: itself, and nothing behind it
-            int slot = position % PAGE;
+        if (i == steps - 1) {  // the last page: the new token itself, and nothing behind the stretch's end, where memory may hold anything
+            int slot = (stop - 1) % PAGE;
             u32 k_page = k_pages + (count - 1) % 2 * BYTES, v_page = k_page + 2 * BYTES;
-            if (has_part)
+            if (is_last && has_part)
                 for (int h = 0; h < 2; h++) {
                     int d = h * HALF + 2 * lane;
                     u32 to = at(slot, d / 8) + d % 8 * 2;

@@ -7,8 +7,10 @@ is read as fast as memory gives it.
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,27 +22,32 @@ from burnish.models.ops.paged import Norms, Placement
 PAGE = 16
 DIMS = (64, 128)
 BLOCK = 32
-"""Keys a stretch is a multiple of, as `kernels/decode_step.py` has it, which joins the stretches."""
+"""Keys a stretch is a multiple of, here, in the kernel and for who joins the stretches."""
 MOST_QUERIES = 8
 """Query heads to a key head: the width of a tile of the tensor cores."""
 RING_BYTES = 32 * 1024
 """On its way to a warp at once: two steps of 32 keys with heads of 128."""
 
 
-def has_decode_attention(qkv: Tensor, place: Placement, keys: object) -> bool:
+def has_decode_attention(
+    qkv: Tensor, cos: Tensor, place: Placement, norms: Norms | None, keys: object, values: object
+) -> bool:
     """Whether the kernel can attend to these pages."""
-    if not (isinstance(keys, Tensor) and keys.is_cuda and keys.dtype == qkv.dtype == torch.bfloat16):
+    if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_cuda and qkv.shape[0] > 0):
         return False
     _, kv_heads, page, dim = keys.shape
+    weights = () if norms is None else (norms.query, norms.key)
     return (
         page == PAGE
         and dim in DIMS
         and qkv.shape[1] // dim // kv_heads - 2 <= MOST_QUERIES
-        and keys.is_contiguous()
-        and qkv.is_contiguous()
+        and values.shape == keys.shape
+        and all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (qkv, cos, keys, values, *weights))
+        and keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
         and place.position.dtype == torch.int64
-        and place.table.dtype == torch.int32
         and place.position.is_contiguous()
+        and place.table.dtype == torch.int32
+        and place.table.stride(1) == 1
         and torch.cuda.get_device_capability(qkv.device) == (9, 0)
         and compiler() is not None
     )
@@ -68,7 +75,7 @@ def decode_attention(
     reach = window if window is not None else 1 << 30
     q_norm, k_norm, eps, shift, factor = norms or Norms(qkv, qkv, 0.0)
     with torch.cuda.device(qkv.device):
-        maps = [
+        maps = [  # halves of a line lie nearer than lines do: the copy engine does not mind
             tensor_map(
                 x.data_ptr(), (64, pages * kv_heads * page, dim // 64), (dim * 2, 128), (64, page, dim // 64), True
             )
@@ -85,15 +92,23 @@ def decode_attention(
         ]
         kernel = _kernel(dim, queries, norms is not None, qkv.device)
         kernel.launch((rows * kv_heads, splits), 32, arguments)
-    if splits > 1:
-        from burnish.models.ops.kernels.decode_step import join
+        if splits > 1:
+            from burnish.models.ops.kernels.decode_step import join
 
-        join(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, BLOCK)
+            join(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, BLOCK)
     return out
 
 
+_making = threading.Lock()
+
+
+def _kernel(*kind: Any) -> Kernel:
+    with _making:  # whole rows and cut ones may ask for it at once
+        return _made(*kind)
+
+
 @cache
-def _kernel(dim: int, queries: int, is_normed: bool, device: torch.device) -> Kernel:
+def _made(dim: int, queries: int, is_normed: bool, device: torch.device) -> Kernel:
     stages = RING_BYTES // (4 * PAGE * dim * 2)
     return Kernel(source(dim, queries, is_normed, stages), "decode_attention", RING_BYTES + 1024)
 

@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     u32 corner = strip + (lane % 16) * WIDTH * 2 + (lane / 16) * 16;  // where this lane's line of four 8 x 8 pieces begins
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         Tile t = tile(index, row_tiles, column_tiles);
-        float sums[BLOCKS][SUMS];
+        float sums[BLOCKS][SUMS] = {};  // else CUDA 12 has the tensor cores wait for each product
         int before = -1;
         for (int k = 0; k < stretches; k++) {
             wait(shared(&full[stage]), phase);
@@ -146,6 +146,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[block][i])::"memory");  // sums are read behind the wait
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(&empty[before])) : "memory");
 
 #pragma unroll

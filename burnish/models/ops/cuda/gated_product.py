@@ -24,7 +24,7 @@ WIDTHS = (72, 56, 40)
 GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
 """Rows of a tile: warp groups that multiply, and blocks of 64 rows of each."""
 REGISTERS = {1: 232, 2: 240, 3: 160}
-"""Of a thread that multiplies, by the number of groups: with 24 of each other thread they fill the register file."""
+"""Of a thread that multiplies, by the number of groups: what the other threads leave of a block's, whose own 24 are enough for them."""
 SHARED_BYTES = 227 * 1024
 MOST_STAGES = 8
 FIXED = 24
@@ -108,6 +108,18 @@ def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
         kernel = _kernel(tile, activation, x.device)
         kernel.launch((min(row_tiles * column_tiles, processors), 1), tile.threads, [*maps, *sizes])
     return out
+
+
+def tiles_of(most_rows: int, outputs: int, processors: int) -> list[Tile]:
+    """All tiles that products of up to so many rows take."""
+    counts = {*GROUPS, *range(256, most_rows, 256), most_rows}
+    return sorted({tile_of(rows, outputs, processors) for rows in counts}, key=lambda tile: (tile.rows, tile.width))
+
+
+def prepare(tile: Tile, activation: str, device: torch.device) -> None:
+    """Have the kernel of a tile ready."""
+    with torch.cuda.device(device):
+        _kernel(tile, activation, device)
 
 
 @cache
