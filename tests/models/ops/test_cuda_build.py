@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from burnish.models.ops.cuda import build
+from burnish.models.ops.cuda import build, driver
 
 CODE = b"\x7fELF machine code"
 
@@ -50,6 +52,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
             found.append(arguments[1])
 
     monkeypatch.setattr(build, "call", call)
+    monkeypatch.setattr(build, "enter", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return found
 
@@ -124,3 +128,18 @@ def test_where_there_is_no_compiler_that_works_the_reason_is_given(monkeypatch: 
     assert build.state() == (True, "compiled when first needed")
     monkeypatch.setenv(build.SWITCH, "0")
     assert build.state() == (False, "BURNISH_CUDA_KERNELS=0")
+
+
+def test_a_thread_enters_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(driver, "call", lambda name, *arguments: called.append(name))
+    monkeypatch.setattr(driver, "_entered", threading.local())
+    once = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    for _ in range(2):
+        driver.enter(0)
+    assert called == once
+    driver.enter(1)
+    assert called == 2 * once
+    with ThreadPoolExecutor(1) as other:
+        other.submit(driver.enter, 0).result()
+    assert called == 3 * once

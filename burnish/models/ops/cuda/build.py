@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from burnish.models.ops.cpu.build import kept_in
-from burnish.models.ops.cuda.driver import call
+from burnish.models.ops.cuda.driver import call, enter
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Kernel:
     def __init__(self, source: str, name: str, shared_bytes: int) -> None:
         library = compiler()
         assert library is not None, "asked for before a kernel is made"
+        enter(torch.cuda.current_device())
         module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         path = _path(library, source)
         kept = path.read_bytes() if path is not None and path.is_file() else b""
@@ -97,7 +98,8 @@ class Kernel:
         self.shared_bytes = shared_bytes
 
     def launch(self, blocks: tuple[int, int], threads: int, arguments: list[Any]) -> None:
-        """On torch's stream, in a thread that torch has used the device from."""
+        """On torch's stream."""
+        enter(torch.cuda.current_device())
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         call("cuLaunchKernel", self.function, *blocks, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None)
