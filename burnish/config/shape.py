@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -67,11 +68,13 @@ class Key:
         return self.shape.form == "value" or (self.shape.item is not None and not self.shape.item.records)
 
 
+@cache
 def root_shape(kind: type[Record]) -> Shape:
     """The whole configuration as one place."""
     return _record(kind, ())
 
 
+@cache
 def field_shape(kind: type[Record], name: str) -> Shape:
     """What one field of a record holds."""
     field = kind.model_fields[name]

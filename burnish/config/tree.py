@@ -7,6 +7,7 @@ options of the old choice, since they mean nothing to the new one. Lists are rep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from burnish.config.algorithm import Algorithm
@@ -80,8 +81,7 @@ def complete(kind: type[Record], tree: Tree) -> Tree:
     if issubclass(kind, Algorithm):
         tree = _on_preset(tree)
     result = dict(tree)
-    for name in kind.model_fields:
-        shape, default = field_shape(kind, name), default_of(kind, name)
+    for name, shape, default in _fields(kind):
         if isinstance(default, Record):
             result[name] = merge(shape, plain(default), result.get(name, {}))
         elif isinstance(default, (list, dict)) and default and name not in result:
@@ -89,6 +89,12 @@ def complete(kind: type[Record], tree: Tree) -> Tree:
         if name in result:
             result[name] = _complete_inside(shape, result[name])
     return result
+
+
+@cache
+def _fields(kind: type[Record]) -> tuple[tuple[str, Shape, Any], ...]:
+    """A record's keys, what each holds and its default, which is only read: found once, a configuration has hundreds."""
+    return tuple((name, field_shape(kind, name), default_of(kind, name)) for name in kind.model_fields)
 
 
 def _complete_inside(shape: Shape, value: Tree) -> Tree:

@@ -108,8 +108,9 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
         config.data.train, policy.tokenizer, config.data, config.seed, "train", base, config.algorithm.curriculum
     )
     held_out = held_out_prompts(config, base, policy)
-    longest = check_positions(config, policy.max_positions, stream.longest(), held_out)
-    check_readers(config, base, stream.longest(), held_out, driver.longest)
+    prompt_tokens = stream.longest()
+    longest = check_positions(config, policy.max_positions, prompt_tokens, held_out)
+    check_readers(config, base, prompt_tokens, held_out, driver.longest)
     paged = roles.paged_engine(engine)
     if paged is not None and config.rollout.cache_gib is not None:
         paged.plan(longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
