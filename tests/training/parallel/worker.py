@@ -7,11 +7,13 @@ writes what it saw to `<folder>/<number>/<rank>.pt`; meanwhile the process above
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,18 @@ def as_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
 
 
 def alone(num_ranks: int) -> dict[str, Record]:
-    records = {}
+    """What one process sees of each case; cases that differ in how they are divided are one case to it."""
+    records: dict[str, Record] = {}
+    seen: dict[str, Record] = {}
     for name, case in CASES[num_ranks].items():
-        model = make_model(case)
-        curve = list(train(case, model=model))
-        after = {n: p.detach() for n, p in model.named_parameters()}
-        records[name] = {"curve": curve, "after": after, "held": sum(p.numel() for p in model.parameters())}
+        undivided = replace(case, parallel={})
+        if repr(undivided) not in seen:
+            model = make_model(undivided)
+            curve = list(train(undivided, model=model))
+            after = {n: p.detach() for n, p in model.named_parameters()}
+            held = sum(p.numel() for p in model.parameters())
+            seen[repr(undivided)] = {"curve": curve, "after": after, "held": held}
+        records[name] = seen[repr(undivided)]
     return records
 
 
@@ -99,6 +107,7 @@ def run(num_ranks: int, folder: Path) -> None:
 
 
 def main(folder: Path) -> int:
+    gc.freeze()  # a collection in a fork would copy every page it looks at
     failed = 0
     for num_ranks in CASES:
         child = FORK.Process(target=run, args=(num_ranks, folder / str(num_ranks)))
