@@ -20,6 +20,9 @@ N ?= 1000
 VICTIMS ?= driver,reward,async_driver,async_reward,rollout,trainer,ray_driver
 comma := ,
 
+# With it in the environment every process of the tests would compile every module anew, a second each time, and pytest its asserts.
+unexport PYTHONDONTWRITEBYTECODE
+
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 

@@ -1,6 +1,7 @@
 """One hypothesis profile for all: a slow machine may slow a test down, never fail it; CI sees the same examples each time.
 And a way to test what runs where there is no C compiler."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,12 @@ settings.register_profile(
     "burnish", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("burnish")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all of torch stay to the end: no garbage collection needs to look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
