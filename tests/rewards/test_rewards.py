@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from burnish.rewards.rewards import CHUNK, Rewards
 from burnish.rewards.types import Score, ScoreRequest
 
 PLUGIN = """
+import os
 import time
 
 def half(data_source, solution_str, ground_truth, extra_info):
@@ -18,6 +18,8 @@ def half(data_source, solution_str, ground_truth, extra_info):
 
 def jitter(data_source, solution_str, ground_truth, extra_info):
     time.sleep(extra_info["sleep"])
+    while not os.path.exists(extra_info.get("until", "/")):
+        time.sleep(0.01)
     return len(solution_str)
 
 def sizes(prompts, completions, **columns):
@@ -113,13 +115,12 @@ def test_poll_returns_what_is_done_and_score_leaves_the_rest_to_it(folder):
     with Rewards(Reward(parts=["mine.py:jitter"], workers=2), base=folder) as rewards:
         assert rewards.poll(None) == []
         rewards.score([request("warm", sleep=0.0)])
-        rewards.submit([request("slow", sleep=0.4)])
+        rewards.submit([request("slow", sleep=0.0, until=str(folder / "go"))])
         assert rewards.pending == 1
         assert rewards.poll(0.0) == []
         assert [s.id for s in rewards.score([request("quick", sleep=0.0)])] == ["quick"]
-        start = time.monotonic()
         assert rewards.poll(0.05) == []
-        assert time.monotonic() - start < 0.3
+        (folder / "go").touch()
         assert [s.id for s in rewards.poll(None)] == ["slow"]
         assert rewards.pending == 0
         assert rewards.counters == {"answer_timeout": 0, "scorer_failed": 0, "scorer_retried": 0, "worker_restarts": 0}
