@@ -49,18 +49,18 @@ def without_times(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return scorer(tmp_path_factory.mktemp("scorer"))
+def start_from(model: Path) -> list[str]:
+    return ["model.new=null", f"model.path={model}"]
 
 
-def test_scores_are_a_part_in_metrics_and_samples_and_the_run_repeats_itself(trained: Path, tmp_path: Path) -> None:
+def test_scores_are_a_part_in_metrics_and_samples_and_the_run_repeats_itself(warm: Path, tmp_path: Path) -> None:
     overrides = [
-        f"reward.parts=[{part(trained)}, {{name: task, weight: 0}}]",
+        f"reward.parts=[{part(scorer(tmp_path))}, {{name: task, weight: 0}}]",
         "run.samples_every=1",
         "reward.workers=1",
+        *start_from(warm),
     ]
-    one, other = (run_of(tmp_path / name, TINY + WARM, overrides) for name in ("one", "other"))
+    one, other = (run_of(tmp_path / name, TINY, overrides) for name in ("one", "other"))
     rows = read(one / "metrics.jsonl")
     assert all(row["reward/mean"] == pytest.approx(row["reward/part/model"]) for row in rows)
     assert all(row["reward/failed"] == 0 and "reward/part/task" in row and "reward/accuracy" in row for row in rows)
@@ -70,24 +70,23 @@ def test_scores_are_a_part_in_metrics_and_samples_and_the_run_repeats_itself(tra
     assert {"model", "task"} <= json.loads(samples[0]["parts"]).keys()
 
 
-def test_a_scorer_of_adapters_rewards_as_the_whole_model_they_make(tmp_path: Path) -> None:
-    base = run_of(tmp_path / "base", TINY + WARM, ["training.steps=1", "reward.workers=1"]) / "warm_start"
-    adapted = scorer(tmp_path, "model.new=null", f"model.path={base}", "model.lora={rank: 4, base: nf4}")
+def test_a_scorer_of_adapters_rewards_as_the_whole_model_they_make(warm: Path, tmp_path: Path) -> None:
+    adapted = scorer(tmp_path, *start_from(warm), "model.lora={rank: 4, base: nf4}")
     assert (adapted / "adapter_config.json").is_file()
     (tmp_path / "merged").mkdir()
     merge_model(adapted, tmp_path / "merged", None)
     found = []
     for name, path in (("adapters", adapted), ("merged", tmp_path / "merged")):
-        overrides = [f"reward.parts=[{part(path, standardise=True)}]", "training.steps=2", "reward.workers=1"]
-        rows = read(run_of(tmp_path / name, TINY + WARM, overrides) / "metrics.jsonl")
+        overrides = [f"reward.parts=[{part(path, standardise=True)}]", "training.steps=2", *start_from(warm)]
+        rows = read(run_of(tmp_path / name, TINY, overrides) / "metrics.jsonl")
         assert all(row["reward/failed"] == 0 for row in rows)
         found.append([row["reward/part/model"] for row in rows])
     assert found[0] == pytest.approx(found[1], abs=1e-3)
     assert len(set(found[0])) == 2
 
 
-def test_a_text_beyond_the_scorers_positions_counts_as_failed(trained: Path, tmp_path: Path) -> None:
-    small = scorer(tmp_path, "model.new.max_positions=8")
+def test_a_text_beyond_the_scorers_positions_counts_as_failed(tmp_path: Path) -> None:
+    small = scorer(tmp_path, "model.new.max_positions=8", "reward_model.updates=1")
     overrides = [f"reward.parts=[{part(small)}]", "training.steps=2", "rollout.max_tokens=12", "reward.workers=1"]
     rows = read(run_of(tmp_path / "run", TINY, overrides) / "metrics.jsonl")
     assert max(row["reward/failed"] for row in rows) > 0
@@ -116,11 +115,11 @@ def test_a_policy_learns_the_task_from_a_scorer_alone(tmp_path: Path) -> None:
     start = run_of(tmp_path / "start", text + warm, ["training.steps=1", "reward.workers=1"]) / "warm_start"
     (tmp_path / "pairs.jsonl").write_text(judged_pairs(12, 6000))
     model = scorer(
-        tmp_path, "model.new=null", f"model.path={start}", f"reward_model.data=[{{path: {tmp_path}/pairs.jsonl}}]",
+        tmp_path, *start_from(start), f"reward_model.data=[{{path: {tmp_path}/pairs.jsonl}}]",
         "reward_model.held_out=[]", "reward_model.updates=60", "reward_model.batch_size=64",
     )  # fmt: skip
     overrides = [
-        f"reward.parts=[{part(model, clip=2)}, {{name: task, weight: 0}}]", "model.new=null", f"model.path={start}",
+        f"reward.parts=[{part(model, clip=2)}, {{name: task, weight: 0}}]", *start_from(start),
         "algorithm.shaping=[{name: stop_properly, coef: -2}]", "training.optimizer.lr=2.0e-3", "training.steps=20",
         "rollout.prompts=12", "rollout.n=8", "reward.workers=1",
     ]  # fmt: skip
