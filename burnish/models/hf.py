@@ -31,7 +31,7 @@ from burnish.run.tensor_file import TensorBytes
 
 def _read(directory: Path, dtype: torch.dtype) -> Any:
     """transformers' model of a directory, every weight in place; no code from it is run, no pickle is opened."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM  # type: ignore[attr-defined]
 
     weight_files(directory)
     try:
