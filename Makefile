@@ -30,9 +30,10 @@ help:  ## print this
 train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the built-in task and report (ARGS="seed=1" are overrides)
 	$(BIN)/python -m burnish.cli.main train $(RECIPE) $(ARGS)
 
-# One thread a worker: two workers whose OpenMP threads spin for the same two cores run many times slower.
+# One thread a worker: two workers whose OpenMP threads spin for the same two cores run many times slower. A worker takes from the
+# other when it has nothing left, so that the tests of a file, and what they share, mostly stay together.
 test: lint  ## set up, then lint and run the tests (ARGS="tests/config -x" narrows them)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # One process: vLLM's engines follow each other in it. With a GPU: make test-vllm VLLM_PACKAGE=vllm
 test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run the tests of the vLLM engine and of whole runs with it
