@@ -39,7 +39,7 @@ class RayPlacement(Slot):
     """The pool of each role. A reference and a critic that have none, or the actor's, are with the actor's processes; a reward that
     has none is computed beside the controller."""
     sync: Literal["full", "delta"] = "full"
-    """What engines are sent after a step: all weights, or only the values that changed (the same bits; a copy of the weights is kept)."""
+    """What engines are sent after a step: all weights, or only the values that changed (the same bits; a copy of what is trained is kept)."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest time a process may take over one call; then the run stops and says who was waited for and what it did. An engine is
     started again instead."""

@@ -7,7 +7,6 @@ They have the interfaces of `training/interfaces.py`, so the loop runs as it doe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -150,8 +149,7 @@ def _mean(amounts: Sequence[int | None]) -> int | None:
 
 
 class RemoteLearner:
-    """A learner of a group (`Learner`). `before` is called before work that needs the memory engines may have; `still` is held while
-    weights move."""
+    """A learner of a group (`Learner`). `before` is called before work that needs the memory engines may have."""
 
     def __init__(
         self,
@@ -161,10 +159,9 @@ class RemoteLearner:
         dtype: torch.dtype,
         slim: Slimmer,
         before: Callable[[], None],
-        still: AbstractContextManager[Any],
     ) -> None:
         self.group, self.role, self.ledger, self.dtype = group, role, ledger, dtype
-        self.slim, self.before, self.still = slim, before, still
+        self.slim, self.before = slim, before
         self.device = torch.device("cpu")
         self.model: Any = None
         self.updates = 0
@@ -188,8 +185,7 @@ class RemoteLearner:
     ) -> Update:
         self.before()
         batch = replace(batch, token=_of_losses(batch.token), sequence=_of_losses(batch.sequence))
-        with self.still:
-            update: Update = self.group.update(self.role, batch, loss, lr_scale, also, columns)
+        update: Update = self.group.update(self.role, batch, loss, lr_scale, also, columns)
         self.updates += update.skipped is None
         return update
 

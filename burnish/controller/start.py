@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,12 +112,14 @@ def start_roles(
 
     def learner(role: str) -> RemoteLearner:
         group = groups.get(role, actor)
-        still = engine.still if role == ACTOR else nullcontext()
-        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR), still)
+        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR))
 
     slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
     with_reference = groups.get(REFERENCE, actor)
     where = before(REFERENCE if REFERENCE in groups else ACTOR)
+    if engine.at_once:
+        # Before the learner can move: a run that goes on learns what is in its journal while engines sample for later steps.
+        engine.load(0, ())
     keep_what_is_there()
     return Roles(
         policy=RemotePolicy.of(policy, actor),
@@ -209,7 +211,7 @@ def build_remote_engine(
         if isinstance(module, Decoder):  # any other engine says so itself
             check_requests(requests, frozenset(), module, decode)
 
-    trainer = Trainer(publish=actor.publish.later, score=actor.score.later, dtype=config.model.dtype)
+    trainer = Trainer(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
     asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
     return RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)

@@ -6,8 +6,7 @@ It is made from a run's config and knows nothing of the controller, which calls 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class TrainingWorker:
             config.algorithm.loss, Plugin
         ):  # a loss that arrives names the module it is of, which must be here
             load_plugin(config.algorithm.loss.name, base)
-        self._delta = config.placement.sync == "delta"
+        self._delta, self._overlaps = config.placement.sync == "delta", config.rollout.source.name != "sync"
         self._publisher: Publisher | None = None
         self._staged: dict[str, list[Content]] = {}
 
@@ -178,16 +177,39 @@ class TrainingWorker:
     @spread("broadcast", "first")
     def publish(self, version: int, complete: bool) -> Publication | None:
         """Gather the weights and leave them in the store; the first rank has the list of them."""
-        module = self.policy.module
-        parameters = full_parameters(module, None if complete else self.learner.names.keys())
-        tensors = chain(parameters, quantised_tensors(module).items()) if complete else parameters
-        if not self.ranks.is_first:
-            for _ in tensors:  # to gather a tensor takes everyone
-                pass
+        tensors = self._tensors(None if complete else self.learner.names.keys(), complete)
+        if not self._is_publisher(tensors):
             return None
+        trained = self.learner.names.keys()
         if self._publisher is None:
-            self._publisher = Publisher(self.store.put, self._delta)
+            self._publisher = Publisher(self.store.put, trained, self._delta, holds=self._overlaps and not self._delta)
         return self._publisher.publish(version, tensors, as_delta=not complete, complete=complete)
+
+    @spread("broadcast", "first")
+    def publish_again(self) -> Publication | None:
+        """Leave everything in the store as it was published last, for an engine that has nothing: here it may be newer."""
+        names = [name for name, _ in self.policy.module.named_parameters()]
+        if (
+            self._delta or self._overlaps
+        ):  # else what is trained has not moved either: engines sample and learners learn in turns
+            names = [name for name in names if name not in self.learner.names]
+        tensors = self._tensors(names, complete=True)
+        if not self._is_publisher(tensors):
+            return None
+        assert self._publisher is not None, "nothing was published"
+        return self._publisher.again(tensors)
+
+    def _tensors(self, names: Collection[str] | None, complete: bool) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of these names, or all, and, where it shall be complete, what is frozen in 4 bits."""
+        yield from full_parameters(self.policy.module, names)
+        yield from quantised_tensors(self.policy.module).items() if complete else ()
+
+    def _is_publisher(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
+        """Whether this rank is the one that publishes; others only help: to gather a tensor takes everyone."""
+        if not self.ranks.is_first:
+            for _ in tensors:
+                pass
+        return self.ranks.is_first
 
     @spread("broadcast", "first")
     def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:

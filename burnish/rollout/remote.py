@@ -13,11 +13,9 @@ shown that they have them (`weights.py`).
 from __future__ import annotations
 
 import heapq
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter
 
@@ -75,9 +73,6 @@ class RemoteEngine:
         at_once: bool = False,
     ) -> None:
         self.workers, self.deadline_s, self.at_once = workers, deadline_s, at_once
-        self.still = threading.RLock()
-        """Held while weights are sent and verified at once, and by whoever lets the trainer move: an engine that is started again is sent
-        them in the thread that samples."""
         self.sync = WeightSync(workers, trainer, probe, count)
         self.check, self.count, self.note = check, count, note
         self.members = [_Member() for _ in range(workers.size)]
@@ -152,7 +147,7 @@ class RemoteEngine:
             raise RuntimeError(f"new weights while {self.num_unfinished} requests run: finish or abort them first")
         self.confirm()
         self.version = version
-        self._send_weights(range(len(self.members)))
+        self._send_weights(range(len(self.members)), is_new=True)
 
     def sleep(self) -> None:
         self.confirm()
@@ -173,7 +168,7 @@ class RemoteEngine:
     def _deal(self, groups: Iterable[Sequence[Request]]) -> None:
         """Each group of requests to the engine with least work, of those that have weights."""
         if not any(member.has_weights for member in self.members):
-            self._send_weights(range(len(self.members)))
+            self._send_weights(range(len(self.members)), is_new=not self.sync.has_published)
         heap = [(member.work, rank) for rank, member in enumerate(self.members) if member.has_weights]
         heapq.heapify(heap)
         dealt: dict[int, list[Sequence[Request]]] = {}
@@ -270,29 +265,31 @@ class RemoteEngine:
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 
-    def _send_weights(self, ranks: Sequence[int]) -> None:
-        """Begin to send them; requests that an engine is given afterwards wait until it has them."""
+    def _send_weights(self, ranks: Sequence[int], is_new: bool) -> None:
+        """Begin to send the trainer's, or else those that were published last; requests that an engine is given afterwards wait until it
+        has them."""
         self.confirm()
         complete = any(not self.members[rank].has_weights for rank in ranks)
         for rank in ranks:
             self.members[rank].has_weights = True
-        with self.still if self.at_once else nullcontext():
-            started = time.perf_counter()
+        started = time.perf_counter()
+        if is_new:
             self.sync.begin(self.version, ranks, complete)
-            self.count("time/sync_s", time.perf_counter() - started)
-            if self.at_once:
-                self.confirm()
+        else:
+            self.sync.repeat(ranks)
+        self.count("time/sync_s", time.perf_counter() - started)
+        if self.at_once:
+            self.confirm()
 
     def confirm(self) -> None:
         """Wait until every engine has shown that it has the weights it was sent, or raise `SyncError`. Engines that end meanwhile
         are started again, and then sent everything."""
-        started = time.perf_counter() if self.sync.is_pending else None
         while self.sync.is_pending:
+            started = time.perf_counter()
             lost = self.sync.finish()
+            self.count("time/sync_s", time.perf_counter() - started)
             for error in lost:
                 self._replace(error.rank, error)
             again = [error.rank for error in lost if not self.members[error.rank].has_weights]
             if again:
-                self._send_weights(again)
-        if started is not None:
-            self.count("time/sync_s", time.perf_counter() - started)
+                self._send_weights(again, is_new=False)

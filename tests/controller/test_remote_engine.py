@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,6 +196,34 @@ def test_an_engine_that_ends_while_it_takes_weights_is_sent_them_again(tmp_path:
     assert parts.backend.restarted == [0]
     assert [member.has_weights for member in parts.engine.members] == [True, True]
     assert {version for _, _, version in run(parts.engine, requests(4)).values()} == {1}
+
+
+@pytest.mark.parametrize("source", ["sync", "ahead"])
+def test_the_time_that_weights_take_is_counted_once_though_an_engine_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    parts = parts_of(tmp_path, f"rollout.source={source}", "placement.layout=split")
+    run(parts.engine, requests(2))
+    parts.counted.clear()
+    clock = 0.0
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: clock))
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal clock
+            clock += 1.0
+            return method(*arguments)
+
+        return call
+
+    for name in ("begin", "repeat", "finish"):
+        monkeypatch.setattr(parts.engine.sync, name, slow(getattr(parts.engine.sync, name)))
+    parts.backend.dead.add(0)
+    parts.engine.load(1, ())
+    parts.engine.confirm()
+    assert parts.backend.restarted == [0]
+    assert clock == 4.0  # sent and waited for, twice
+    assert parts.counted["time/sync_s"] == 4.0
 
 
 def test_an_engine_that_always_ends_stops_the_run(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +28,7 @@ def remote(folder: Path) -> RemoteProcess:
     backend = HereBackend(lambda rank: TrainingWorker(config, folder, None), 1)
     group = WorkerGroup("actor", TrainingWorker, backend, deadline_s=5)
     group.shares = group.place()
-    return RemoteProcess(
-        RemoteLearner(group, PROCESS, Ledger([group]), torch.float64, Slimmer(), lambda: None, nullcontext())
-    )
+    return RemoteProcess(RemoteLearner(group, PROCESS, Ledger([group]), torch.float64, Slimmer(), lambda: None))
 
 
 def batch() -> Batch:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ class OtherWeightsInUse(Faulty):
 
 def synced(folder: Path, backend: type[HereBackend], *overrides: str) -> None:
     parts = parts_of(folder, *overrides, backend=backend)
-    parts.trainer._publisher = Publisher(parts.trainer.store.put, parts.trainer._delta, bucket_bytes=1 << 11)
+    parts.trainer._publisher = Publisher(parts.trainer.store.put, keeps_base=parts.trainer._delta, bucket_bytes=1 << 11)
     run(parts.engine, requests(2))
     learn(parts.trainer)
     parts.engine.load(1, ())
@@ -108,30 +107,94 @@ def test_what_was_sampled_with_another_version_stops_the_run(tmp_path: Path) -> 
         run(parts.engine, requests(4))
 
 
-def test_the_trainer_stands_still_while_an_engine_that_was_started_again_is_sent_weights(tmp_path: Path) -> None:
-    parts = parts_of(tmp_path, "rollout.source=ahead", "placement.layout=split", engines=1)
-    held: list[bool] = []
+def adapters(folder: Path) -> list[str]:
+    """What makes a run one of adapters, on a model that is saved."""
+    config = config_of(folder)
+    build_policy(config.model, config.data.train, 0, folder).save(folder / "a")
+    return ["model.new=null", "model.path=a", "model.lora={rank: 2}"]
 
-    def look() -> None:
-        held.append(not parts.engine.still.acquire(blocking=False))
 
-    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            other = threading.Thread(target=look)  # the lock is its holder's to take again
-            other.start()
-            other.join()
-            return method(*arguments)
+def move(trainer: TrainingWorker) -> None:
+    """Change every weight that is trained, as an update would."""
+    with torch.no_grad():
+        for parameter in trainer.learner.names.values():
+            parameter.add_(torch.linspace(-0.2, 0.2, parameter.numel()).view_as(parameter))
 
-        return call
 
-    trainer = parts.engine.sync.trainer
-    parts.engine.sync.trainer = replace(trainer, publish=watched(trainer.publish), score=watched(trainer.score))
-    run(parts.engine, requests(2))
+def weights_of(worker: TrainingWorker | RolloutWorker) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in worker.policy.module.named_parameters()}
+
+
+def are_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("sync", ["full", "delta"])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_engine_that_is_started_again_gets_the_weights_of_its_version_though_the_trainer_has_moved(
+    tmp_path: Path, has_adapters: bool, sync: str, steps: int
+) -> None:
+    overlap = ["rollout.source=ahead", "placement.layout=split", f"placement.sync={sync}"]
+    parts = parts_of(tmp_path, *overlap, *(adapters(tmp_path) if has_adapters else ()), engines=1)
+    for version in range(steps + 1):
+        move(parts.trainer)
+        parts.engine.load(version, ())
+    asked, published = requests(6), weights_of(parts.trainer)
+    expected = run(parts.engine, asked)
+    assert {version for _, _, version in expected.values()} == {steps}
+    move(parts.trainer)  # the first update of the next step
+    parts.counted.clear()
     parts.backend.dead.add(0)
-    run(parts.engine, requests(2))
+    assert run(parts.engine, asked) == expected
     assert parts.backend.restarted == [0]
-    assert len(held) >= 3
-    assert all(held)
+    assert are_same(weights_of(parts.backend.workers[0]), published)
+    assert parts.counted["controller/sync_bytes"] == sum(tensor.nbytes for tensor in published.values())
+    move(parts.trainer)
+    parts.engine.load(steps + 1, ())
+    assert are_same(weights_of(parts.backend.workers[0]), weights_of(parts.trainer))
+
+
+@pytest.mark.parametrize(("first", "words"), [(0.0, None), (0.01, "token 1 of the probe has log-prob")])
+def test_an_engine_that_prefers_the_other_of_two_tokens_is_held_to_what_is_known_of_the_tokens_before(
+    tmp_path: Path, first: float, words: str | None
+) -> None:
+    parts = parts_of(tmp_path, "rollout.source=ahead", "placement.layout=split", engines=1)
+    run(parts.engine, requests(2))
+    sync = parts.engine.sync
+    ((tokens, logp),) = sync._expected.items()
+    # As if an engine before had drawn another third token, as likely, and gone on otherwise.
+    other = (*tokens[:2], tokens[2] + 1, tokens[3])
+    sync._expected = {other: [logp[0] + first, *logp[1:3], logp[3] - 1]}
+    move(parts.trainer)
+    parts.backend.dead.add(0)
+    if words is None:
+        assert len(run(parts.engine, requests(2))) == 4
+    else:
+        with pytest.raises(SyncError, match=words):
+            run(parts.engine, requests(2))
+
+
+@pytest.mark.parametrize(
+    ("source", "sync", "copies"), [("sync", "full", 0), ("ahead", "full", 0), ("sync", "delta", 1)]
+)
+def test_of_what_was_published_no_more_is_kept_than_may_be_asked_for(
+    tmp_path: Path, source: str, sync: str, copies: int
+) -> None:
+    placed = [f"rollout.source={source}", "placement.layout=split", f"placement.sync={sync}"]
+    parts = parts_of(tmp_path, *placed, *adapters(tmp_path))
+    run(parts.engine, requests(2))
+    move(parts.trainer)
+    parts.engine.load(1, ())
+    parts.engine.confirm()
+    trained = sum(parameter.nbytes for parameter in parts.trainer.learner.names.values())
+    publisher = parts.trainer._publisher
+    assert publisher is not None
+    assert sum(tensor.nbytes for tensor in publisher._base.values()) == copies * trained
+    held = sum(bucket.data.nbytes for bucket in publisher._held)
+    assert held == (trained if (source, sync) == ("ahead", "full") else 0)
+    for worker in parts.backend.workers:
+        assert are_same(weights_of(worker), weights_of(parts.trainer))
 
 
 @pytest.mark.parametrize("source", ["sync", "ahead"])

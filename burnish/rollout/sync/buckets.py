@@ -6,8 +6,9 @@ as large as its largest tensor if need be. Every tensor's checksum goes along, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,13 +81,19 @@ def raw_bytes(tensor: Tensor) -> np.ndarray:
 
 @dataclass
 class Publisher:
-    """The trainer's side. With `keeps_base` it holds a copy of what it published last, and can publish what changed since."""
+    """The trainer's side. Of the tensors that are `trained` (None: of all) it can also publish what changed since the last time, with
+    `keeps_base`, for which it keeps a copy of them; and all of them as they were then, though the trainer has moved since, with
+    either this copy or `holds`, which leaves what was published last in the store."""
 
     put: Callable[[np.ndarray], Any]
     """Makes a bucket's bytes something that can be sent."""
+    trained: Container[str] | None = None
     keeps_base: bool = False
+    holds: bool = False
     bucket_bytes: int = BUCKET_BYTES
-    _base: dict[str, np.ndarray] = field(default_factory=dict)
+    _base: dict[str, Tensor] = field(default_factory=dict)
+    """Flat, in host memory."""
+    _held: tuple[Bucket, ...] = ()
     _version: int | None = None
 
     def publish(
@@ -94,13 +101,30 @@ class Publisher:
     ) -> Publication:
         """The tensors as they are now; as a delta only if there is something it can be one to."""
         base = self._version if as_delta and self.keeps_base else None
+        self._held = ()  # first: a store need not have room for two of them
+        buckets = self._bucketed(tensors, is_delta=base is not None, keep=self.keeps_base)
+        self._held = buckets if self.holds else ()
+        self._version = version
+        return Publication(version, buckets, base, complete)
+
+    def again(self, others: Iterable[tuple[str, Tensor]]) -> Publication:
+        """Everything as it was published last. `others` are all tensors of which neither a copy nor a bucket is kept: they have not
+        changed."""
+        assert self._version is not None, "nothing was published"
+        buckets = self._bucketed(chain(others, self._base.items()), is_delta=False, keep=False)
+        held = (
+            replace(b, entries=tuple(entry for entry in b.entries if self._changes(entry.name))) for b in self._held
+        )
+        return Publication(self._version, buckets + tuple(bucket for bucket in held if bucket.entries))
+
+    def _bucketed(self, tensors: Iterable[tuple[str, Tensor]], is_delta: bool, keep: bool) -> tuple[Bucket, ...]:
         buckets: list[Bucket] = []
         entries: list[Entry] = []
         parts: list[np.ndarray] = []
         size = 0
         for name, tensor in tensors:
             raw = raw_bytes(tensor)
-            delta = changes(self._base[name], raw, tensor.element_size()) if base is not None else None
+            delta = changes(raw_bytes(self._base[name]), raw, tensor.element_size()) if is_delta else None
             sent = raw if delta is None else delta
             if parts and size + sent.size > self.bucket_bytes:
                 buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
@@ -110,18 +134,21 @@ class Publisher:
             entries.append(Entry(name, tensor.dtype, *place, delta is not None, total))
             parts.append(sent)
             size += sent.size
-            if self.keeps_base:
-                self._keep(name, raw)
+            if keep and self._changes(name):
+                self._keep(name, raw, tensor.dtype)
         if parts:
             buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
-        self._version = version
-        return Publication(version, tuple(buckets), base, complete)
+        return tuple(buckets)
 
-    def _keep(self, name: str, raw: np.ndarray) -> None:
+    def _changes(self, name: str) -> bool:
+        """Whether a tensor is ever another: of one that is not there is nothing to keep."""
+        return self.trained is None or name in self.trained
+
+    def _keep(self, name: str, raw: np.ndarray, dtype: torch.dtype) -> None:
         if name in self._base:
-            self._base[name][:] = raw
+            raw_bytes(self._base[name])[:] = raw
         else:
-            self._base[name] = raw.copy()
+            self._base[name] = torch.from_numpy(raw.copy()).view(dtype)
 
 
 @torch.no_grad()

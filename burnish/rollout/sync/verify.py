@@ -8,7 +8,7 @@ samples with something else than its parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,13 @@ def wrong_tensors(engine: int, sent: Publication, found: Mapping[str, int]) -> S
         f"engine {engine}, version {sent.version}: tensor {name} {why} ({count} of {len(found)} tensors); the run stops before "
         "anything it samples is used"
     )
+
+
+def until_parted(report: Report, tokens: Sequence[int], expected: Sequence[float]) -> tuple[Report, Sequence[float]]:
+    """A report, and log-probs of another continuation, up to the first token that is not the same."""
+    pairs = enumerate(zip(report.tokens, tokens, strict=False))
+    stop = next((k + 1 for k, (one, other) in pairs if one != other), len(tokens))
+    return replace(report, tokens=report.tokens[:stop], logp=report.logp[:stop]), expected[:stop]
 
 
 def check_probe(engine: int, report: Report, expected: Sequence[float], dtype: str) -> None:
