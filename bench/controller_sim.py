@@ -201,6 +201,8 @@ class Engines:
     waiting: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     digest: int = 0
     """Of the weights that are published."""
+    version: int = 0
+    """Of the weights that all took last."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def __call__(self, rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
@@ -216,7 +218,8 @@ class Engines:
             return self._collect(rank, *args)
         assert method == "take"
         publication: Publication = args[0]
-        return 1.0, Report(publication.version, self.digest, (1, 2, 3, 4), np.zeros(4, dtype=np.float32))
+        self.version = publication.version
+        return 1.0, Report(self.version, self.digest, (1, 2, 3, 4), np.zeros(4, dtype=np.float32))
 
     def _collect(self, rank: int, at_least: int, wait_s: float) -> tuple[float, Completions]:
         queue, found = self.waiting[rank], list[int]()
@@ -229,7 +232,7 @@ class Engines:
         lengths = self.rng.integers(self.tokens // 4, self.tokens * 7 // 4 + 1, len(found))
         total, count = int(lengths.sum()), len(found)
         return late, Completions(
-            np.array([found, lengths.tolist(), [1] * count, [0] * count], dtype=np.int64).reshape(4, -1),
+            np.array([found, lengths.tolist(), [self.version] * count, [0] * count], dtype=np.int64).reshape(4, -1),
             ["stop"] * count,
             np.zeros(total, dtype=np.int32),
             np.zeros(total, dtype=np.float32),
@@ -247,7 +250,7 @@ def trainers(rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]
         return 1.0, encode(value)
     if method == "publish":
         return 1.0, Publication(args[0], (Bucket(ENTRIES, None),)) if rank == 0 else None
-    if method == "read":
+    if method in ("read", "release"):
         return 0.0, (Reading(), {"memory/peak_gib": 1.0})
     return 0.0, [0.0] * 4 if method == "score" else None
 
@@ -305,7 +308,7 @@ class Simulation:
         actor = WorkerGroup(ACTOR, TrainingWorker, self.backends[0], 1e9, mini_batches=UPDATES)
         rollout = WorkerGroup("rollout", RolloutWorker, self.backends[1], 1e9)
         ledger, slim = Ledger([actor, rollout]), Slimmer()
-        trainer = Trainer(actor.publish.later, actor.score.later, "bfloat16")
+        trainer = Trainer(actor.publish.later, actor.publish_again.later, actor.score.later, "bfloat16")
         model: Any = SimpleNamespace(
             arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1 << 15)
         )  # what is asked of it
