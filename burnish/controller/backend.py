@@ -14,7 +14,11 @@ from burnish.controller.splitting import Divided
 
 
 class Gone(Exception):
-    """There is no worker any more; the message says how that is known."""
+    """There is no worker any more: whoever was called, or the `rank` that it could not do without. The message says how that is known."""
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 @dataclass

@@ -266,7 +266,7 @@ class WorkerGroup:
         try:
             return self.backend.value(call.token)
         except Gone as error:
-            raise self._lost(call.rank, call.method, error) from error
+            raise self._lost(call.rank if error.rank is None else error.rank, call.method, error) from error
 
     def _lost(self, rank: int, method: str, why: Gone) -> WorkerLost:
         what = purpose_of(self.kind, method)

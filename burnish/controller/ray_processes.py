@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from burnish.config.errors import UserError
+from burnish.controller.backend import Gone
 from burnish.controller.placement import Seat
 from burnish.controller.ray_cluster import Cluster
 from burnish.controller.ray_host import Outcome, Relay, end_process, outcome_of, reason_of, stacks_file, tell_process
@@ -129,11 +130,7 @@ class RayProcesses:
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S) if asked else ([], [])
         for other, reference in asked.items():
             if reference in ready and (gone := outcome_of(reference).gone) is not None:
-                raise WorkerLost(
-                    f"{self.name} rank {other} of {self.size} has ended: {gone}\n{self.describe(other)}\n"
-                    f"rank {rank} failed with it: {error.strip().splitlines()[-1]}",
-                    other,
-                )
+                raise Gone(f"{gone} (rank {rank} failed with it: {error.strip().splitlines()[-1]})", other)
 
     def describe(self, rank: int) -> str:
         who = f"process {self._processes[rank][0]}" if rank in self._processes else "its process"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.controller.backend import Gone
 from burnish.controller.division import FEW_PARTS, divide, emptiest_first
 from burnish.controller.group import WorkerGroup
 from burnish.controller.keeping import Keeper
@@ -23,7 +24,7 @@ from burnish.core.spread import Spread, spread
 from burnish.core.wire import from_arrays
 from burnish.core.workers import WorkerLost
 from burnish.training.learner import Update
-from tests.controller.here import HereBackend
+from tests.controller.here import HereBackend, Sent
 
 
 class Worker:
@@ -247,6 +248,21 @@ def test_a_worker_that_ended_is_named_with_its_call_and_its_last_words() -> None
     ) as it:
         group.update(batch_of([1, 1, 1]))
     assert it.value.rank == 1
+
+
+def test_a_worker_whose_end_another_one_noticed_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, backend = group_of(3)
+
+    def value(token: Sent) -> Any:
+        raise Gone(f"killed (rank {token.rank} failed with it: connection closed)", 2)
+
+    monkeypatch.setattr(backend, "value", value)
+    words = (
+        r"worker rank 2 of 3 has ended in `update` \(One step\): killed \(rank 0 failed with it: .*\)\nlast words of 2"
+    )
+    with pytest.raises(WorkerLost, match=words) as it:
+        group.update(batch_of([1, 1, 1]))
+    assert it.value.rank == 2
 
 
 def test_a_wait_ends_at_its_deadline_and_says_who_was_waited_for_and_why() -> None:
