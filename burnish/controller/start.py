@@ -117,9 +117,6 @@ def start_roles(
     slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
     with_reference = groups.get(REFERENCE, actor)
     where = before(REFERENCE if REFERENCE in groups else ACTOR)
-    if engine.at_once:
-        # Before the learner can move: a run that goes on learns what is in its journal while engines sample for later steps.
-        engine.load(0, ())
     keep_what_is_there()
     return Roles(
         policy=RemotePolicy.of(policy, actor),
@@ -214,7 +211,11 @@ def build_remote_engine(
     trainer = Trainer(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
     asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
-    return RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)
+    engine = RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)
+    if at_once:
+        # Before the learner can move: a run that goes on learns what is in its journal while engines sample for later steps.
+        engine.load(0, ())
+    return engine
 
 
 def keep_what_is_there() -> None:

@@ -155,6 +155,17 @@ def test_an_engine_that_is_started_again_gets_the_weights_of_its_version_though_
     assert are_same(weights_of(parts.backend.workers[0]), weights_of(parts.trainer))
 
 
+def test_engines_that_sample_while_others_learn_begin_with_the_first_weights_however_late_they_are_asked(
+    tmp_path: Path,
+) -> None:
+    parts = parts_of(tmp_path, "rollout.source=ahead", "placement.layout=split")
+    asked = requests(6)
+    expected = run(parts.local, asked)
+    move(parts.trainer)  # by what was in the journal
+    assert run(parts.local, asked) != expected
+    assert run(parts.engine, asked) == expected
+
+
 @pytest.mark.parametrize(("first", "words"), [(0.0, None), (0.01, "token 1 of the probe has log-prob")])
 def test_an_engine_that_prefers_the_other_of_two_tokens_is_held_to_what_is_known_of_the_tokens_before(
     tmp_path: Path, first: float, words: str | None
