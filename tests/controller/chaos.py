@@ -32,7 +32,7 @@ from burnish.run.metrics import MEASURED, read
 from burnish.run.processes import descendants
 from tests.controller.chaos_runs import STEPS, Runner, open_runner
 
-RAY = ("placement=ray", "placement.timeout_s=30")
+RAY = ("placement=ray", "placement.timeout_s=60")  # a busy machine may take half of it to start a process
 POOLS = (
     'placement.pools={"policy":{"places":1},"checks":{"places":1}}',
     'placement.roles={"actor":"policy","rollout":"policy","reward":"checks"}',
