@@ -18,6 +18,7 @@ from tests.controller.chaos import (
     Result,
     disturbed,
     output,
+    rows_of,
     told,
     undisturbed,
 )
@@ -87,9 +88,11 @@ def test_a_run_without_ray_is_made_again_and_blamed_on_burnish_only_where_others
     found = disturbed(Starts(*said), tmp_path / "run", "ray_driver", signal.SIGKILL, SEED, nothing)
     assert found.is_judged is is_judged
     assert found.problems[:1] == ([] if problem is None else [problem])
-    assert told({("ray_driver", signal.SIGKILL): [found]}) == (
-        0 if not found.problems and is_judged else 1 if problem else 2
-    )
+    counts = {("ray_driver", int(signal.SIGKILL)): [found]}
+    assert told(counts) == (0 if not found.problems and is_judged else 1 if problem else 2)
+    (row,) = rows_of(counts, SEED)
+    assert (row["work"], row["seed"], row["runs"], row["hit"]) == ("ray_driver SIGKILL", SEED, 1, 1)
+    assert (row["as_undisturbed"], row["not_judged"]) == (is_judged and problem is None, not is_judged)
 
 
 @pytest.mark.slow  # each run has a Ray of its own: one to four minutes for the three runs of a victim
