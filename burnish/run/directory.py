@@ -47,6 +47,8 @@ MAY_CHANGE = (
     "placement.timeout_s",
     "rollout.source.deadline_s",
 )
+BEFORE = ("lock", "stacks")
+"""What may lie in a run's folder before its config: the supervisor keeps the stacks of a driver that hung, however early."""
 _held: set[int] = set()
 
 
@@ -181,10 +183,10 @@ class RunDirectory:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A folder that is not a run (a run killed before its config was written holds nothing but the lock) stays untouched."""
+    """A folder that is not a run stays untouched. One that ended before its config was written holds nothing but what `BEFORE` names."""
     if not path.is_dir():
         raise UserError(f"{path} is a file, but the run wants a folder there: choose another run.name")
-    foreign = sorted(e.name for e in path.iterdir() if e.name != "lock" and not e.name.startswith("."))
+    foreign = sorted(e.name for e in path.iterdir() if e.name not in BEFORE and not e.name.startswith("."))
     if foreign:
         raise UserError(
             f"{path} exists and is not a run (no config.yaml, but {', '.join(foreign[:3])}): choose another run.name"

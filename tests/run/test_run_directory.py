@@ -94,6 +94,17 @@ def test_a_folder_that_is_not_a_run_stays_untouched(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "r").iterdir()] == ["thesis.tex"]
 
 
+def test_a_run_that_hung_before_it_had_begun_begins_again_beside_its_stacks(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    (folder / "stacks").mkdir(parents=True)
+    (folder / "stacks" / "driver-7.txt").write_text("where it was")
+    (folder / "lock").write_text("7\n")
+    RunDirectory.claim(tmp_path, "r", CONFIG).close()
+    RunDirectory.create(tmp_path, "r", CONFIG).close()
+    assert (folder / "config.yaml").read_text() == CONFIG
+    assert (folder / "stacks" / "driver-7.txt").read_text() == "where it was"
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b"])
 def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="run name"):
