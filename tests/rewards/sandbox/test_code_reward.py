@@ -222,7 +222,7 @@ def test_time_counts_as_a_timeout_and_mistakes_in_the_data_as_failures() -> None
         (right, {"asserts": ["assert f(lambda: 1)"]}),
     ]
     config = Reward.model_validate(
-        {"parts": ["code", {"name": "format", "weight": 0.5}], "workers": 2, "timeout_s": 2.5}
+        {"parts": ["code", {"name": "format", "weight": 0.5}], "workers": 2, "timeout_s": 6.0}
     )
     with Rewards(config) as rewards:
         scores = rewards.score(

@@ -104,7 +104,7 @@ def test_a_hundred_hostile_programs_are_held(outside: Outside) -> None:
     mounts = Path("/proc/self/mountinfo").read_text()
     hostile = hostile_requests(outside.names)
     requests = list(itertools.chain(*([harmless(n), one] if n % 4 == 0 else [one] for n, one in enumerate(hostile))))
-    config = Reward.model_validate({"parts": ["code"], "workers": 2, "timeout_s": 4.0, "memory_gib": MEMORY_GIB})
+    config = Reward.model_validate({"parts": ["code"], "workers": 2, "timeout_s": 8.0, "memory_gib": MEMORY_GIB})
     with Rewards(config) as rewards:
         scores = rewards.score(requests)
         wrong = {s.id: problems(s) for s in scores if not s.id.startswith("harmless") and problems(s)}
