@@ -164,8 +164,16 @@ def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 16), (6, 6, 20), (12, 2, 128)])
 @pytest.mark.parametrize(("has_norms", "shift", "query_scale"), [(False, 0.0, 1.0), (True, 0.0, 1.0), (True, 1.0, 0.8)])
+@pytest.mark.parametrize("in_place", [False, True])
 def test_rotate_store_kernel(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_norms: bool, shift: float, query_scale: float
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    has_norms: bool,
+    shift: float,
+    query_scale: float,
+    in_place: bool,
 ) -> None:
     from burnish.models.ops.kernels import rows
 
@@ -180,10 +188,13 @@ def test_rotate_store_kernel(
     there = on_device(qkv, cos, sin, keys, values)
     moved = Placement(*on_device(place.owner, place.position, table))
     sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
-    got = rows.rotate_store(*there[:3], moved, sent, *there[3:])
+    before = qkv.clone()
+    got = rows.rotate_store(*there[:3], moved, sent, *there[3:], in_place)
     with torch.no_grad():
-        expected = paged.rotate_store(qkv, cos, sin, place, norms, keys, values)
+        expected = paged.rotate_store(qkv, cos, sin, place, norms, keys, values, in_place)
     known = place.position >= 0
+    assert torch.equal(qkv, before) is not in_place
+    close(there[0].cpu()[known], qkv[known], dtype)
     close(got.cpu()[known], expected[known], dtype)
     close(there[3][1:], keys[1:], dtype)  # page 0 is nobody's
     close(there[4][1:], values[1:], dtype)

@@ -62,12 +62,16 @@ def rotate_store(
     norms: Norms | None,
     keys: Pages,
     values: Pages,
+    in_place: bool = False,
 ) -> Tensor:
-    """Rotated queries [N, heads, D] of a fused projection [N, heads * D]; keys and values go to their cache slots."""
+    """Rotated queries [N, heads, D] of a fused projection [N, heads * D]; keys and values go to their cache slots.
+
+    `in_place` has the projection's own keys rotated too.
+    """
     if use_kernels(qkv):
         from burnish.models.ops.kernels import rows
 
-        return rows.rotate_store(qkv, cos, sin, place, norms, keys, values)
+        return rows.rotate_store(qkv, cos, sin, place, norms, keys, values, in_place)
     _, kv_heads, page, dim = keys.shape
     position = place.position
     heads = qkv.view(qkv.shape[0], -1, dim)
@@ -80,6 +84,8 @@ def rotate_store(
     at = (where, slice(None), position % page)
     write(keys, at, k)
     write(values, at, v)
+    if in_place:
+        heads[:, -2 * kv_heads : -kv_heads] = k
     return q
 
 

@@ -1,13 +1,14 @@
 """Attention of a prefill: stretches of new tokens against their rows' cached past and themselves.
 
-Keys and values are read back from the rows' pages, where the forward has just written the new ones: so a stretch that
-continues (a shared prompt prefix, a long prompt in chunks) is no special case, nor is a prefix that another stretch of
-the same forward computes. The new tokens are the last of their row, so causality is aligned at the end.
+Where a stretch continues a row (a shared prompt prefix, a long prompt in chunks), keys and values are read back from the rows'
+pages, to which the forward has just written the new ones: so a prefix that another stretch of the same forward computes is no
+special case. The new tokens are the last of their row, so causality is aligned at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -35,31 +36,41 @@ class PrefillAttention:
         page: int,
         windows: Windows,
     ) -> None:
-        ends = starts + lengths
-        self.lengths, self.ends, self.windows = lengths.tolist(), ends.tolist(), windows
-        self.place, self.rotations = place, rotations
-        device = place.position.device
-        position = np.concatenate([np.arange(end) for end in ends])
-        owner, which, self.offset = (
-            send(x, device) for x in (np.repeat(rows, ends), position // page, position % page)
-        )
-        self.pages = place.table[owner, which].long()  # of every token that is seen
+        self.rows, self.starts, self.lengths, self.ends = rows, starts, lengths, starts + lengths
+        self.place, self.rotations, self.page, self.windows = place, rotations, page, windows
         self.q_bounds, self.k_bounds = (
-            send(np.concatenate([[0], np.cumsum(x)]).astype(np.int32), device) for x in (lengths, ends)
+            self._send(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)) for x in (lengths, self.ends)
         )
+
+    @cached_property
+    def _seen(self) -> tuple[Tensor, slice, Tensor]:
+        """Where every token that is seen lies among the pages."""
+        position = np.concatenate([np.arange(end) for end in self.ends])
+        owner, which, offset = (
+            self._send(x) for x in (np.repeat(self.rows, self.ends), position // self.page, position % self.page)
+        )
+        return self.place.table[owner, which].long(), slice(None), offset
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return send(array, self.place.position.device)
 
     def __call__(self, layer: int, qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
-        q = rotate_store(qkv, *self.rotations[layer], self.place, norms, keys, values)
-        return self._attention(q, keys, values, window_of(self.windows, layer)).flatten(1)
+        # What is kept in 8 bits is attended to as it is kept.
+        reads_back = bool(self.starts.any()) or not isinstance(keys, Tensor)
+        q = rotate_store(qkv, *self.rotations[layer], self.place, norms, keys, values, in_place=not reads_back)
+        if reads_back:
+            k, v = (read(x, self._seen, q.dtype) for x in (keys, values))  # [all ends, kv_heads, D]
+        else:
+            _, kv_heads, _, dim = keys.shape
+            k, v = qkv.view(qkv.shape[0], -1, dim)[:, -2 * kv_heads :].split(kv_heads, 1)
+        return self._attention(q, k, v, window_of(self.windows, layer)).flatten(1)
 
-    def _attention(self, q: Tensor, keys: Pages, values: Pages, window: int | None) -> Tensor:
-        k, v = (
-            read(x, (self.pages, slice(None), self.offset), q.dtype) for x in (keys, values)
-        )  # [all ends, kv_heads, D]
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if has_varlen(q):
-            longest = max(self.lengths), max(self.ends)
+            longest = int(self.lengths.max()), int(self.ends.max())
             return varlen_attention(q, k, v, (self.q_bounds, self.k_bounds), longest, window)
-        parts = zip(q.split(self.lengths), k.split(self.ends), v.split(self.ends), strict=True)
+        lengths, ends = self.lengths.tolist(), self.ends.tolist()
+        parts = zip(q.split(lengths), k.split(ends), v.split(ends), strict=True)
         return torch.cat([self._one(*part, window) for part in parts])
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

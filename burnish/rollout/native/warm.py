@@ -61,8 +61,8 @@ def warm(
     def projection() -> Tensor:
         return zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
 
-    def rotate() -> None:
-        rotate_store(projection(), *rotations, place, head_norms(layer), keys, values)
+    def rotate(in_place: bool) -> None:
+        rotate_store(projection(), *rotations, place, head_norms(layer), keys, values, in_place)
 
     def attend_exactly() -> None:
         assert isinstance(cache, Tensor), "exactness is not for 8 bits"
@@ -119,7 +119,10 @@ def warm(
     is_one_kernel = exact or bool(quantised_weights(model))
     products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(tiles() or [gate])]
     attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
-    work = [draw, *attention, rotate, *products]
+    rotations_of: list[Callable[[], None]] = [
+        partial(rotate, in_place) for in_place in ((False,) if exact else (True, False))
+    ]
+    work = [draw, *attention, *rotations_of, *products]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it
     _all_at_once(work, weight.device)
 

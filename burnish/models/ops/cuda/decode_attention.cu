@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(32)
     decode_attention(const __grid_constant__ TensorMap keys_map, const __grid_constant__ TensorMap values_map, const u16* qkv,
                      const u16* q_norm, const u16* k_norm, const u16* cos, const u16* sin, u16* keys, u16* values, const int* table,
                      const long long* positions, u16* out, float* sums, float* joints, float scale, float eps, float shift, float factor,
-                     int table_stride, int window, int splits, int least, int kv_heads, int lines) {
+                     int table_stride, int width, int window, int splits, int least, int kv_heads, int lines) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 full[STAGES];
     u32 ring = (shared(memory) + 1023) & ~1023u;
@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(32)
     }
     int position = (int)positions[row];
     const int* pages = table + (u64)row * table_stride;
+    int names = lane < width ? pages[lane] : 0, ahead = 32 + lane < width ? pages[32 + lane] : 0;  // need not wait for the position
     u64 pair = (u64)row * kv_heads + head;
     u16* mine = out + pair * QUERIES * DIM;
     if (position < 0) {  // nobody
@@ -110,7 +111,10 @@ extern "C" __global__ void __launch_bounds__(32)
     __syncwarp();
 
     // Names of pages, 32 at a time, those behind them on their way. Where there is no second page, zeros come from beyond the last one.
-    int names = lane < count ? pages[page + lane] : 0, ahead = 32 + lane < count ? pages[page + 32 + lane] : 0;
+    if (page > 0) {
+        names = lane < count ? pages[page + lane] : 0;
+        ahead = 32 + lane < count ? pages[page + 32 + lane] : 0;
+    }
     auto fetch = [&](int i) {
         if (i % 16 == 0 && i > 0) {
             names = ahead;

@@ -83,7 +83,7 @@ def decode_attention(
         ]
         tensors = (qkv, q_norm, k_norm, cos, sin, keys, values, place.table, place.position, out, sums, joints)
         numbers = (dim**-0.5 * 1.4426950408889634, eps, shift, factor)
-        sizes = (place.table.stride(0), reach, splits, least, kv_heads, pages * kv_heads * page)
+        sizes = (place.table.stride(0), place.table.shape[1], reach, splits, least, kv_heads, pages * kv_heads * page)
         arguments = [
             *maps,
             *(ctypes.c_void_p(x.data_ptr()) for x in tensors),

@@ -101,6 +101,7 @@ def _rotate_store(
     QK_NORM: tl.constexpr,
     SCALED: tl.constexpr,
     QUANTISED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -144,6 +145,9 @@ def _rotate_store(
     slot = page * KV_HEADS * PAGE + known % PAGE
     is_key = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
     is_value = inside & (head >= Q_HEADS + KV_HEADS)
+    if IN_PLACE:
+        tl.store(at, turned_low, mask=is_key)
+        tl.store(at + HALF, turned_high, mask=is_key)
     if QUANTISED:
         turned_low, turned_high, scale = _eight_bits(turned_low, turned_high, LARGEST)
         to = key_scale_ptr + slot + (head - Q_HEADS) * PAGE
@@ -167,6 +171,7 @@ def rotate_store(
     norms: Norms | None,
     keys: Pages,
     values: Pages,
+    in_place: bool = False,
 ) -> Tensor:
     """`burnish.models.ops.paged.rotate_store` as one kernel, a program a token."""
     rows = qkv.shape[0]
@@ -204,6 +209,7 @@ def rotate_store(
         QK_NORM=norms is not None,
         SCALED=query_scale != 1.0,
         QUANTISED=key_scale is not q,
+        IN_PLACE=in_place,
         LARGEST=LARGEST,
         num_warps=max(1, min(8, heads_block * half_block // 256)),
     )
