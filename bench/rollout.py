@@ -49,6 +49,7 @@ class Work:
     new: int
     prompt: int = 128
     group: int = 1
+    rows: int = 1024
     ragged: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +63,8 @@ WORKS = {
     "R3": Work("1.5B", 512, 2048),
     "R4": Work("7B", 256, 256),
     "R5": Work("7B", 256, 1024),
-    "ragged": Work("1.5B", 2048, 2048, ragged=True),
+    "ragged": Work("1.5B", 2048, 2048, rows=256, ragged=True),
+    "ragged, 512 rows": Work("1.5B", 2048, 2048, rows=512, ragged=True),
     "group of 1": Work("1.5B", 32, 1, prompt=2048),
     "group of 8": Work("1.5B", 256, 1, prompt=2048, group=8),
     "R1, top-p and top-k": Work("1.5B", 256, 256, sampling={"top_p": 0.95, "top_k": 50}),
@@ -144,7 +146,7 @@ def limit_s(work: Work, model: Decoder) -> float:
 
 def measure(name: str, work: Work, model: Decoder, repeats: int) -> dict[str, Any]:
     """Median over repeats after one that compiles and captures."""
-    rows = min(work.requests, 256 if work.ragged else 1024)
+    rows = min(work.requests, work.rows)
     engine = PagedEngine(model, max_rows=rows, **work.engine)
     vocab = model.arch.vocab_size
     started = time.perf_counter()
@@ -186,7 +188,7 @@ def measure(name: str, work: Work, model: Decoder, repeats: int) -> dict[str, An
 
 def parts(name: str, work: Work, model: Decoder) -> dict[str, Any]:
     """Seconds of one run by what the device does, and those in which it does nothing."""
-    engine = PagedEngine(model, max_rows=min(work.requests, 256 if work.ragged else 1024), **work.engine)
+    engine = PagedEngine(model, max_rows=min(work.requests, work.rows), **work.engine)
     drain(engine, requests_of(work, model.arch.vocab_size, "warm"))
     engine.load(1, ())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -17,6 +18,14 @@ kernel = pytest.mark.skipif(
     not (importlib.util.find_spec("triton") and (CUDA or os.environ.get("TRITON_INTERPRET") == "1")),
     reason="Triton kernels need CUDA, or triton and TRITON_INTERPRET=1",
 )
+on_hopper = pytest.mark.skipif(
+    not (CUDA and torch.cuda.get_device_capability() == (9, 0)), reason="the kernel is for NVIDIA Hopper"
+)
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """Of all numbers together, over their size."""
+    return float((found.double() - truth).norm() / truth.norm())
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from burnish.run.tensor_file import TensorBytes
 
 def _read(directory: Path, dtype: torch.dtype) -> Any:
     """transformers' model of a directory, every weight in place; no code from it is run, no pickle is opened."""
-    from transformers import AutoModelForCausalLM  # type: ignore[attr-defined]
+    from transformers import AutoModelForCausalLM  # type: ignore[attr-defined]  # mypy leaves out transformers.models
 
     weight_files(directory)
     try:

@@ -55,7 +55,7 @@ class Tokenizer:
                 f"no tokenizer in {directory}: expected one of {', '.join(TOKENIZER_FILES)}; "
                 "copy the tokenizer files of the model there (tokenizer.json and tokenizer_config.json)"
             )
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # type: ignore[attr-defined]
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # type: ignore[attr-defined]  # mypy leaves out transformers.models
 
         # tokenizer.json says everything about splitting; AutoTokenizer would for some model types (qwen2) rather
         # build the family's usual pre-tokenizer, and lose every character of a tokenizer that is not of that kind.

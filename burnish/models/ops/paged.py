@@ -117,6 +117,14 @@ def decode_attention(
     return attend_pages(rotate_store(qkv, cos, sin, place, norms, keys, values), keys, values, place, window)
 
 
+def results_of(qkv: Tensor, kv_heads: int, dim: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what a decode step finds, [rows, heads * D]; and for the sums, largest scores and totals of stretches, where rows are cut."""
+    rows, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+    count = rows * heads * splits if splits > 1 else 0
+    sums, joints = (torch.empty(count, n, dtype=torch.float32, device=qkv.device) for n in (dim, 2))
+    return qkv.new_empty(rows, heads * dim), sums, joints
+
+
 def attend_pages(q: Tensor, keys: Pages, values: Pages, place: Placement, window: int | None) -> Tensor:
     """[rows, heads * D]: each row's query [rows, heads, D] against the pages it holds, by torch."""
     rows, heads, dim = q.shape

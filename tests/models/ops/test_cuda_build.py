@@ -98,7 +98,7 @@ def test_a_kernel_that_cannot_be_kept_is_used_all_the_same(
         raise OSError("no space left")
 
     monkeypatch.setattr(build, "compiler", Library)
-    monkeypatch.setattr(build.tempfile, "mkstemp", full)
+    monkeypatch.setattr("tempfile.mkstemp", full)
     with caplog.at_level(logging.WARNING):
         build.Kernel("source", "name", 1024)
     assert loaded == [CODE]

@@ -14,10 +14,9 @@ from burnish.models.ops import paged
 from burnish.models.ops.cuda.decode_attention import decode_attention, has_decode_attention, source
 from burnish.models.ops.paged import Norms, Placement
 from burnish.models.ops.rope import inverse_frequencies, rotation_table
+from tests.kernels import error, on_hopper
 
 PAGE = 16
-is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not is_hopper, reason="the kernel is for NVIDIA Hopper")
 EDGES = (-1, 0, 1, 15, 16, 17, 31, 32, 100, 255, 300, 513)
 
 
@@ -67,10 +66,6 @@ class Case:
         wide = (self.qkv.double(), self.cos.double(), self.sin.double(), self.place, norms)
         with torch.no_grad():
             return paged.decode_attention(*wide, cache[0], cache[1], window), cache
-
-
-def error(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
 
 
 # A window of 70 has stretches that end within the new token's page, where nothing may be read behind them.

@@ -15,7 +15,6 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from burnish.models.ops.kept_files import drafted, kept_in
 
 logger = logging.getLogger(__name__)
 
@@ -155,30 +156,10 @@ def _sources(pattern: str) -> list[Path]:
     return sorted(FOLDER.glob(pattern))
 
 
-def kept_in() -> Path | None:
-    """Where compiled kernels are kept, nobody else's to write; None where there is no such place."""
-    try:
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return None
-    is_ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return path if is_ours and os.access(path, os.W_OK | os.X_OK) else None
-
-
 def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> Path:
-    """Under a name of its own first: another process may compile the same, and neither reads half a file."""
-    handle, draft = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        _run([*compiler, *flags, "-o", draft, *map(str, _sources("*.c")), "-lm"])
-        os.chmod(draft, 0o700)
-        with open(draft, "rb") as written:
-            os.fsync(written)  # half a file under the right name would end whoever loads it
-        os.replace(draft, path)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+    with drafted(path) as draft:
+        _run([*compiler, *flags, "-o", str(draft), *map(str, _sources("*.c")), "-lm"])
+        draft.chmod(0o700)
     return path
 
 

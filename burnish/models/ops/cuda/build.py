@@ -13,15 +13,14 @@ import hashlib
 import logging
 import os
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from burnish.models.ops.cpu.build import kept_in
 from burnish.models.ops.cuda.driver import call, enter
+from burnish.models.ops.kept_files import drafted, kept_in
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +80,11 @@ class Kernel:
         library = compiler()
         assert library is not None, "asked for before a kernel is made"
         enter(torch.cuda.current_device())
-        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-        path = _path(library, source)
-        kept = path.read_bytes() if path is not None and path.is_file() else b""
-        try:
-            if not kept.startswith(_BEGINNING):
-                raise RuntimeError("none kept")
-            call("cuModuleLoadData", ctypes.byref(module), kept)
-        except RuntimeError:  # what was kept is of no use: made anew
+        path, self.function = _path(library, source), ctypes.c_void_p()
+        module = _kept(path)
+        if module is None:
             binary = compiled(library, source)
-            call("cuModuleLoadData", ctypes.byref(module), binary)
+            module = _loaded(binary)
             if path is not None:
                 keep(path, binary)
         call("cuModuleGetFunction", ctypes.byref(self.function), module, name.encode())
@@ -105,6 +99,27 @@ class Kernel:
         call("cuLaunchKernel", self.function, *blocks, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None)
 
 
+def _loaded(binary: bytes) -> ctypes.c_void_p:
+    module = ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), binary)
+    return module
+
+
+def _kept(path: Path | None) -> ctypes.c_void_p | None:
+    """What a file holds; None, with a word, where it is of no use."""
+    if path is None or not path.is_file():
+        return None
+    binary = path.read_bytes()
+    if not binary.startswith(_BEGINNING):  # the driver would take it for a text to translate
+        logger.warning("%s holds no machine code, and is made anew", path)
+        return None
+    try:
+        return _loaded(binary)
+    except RuntimeError as error:
+        logger.warning("%s is made anew: %s", path, error)
+        return None
+
+
 def _path(library: ctypes.CDLL, source: str) -> Path | None:
     """Where the machine code of a source is kept."""
     release = (ctypes.c_int(), ctypes.c_int())
@@ -115,17 +130,10 @@ def _path(library: ctypes.CDLL, source: str) -> Path | None:
 
 
 def keep(path: Path, binary: bytes) -> None:
-    """Under a name of its own first: another process may compile the same, and neither reads half a file."""
+    """For the next time, if there is room."""
     try:
-        handle, draft = tempfile.mkstemp(suffix=".cubin", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(binary)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        finally:
-            Path(draft).unlink(missing_ok=True)
+        with drafted(path) as draft:
+            draft.write_bytes(binary)
     except OSError as error:
         logger.warning("a compiled kernel is not kept, and will be compiled again: %s", error)
 

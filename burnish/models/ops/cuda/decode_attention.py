@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burnish.models.ops.cuda.build import Kernel, compiler
 from burnish.models.ops.cuda.tensor_map import tensor_map
-from burnish.models.ops.paged import Norms, Placement
+from burnish.models.ops.paged import Norms, Placement, results_of
 
 PAGE = 16
 DIMS = (64, 128)
@@ -69,9 +69,7 @@ def decode_attention(
     pages, kv_heads, page, dim = keys.shape
     rows, columns = qkv.shape
     queries = columns // dim // kv_heads - 2
-    out = qkv.new_empty(rows, kv_heads * queries * dim)
-    count = rows * kv_heads * splits * queries if splits > 1 else 0
-    sums, joints = (torch.empty(count, n, dtype=torch.float32, device=qkv.device) for n in (dim, 2))
+    out, sums, joints = results_of(qkv, kv_heads, dim, splits)
     reach = window if window is not None else 1 << 30
     q_norm, k_norm, eps, shift, factor = norms or Norms(qkv, qkv, 0.0)
     with torch.cuda.device(qkv.device):

@@ -25,7 +25,8 @@ GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
 """Rows of a tile: warp groups that multiply, and blocks of 64 rows of each."""
 REGISTERS = {1: 232, 2: 240, 3: 160}
 """Of a thread that multiplies, by the number of groups: what the other threads leave of a block's, whose own 24 are enough for them."""
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = 227 * 1024 - 2048
+"""For stages and what is stored: a processor's, less what barriers and the ring's alignment take."""
 MOST_STAGES = 8
 FIXED = 24
 """What a tile costs beside its columns, in columns: it begins and ends."""
@@ -42,7 +43,7 @@ class Tile:
     @property
     def stages(self) -> int:
         """Stretches of 64 inputs on their way at once: what the shared memory holds beside what is stored."""
-        room = SHARED_BYTES - 2048 - self.strip_bytes
+        room = SHARED_BYTES - self.strip_bytes
         return min(MOST_STAGES, room // self.stage_bytes)
 
     @property

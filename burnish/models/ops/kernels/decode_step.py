@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burnish.models.ops.paged import Norms, Placement
+from burnish.models.ops.paged import Norms, Placement, results_of
 from burnish.models.ops.quantised import LARGEST, Pages, Quantised
 
 TILE = (32, 1, 4)
@@ -239,9 +239,7 @@ def decode_step(
     shared = columns // dim // kv_heads - 2
     q_norm, k_norm, eps, shift, query_scale = norms or Norms(qkv, qkv, 0.0)
     (keys, key_scale), (values, value_scale) = (x if isinstance(x, Quantised) else (x, cos) for x in (keys, values))
-    out = qkv.new_empty(rows, kv_heads * shared * dim)
-    count = rows * kv_heads * splits * shared if splits > 1 else 0
-    sums, joints = (torch.empty(count, n, dtype=torch.float32, device=qkv.device) for n in (dim, 2))
+    out, sums, joints = results_of(qkv, kv_heads, dim, splits)
     dim_block = max(16, triton.next_power_of_2(dim))
     reach = window if window is not None else 1 << 30
     block, warps, stages = TILE if qkv.dtype != torch.float32 else WIDE_TILE

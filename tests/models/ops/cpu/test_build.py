@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from burnish.models.ops.cpu import build
+from burnish.models.ops.kept_files import kept_in
 from burnish.models.ops.swiglu import swiglu
 
 CHECK = """
 import torch
 from burnish.models.ops.cpu import build
+from burnish.models.ops.kept_files import kept_in
 from burnish.models.ops.swiglu import swiglu
 x = torch.randn(40, 64)
 with torch.no_grad():
@@ -90,7 +92,7 @@ def test_a_full_disk_and_a_user_without_a_home_leave_it_to_torch(anew: Path, mon
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nobody)
-    assert build.kept_in() is None
+    assert kept_in() is None
 
 
 def test_other_flags_or_types_are_other_files(anew: Path) -> None:
@@ -186,6 +188,7 @@ def test_a_forked_child_computes_on_its_own_thread(compiler: str, tmp_path: Path
 import os, torch
 torch.set_num_threads(2)
 from burnish.models.ops.cpu import build
+from burnish.models.ops.kept_files import kept_in
 from burnish.models.ops.swiglu import swiglu
 x = torch.randn(4000, 512)
 with torch.no_grad():
