@@ -74,8 +74,8 @@ WORKS = {
     "R3, 8 bits": Work("1.5B", 512, 2048, engine={"quantised": True}),
 }
 PARTS = {
-    "attention": ("_decode", "_join", "flash"),
-    "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas"),
+    "attention": ("_decode", "decode_attention", "_join", "flash"),
+    "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gated_product"),
     "norms and activation": ("_add_norm", "_gate"),
     "rotation and cache": ("_rotate_store",),
     "drawing": ("_sum_chunks", "_draw", "_find_cut"),

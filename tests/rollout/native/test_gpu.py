@@ -346,16 +346,21 @@ def test_sleep_frees_the_memory_and_wake_keeps_addresses_and_results(tools: Any,
     assert size >= 256 << 20
     address, graphs = engine.runner.cache.data_ptr(), dict(engine.runner._graphs)
     torch.cuda.synchronize()
-    awake, _ = torch.cuda.mem_get_info()
+    freed, taken = [], []
+    for _ in range(5):  # other processes take and give memory of the same GPU meanwhile: the middle one counts
+        awake, _ = torch.cuda.mem_get_info()
+        engine.sleep()
+        asleep, _ = torch.cuda.mem_get_info()
+        engine.wake()
+        again, _ = torch.cuda.mem_get_info()
+        freed.append(asleep - awake)
+        taken.append(asleep - again)
+    assert sorted(freed)[2] >= 0.95 * size
+    assert sorted(taken)[2] >= 0.95 * size
     engine.sleep()
-    asleep, _ = torch.cuda.mem_get_info()
-    assert asleep - awake >= 0.95 * size
-    taken = torch.full((size // 4,), torch.nan, device=DEVICE)  # a training step has the memory meanwhile
-    del taken
+    torch.full((size // 4,), torch.nan, device=DEVICE)  # a training step has the memory meanwhile
     torch.cuda.empty_cache()
     engine.wake()
-    again, _ = torch.cuda.mem_get_info()
-    assert asleep - again >= 0.95 * size
     after = tools.run(engine, wanted)
     assert engine.runner.cache.data_ptr() == address
     assert engine.runner._graphs == graphs

@@ -53,7 +53,8 @@ def _sum_chunks(
     TRUNCATED: tl.constexpr,
     RAW: tl.constexpr,
 ):
-    index, chunk = tl.program_id(0), tl.program_id(1)
+    index = tl.program_id(0)
+    chunk = chunks - 1 - tl.program_id(1)  # what was written last is in the cache still
     source = tl.load(source_ptr + index).to(tl.int64)
     row = tl.load(row_ptr + index)
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
