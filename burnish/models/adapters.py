@@ -118,9 +118,9 @@ def _targets(named: Any, where: Path) -> Any:
 
 
 def base_of(directory: Path) -> Path:
-    """The directory of the model an adapter belongs to, absolute or relative to the adapter's own."""
+    """The directory of the model an adapter belongs to: absolute, relative to the adapter's own, or else to where we are."""
     named = read_json_object(directory / CONFIG).get("base_model_name_or_path")
-    candidates = [Path(named), directory / named] if isinstance(named, str) and named else []
+    candidates = [directory / named, Path(named)] if isinstance(named, str) and named else []
     found = next((path for path in candidates if path.is_dir()), None)
     if found is None:
         raise UserError(

@@ -191,6 +191,19 @@ def test_tensors_that_do_not_fit_are_named(tiny_model: TinyModel, tmp_path: Path
         load_adapter(model, tmp_path)
 
 
+def test_a_base_is_looked_for_beside_the_adapter_before_where_we_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, here = tmp_path / "run" / "adapter", tmp_path / "here"
+    for folder in (adapter, here / "base"):
+        folder.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base"}))
+    monkeypatch.chdir(here)
+    assert base_of(adapter).resolve() == here / "base"
+    (adapter / "base").mkdir()
+    assert base_of(adapter) == adapter / "base"
+
+
 def test_what_cannot_have_an_adapter_says_so(tiny_model: TinyModel, tmp_path: Path) -> None:
     _, base = tiny_model("qwen2")
     model = adapted(base, SOME)
