@@ -3,7 +3,8 @@
 python bench/first_token.py
 
 The 1.5B shape with random weights in bfloat16, 256 requests of 128 tokens. A process of its own each time; the first one
-finds neither compiled kernels nor Python's bytecode, the second what the first has kept. Prints where the seconds go.
+finds neither compiled kernels nor Python's bytecode, the second what the first has kept; files that the system has read
+before are in its memory for both. Prints where the seconds go.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The native engine for a GPU: continuous batching over a paged KV cache, on the learner's own weights.
 
 The host works in windows: it admits waiting requests into free rows, has the device decode a few steps, and while those
-run it reads what the window before has drawn. No step waits for the host; a row that ends is noticed a window later and
-idles until then. Prompts that begin alike share the pages of their common beginning, and a request that continues another finds
-the pages of what that one computed. When pages run out the youngest
-rows give theirs back and wait again with what they have; their keys and values are computed anew later, their tokens
-stay. On a CPU the same code runs, step by step instead of by graphs.
+run it reads what the window before has drawn. No step waits for the host; a row that comes to its limit is another's in
+the next window, one that ends before is noticed a window later and idles until then. Prompts that begin alike share the
+pages of their common beginning, and a request that continues another finds the pages of what that one computed. When
+pages run out the youngest rows give theirs back and wait again with what they have; their keys and values are computed
+anew later, their tokens stay. On a CPU the same code runs, step by step instead of by graphs.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class PagedEngine:
         return kept if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        begun = self.seats.taken + sum(seat.admitted >= 0 for seat in self.queue)
+        begun = sum(seat.admitted >= 0 for seat in self._ids.values())
         if begun:
             raise RuntimeError(
                 f"new weights while {begun} rows are running: their cache would be stale; finish or abort first"
@@ -228,7 +228,7 @@ class PagedEngine:
             self._look()  # first tokens are heard while the window runs
         started = self._launch()
         while self.flights and (len(self.flights) > 1 or not started):
-            self._land(self.flights.popleft())
+            self._land()
 
     def _launch(self) -> bool:
         """Start a window of decode steps, if a row may have one to make."""
@@ -251,9 +251,15 @@ class PagedEngine:
         return True
 
     def _look(self) -> None:
-        """Have what was drawn so far sent to the host."""
+        """Have what was drawn so far sent to the host; the rows that draw no more are free for others."""
         rows = self.seats.height
         self.flights.append(Flight(self.seats.rows[:rows], self.runner.state.snapshot(rows, self.seats.wants)))
+        for seat in self.seats.present():
+            if seat.left <= 0:
+                self.seats.remove(seat)
+                seat.is_leaving = True
+                if not seat.request.goes_on:  # else the pages are kept for what follows, once its tokens are known
+                    self._drop_pages(seat)
 
     def _grow(self, steps: int) -> bool:
         """Pages for the tokens of the next steps. False when rows had to land or to leave for it."""
@@ -282,6 +288,9 @@ class PagedEngine:
 
     def _leave(self, seat: Seat) -> None:
         self.runner.state.stop_rows([self.seats.remove(seat)])
+        self._drop_pages(seat)
+
+    def _drop_pages(self, seat: Seat) -> None:
         self.pages.drop(seat.pages)
         seat.pages = []
 
@@ -295,32 +304,39 @@ class PagedEngine:
 
     def _land_all(self) -> None:
         while self.flights:
-            self._land(self.flights.popleft())
+            self._land()
 
-    def _land(self, flight: Flight) -> None:
-        """Read a window's tokens; rows that have ended give their pages back."""
-        early = []
+    def _land(self) -> None:
+        """Read the tokens of the oldest window; it is done with when all of them are: a listener that raises loses nobody."""
+        flight = self.flights[0]
         started = time.perf_counter()
         flight.wait()
         self.stats.waited_s += time.perf_counter() - started
-        for seat, tokens, logp, raw, live in flight.arrivals():
-            cut = seat.record(tokens, logp, raw, self.decode)
-            self.stats.tokens += len(tokens) - cut
-            if self.listener is not None:
-                for token in tokens[: len(tokens) - cut]:
-                    self.listener(seat.request.id, token)
-            if seat.finish is None and live:
-                continue
-            row = self.seats.remove(seat)
-            if live:
-                early.append(row)
-            if seat.request.goes_on:  # the last token is never stored
-                self.pages.publish((*seat.request.tokens, *seat.tokens[:-1]), seat.pages)
-            self.pages.drop(seat.pages)
-            del self._ids[seat.request.id]
-            self.ready.append(seat.completion(seat.finish or "length", self.version))
-        if early:
-            self.runner.state.stop_rows(early)
+        early: list[int] = []
+        try:
+            for seat, tokens, logp, raw, live in flight.arrivals():
+                cut = seat.record(tokens, logp, raw, self.decode)
+                self.stats.tokens += len(tokens) - cut
+                if seat.finish is not None or not live:
+                    early += self._end(seat, live)
+                if self.listener is not None:
+                    for token in tokens[: len(tokens) - cut]:
+                        self.listener(seat.request.id, token)
+        finally:
+            if early:
+                self.runner.state.stop_rows(early)
+        self.flights.popleft()
+
+    def _end(self, seat: Seat, live: bool) -> list[int]:
+        """The seat gives its pages back. Its row, if the device does not know yet that it has ended."""
+        row = None if seat.is_leaving else self.seats.remove(seat)
+        seat.is_leaving = False
+        if seat.request.goes_on:  # the last token is never stored
+            self.pages.publish((*seat.request.tokens, *seat.tokens[:-1]), seat.pages)
+        self._drop_pages(seat)
+        del self._ids[seat.request.id]
+        self.ready.append(seat.completion(seat.finish or "length", self.version))
+        return [row] if live and row is not None else []
 
     def _enqueue(self, seat: Seat) -> None:
         """Behind those of its priority; one that lost its row stays in front of all."""

@@ -27,7 +27,7 @@ def wants_of(request: Request) -> Wants:
 
 @dataclass(eq=False)
 class Seat:
-    """A request on its way: waiting (`row` is None) or running."""
+    """A request on its way: waiting (`row` is None), running, or leaving: its last draws are on their way, its row is another's."""
 
     request: Request
     arrival: int
@@ -37,6 +37,7 @@ class Seat:
     raw_logp: array[float] = field(default_factory=lambda: array("f"))
     finish: Finish | None = None
     row: int | None = None
+    is_leaving: bool = False
     pages: list[int] = field(default_factory=list)
     admitted: int = -1
     context: tuple[int, ...] = ()  # what it was admitted with: the prompt, and the tokens it had
@@ -142,7 +143,7 @@ class Flight:
         raw = self.after.raw.tolist() if self.after.raw is not None else None
         for i, seat in enumerate(self.rows):
             # A seat that has left meanwhile, or sits elsewhere now after losing its row, has nothing to come.
-            if seat is None or seat.row is None or (live[i] and produced[i] <= seat.seen):
+            if seat is None or (seat.row is None and not seat.is_leaving) or (live[i] and produced[i] <= seat.seen):
                 continue
             drawn = range(seat.seen, produced[i])
             own = _of_ring(raw[i], drawn) if raw is not None and seat.request.sampling.raw_logprobs else []

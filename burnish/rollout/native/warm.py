@@ -120,7 +120,8 @@ def warm(
     products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(tiles() or [gate])]
     attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
     rotations_of: list[Callable[[], None]] = [
-        partial(rotate, in_place) for in_place in ((False,) if exact else (True, False))
+        partial(rotate, in_place)
+        for in_place in ((False,) if exact or not isinstance(cache, Tensor) else (True, False))
     ]
     work = [draw, *attention, *rotations_of, *products]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it

@@ -105,7 +105,7 @@ def test_an_aborted_request_can_be_continued_as_if_it_had_never_stopped(tools: A
         for r, n in zip(tools.requests([(3, 4)], 4), (6, 40, 40, 40), strict=True)
     ]
     whole = {r.id: tools.run(NativeEngine(model), [r])[r.id] for r in long}
-    engine = make(model, max_rows=3)
+    engine = make(model, max_rows=2)
     engine.submit([short, *long])
     stream = engine.stream()
     assert next(stream).id == short.id

@@ -172,6 +172,71 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_n
     assert engine.stats.prefilled_tokens == 8
 
 
+def test_a_row_that_comes_to_its_limit_is_anothers_in_the_next_window(tools: Any, native: Any, model: Decoder) -> None:
+    short, long, next_ = (
+        replace(r, sampling=SamplingOptions(max_tokens=n))
+        for r, n in zip(tools.requests([TEXT[:5], TEXT[:7], TEXT[:9]]), (5, 40, 36), strict=True)
+    )
+    engine = PagedEngine(model, max_rows=2, window=4)
+    native.agree(tools, model, tools.run(engine, [short, long, next_]), [short, long, next_])
+    assert engine.stats.decode_steps == 39, (
+        "the third began when the first had made its 4 steps, and made its 35 with the second"
+    )
+
+
+def test_a_row_that_leaves_has_its_stop_string_and_the_models_log_probs(tools: Any, native: Any) -> None:
+    """While its row is another's, whose steps must go on."""
+    model = tools.successor(64)
+    engine = PagedEngine(model, 2, native.spell, window=4)
+    wanted = tools.requests([(0,), (20,), (40,)], max_tokens=20)
+    options = SamplingOptions(max_tokens=9, stop=(native.spell([6, 7]),), raw_logprobs=True)
+    wanted[0] = replace(wanted[0], sampling=options)
+    got = tools.run(engine, wanted)
+    assert (got["0.0"].finish, got["0.0"].tokens.tolist()) == ("stop", [1, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_allclose(got["0.0"].raw_logp, got["0.0"].logp)
+    for k in (1, 2):
+        assert got[f"{k}.0"].tokens.tolist() == list(range(20 * k + 1, 20 * k + 21))
+    assert engine.stats.decode_steps == 8 + 19, "the third began when the first had made its 8 steps"
+    native.no_page_is_held(engine)
+
+
+@pytest.mark.parametrize("token", range(1, 9))
+def test_a_listener_that_raises_loses_no_request(tools: Any, native: Any, token: int) -> None:
+    heard: list[int] = []
+
+    def hear(name: str, drawn: int) -> None:
+        heard.append(drawn)
+        if len(heard) == token:
+            raise ValueError("not now")
+
+    engine = PagedEngine(tools.successor(64), 2, listener=hear, window=4)
+    wanted = tools.requests([(0,), (20,), (40,)], max_tokens=5)
+    engine.submit(wanted)
+    got = []
+    with pytest.raises(ValueError, match="not now"):
+        got += list(engine.stream())
+    got += list(engine.stream())
+    found = {completion.id: completion.tokens.tolist() for completion in got}
+    assert found == {f"{k}.0": list(range(20 * k + 1, 20 * k + 6)) for k in range(3)}
+    native.no_page_is_held(engine)
+    engine.load(1, ())
+
+
+def test_weights_are_not_changed_under_tokens_on_their_way(tools: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=1, window=4)
+    engine.listener = lambda name, token: (
+        engine.interrupt()
+    )  # after its first token, when its last window has been started
+    engine.submit(tools.requests([TEXT[:5]], max_tokens=5))
+    assert list(engine.stream()) == []
+    assert engine.seats.taken == 0
+    with pytest.raises(RuntimeError, match="1 rows are running"):
+        engine.load(1, ())
+    (completion,) = engine.stream()
+    assert len(completion.tokens) == 5
+    engine.load(1, ())
+
+
 def test_a_longer_request_makes_a_new_cache_and_nothing_is_lost(tools: Any, native: Any, model: Decoder) -> None:
     heard: dict[str, list[int]] = {}
     engine = PagedEngine(model, 2, listener=lambda name, token: heard.setdefault(name, []).append(token))
@@ -184,7 +249,7 @@ def test_a_longer_request_makes_a_new_cache_and_nothing_is_lost(tools: Any, nati
     longer = Request("longer", TEXT[:150], SamplingOptions(max_tokens=40), 77)
     engine.submit([longer])
     assert engine.seats.width > width
-    with pytest.raises(RuntimeError, match="1 rows are running"):
+    with pytest.raises(RuntimeError, match="2 rows are running"):
         engine.load(1, [])  # the row that was set aside has tokens of the old weights
     got = {c.id: c for c in stream} | {first.id: first}
     native.agree(tools, model, got, [*wanted, longer])

@@ -109,13 +109,13 @@ def _kept(path: Path | None) -> ctypes.c_void_p | None:
     """What a file holds; None, with a word, where it is of no use."""
     if path is None or not path.is_file():
         return None
-    binary = path.read_bytes()
-    if not binary.startswith(_BEGINNING):  # the driver would take it for a text to translate
+    try:
+        binary = path.read_bytes()
+        if binary.startswith(_BEGINNING):  # the driver would take anything else for a text to translate
+            return _loaded(binary)
         logger.warning("%s holds no machine code, and is made anew", path)
         return None
-    try:
-        return _loaded(binary)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         logger.warning("%s is made anew: %s", path, error)
         return None
 

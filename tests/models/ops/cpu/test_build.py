@@ -21,7 +21,6 @@ from burnish.models.ops.swiglu import swiglu
 CHECK = """
 import torch
 from burnish.models.ops.cpu import build
-from burnish.models.ops.kept_files import kept_in
 from burnish.models.ops.swiglu import swiglu
 x = torch.randn(40, 64)
 with torch.no_grad():
@@ -188,7 +187,6 @@ def test_a_forked_child_computes_on_its_own_thread(compiler: str, tmp_path: Path
 import os, torch
 torch.set_num_threads(2)
 from burnish.models.ops.cpu import build
-from burnish.models.ops.kept_files import kept_in
 from burnish.models.ops.swiglu import swiglu
 x = torch.randn(4000, 512)
 with torch.no_grad():
