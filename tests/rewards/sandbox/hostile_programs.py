@@ -188,7 +188,7 @@ RESOURCES = {
 
 ENDS = {
     "starts threads without end": (
-        "threading.stack_size(1 << 16); refused(lambda: [threading.Thread(target=time.sleep, args=(99,)).start() for _ in range(9999)])",
+        "threading.stack_size(1 << 17); refused(lambda: [threading.Thread(target=time.sleep, args=(99,)).start() for _ in range(9999)])",
         "too many processes",
     ),
     "starts children without end": (
