@@ -30,7 +30,7 @@ from burnish.core.engine import Request, SamplingOptions
 from burnish.core.keys import fold
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.meta import without_memory
+from burnish.models.meta import with_memory, without_memory
 from burnish.rollout.native.paged import PagedEngine
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -91,7 +91,7 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     )
     with without_memory():
         model = Decoder(arch)
-    model = model.to(dtype).to_empty(device="cuda")
+    with_memory(model, dtype, torch.device("cuda"))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -26,6 +26,23 @@ def without_memory() -> Iterator[None]:
     finally:
         for kind, function in zip(kinds, drawing, strict=True):
             kind.reset_parameters = function
+
+
+def with_memory(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module's tensors memory on a device, their numbers to come; those of floating point get the type.
+
+    In this order no float32 copy of a model is ever made. torch has `to_empty` for it, which imports the compiler too.
+    """
+    module.to(dtype)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(_room(parameter, device), parameter.requires_grad))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, _room(buffer, device))
+
+
+def _room(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def _nothing(module: nn.Module) -> None:

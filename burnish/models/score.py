@@ -29,7 +29,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.families import FAMILIES
 from burnish.models.four_bits import quantise_layers, shapes_of
 from burnish.models.lora import merged_tensors, wrap_layers
-from burnish.models.meta import without_memory
+from burnish.models.meta import with_memory, without_memory
 from burnish.models.ops.trunks import Trunks
 from burnish.models.row_order import order_of
 from burnish.models.saving import weight_contents
@@ -176,7 +176,8 @@ def _empty(
     with without_memory():
         backbone = Decoder(replace(from_hf(config, str(directory / "config.json")), tied=True))
         quantise_layers(backbone, base)
-    return backbone.to(dtype).to_empty(device=device)
+    with_memory(backbone, dtype, device)
+    return backbone
 
 
 def _with_head(backbone: Decoder) -> ScoreModel:

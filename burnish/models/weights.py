@@ -26,7 +26,7 @@ from burnish.models.architecture import Architecture, from_hf, read_config, why_
 from burnish.models.decoder import Decoder
 from burnish.models.families import FAMILIES
 from burnish.models.four_bits import PlainWeights, WeightsToFill, quantise_layers
-from burnish.models.meta import without_memory
+from burnish.models.meta import with_memory, without_memory
 from burnish.models.row_order import Order, order_of, usual
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -120,7 +120,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base
     with without_memory():
         model = Decoder(arch)
         quantise_layers(model, base)
-    model.to(dtype).to_empty(device=device)  # in this order no float32 copy of the model is ever made
+    with_memory(model, dtype, device)
     fill(model, stored_tensors(directory), str(directory))
     return model
 

@@ -183,7 +183,12 @@ def test_logprobs_are_the_learners(tools: Any, native: Any, family: str, dtype: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_errs_no_more_than_transformers_does(tools: Any, tmp_path: Path, family: str) -> None:
     """Of the same tokens, against a float32 forward of the same weights: in the mean, and of the worst hundredth."""
-    model = decoder(tools, family, vocab=97).to(torch.bfloat16)
+    model = decoder(tools, family, vocab=97)
+    if (
+        model.arch.scaled_embedding
+    ):  # else it is nearly certain of every token, and the errors are those of the few others
+        model.embedding.weight.data.mul_(0.3)
+    model.to(torch.bfloat16)
     save_decoder(model, tmp_path, source=None)
     wide, theirs = (
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).to(DEVICE)
