@@ -55,7 +55,7 @@ static void gather_across(const struct sequence *s, long length, const real *x, 
 /* The sum of x y over whole vectors. */
 INLINE real inner(const real *x, const real *y, long n) {
     vec sum = {0};
-    for (long i = 0; i < n; i += LANES) sum += load(x + i) * load(y + i);
+    for (long i = 0; i < n; i += LANES) sum = fused(load(x + i), load(y + i), sum);
     return total(sum);
 }
 
@@ -125,7 +125,7 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
             for (long r = 0; r < count; r++) {
                 real *p = weights + r * width, *slope = slopes + r * width, lse = a->lse[(s->first + i + r) * a->heads + h];
                 real along = inner(outs + r * columns, grads + r * columns, columns);
-                for (long j = 0; j < across; j += LANES) store(p + j, exponential(load(p + j) * scale - lse));
+                for (long j = 0; j < across; j += LANES) store(p + j, exponential(fused(load(p + j), all(scale), all(-lse))));
                 for (long j = 0; j < first_key(a, at + r) - begin; j++) p[j] = 0;
                 for (long j = at + r + 1 - begin; j < across; j++) p[j] = 0;
                 for (long j = 0; j < across; j += LANES) store(slope + j, load(p + j) * (load(slope + j) - along) * scale);

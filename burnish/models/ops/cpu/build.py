@@ -31,7 +31,16 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "BURNISH_CPU_KERNELS"
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11")
+FLAGS = (
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-std=gnu11",
+)
 COMPILE_SECONDS = 120
 
 

@@ -47,12 +47,12 @@ static void norm_back_stretch(void *arguments, long task, long thread) {
         for (long c = 0; c < size; c += LANES) {
             vec by = load_upto(grad + c, size - c) * (load_upto(x + c, size - c) * scale);
             store_upto(part + c, load_upto(part + c, size - c) + by, size - c);
-            sum += by * (load_upto(n->weight + c, size - c) + (real)n->shift);
+            sum = fused(by, load_upto(n->weight + c, size - c) + (real)n->shift, sum);
         }
         real mean = total(sum) / (real)size * scale;
         for (long c = 0; c < size; c += LANES) {
             vec slope = load_upto(grad + c, size - c) * (load_upto(n->weight + c, size - c) + (real)n->shift);
-            store_upto(n->y + i * size + c, scale * (slope - load_upto(x + c, size - c) * mean), size - c);
+            store_upto(n->y + i * size + c, scale * fused(load_upto(x + c, size - c), all(-mean), slope), size - c);
         }
     }
 }
@@ -126,8 +126,8 @@ static void gate_back_stretch(void *arguments, long task, long thread) {
         for (long c = 0; c < n; c += LANES) {
             vec gate = load_upto(gate_up + c, n - c), up = load_upto(gate_up + n + c, n - c), grad = load_upto(grads + c, n - c);
             vec s = logistic(g->is_gelu ? gelu_argument(gate) : gate);
-            vec inner = g->is_gelu ? (real)1.5957691216057308 + (real)0.21406444881780076 * gate * gate : all(1);
-            store_upto(into + c, grad * up * (s + gate * s * (1 - s) * inner), n - c);
+            vec inner = g->is_gelu ? fused((real)0.21406444881780076 * gate, gate, all((real)1.5957691216057308)) : all(1);
+            store_upto(into + c, grad * up * fused(gate * s * (1 - s), inner, s), n - c);
             store_upto(into + n + c, grad * (gate * s), n - c);
         }
     }

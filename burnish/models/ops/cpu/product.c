@@ -11,7 +11,7 @@ INLINE void tile(int down, int across, int adds, long depth, const real *a, long
         for (int j = 0; j < across; j++) right[j] = load(b + p * b_row + j * LANES);
         for (int i = 0; i < down; i++) {
             vec left = all(a[i * a_row + p * a_column]);
-            for (int j = 0; j < across; j++) sum[i][j] += left * right[j];
+            for (int j = 0; j < across; j++) sum[i][j] = fused(left, right[j], sum[i][j]);
         }
     }
     for (int i = 0; i < down; i++)

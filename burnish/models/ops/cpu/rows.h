@@ -9,10 +9,10 @@
 static inline real rms_scale(const real *x, long n, double eps) {
     vec sum = {0};
     long i = 0;
-    for (; i + LANES <= n; i += LANES) sum += load(x + i) * load(x + i);
+    for (; i + LANES <= n; i += LANES) sum = fused(load(x + i), load(x + i), sum);
     if (i < n) {
         vec last = load_some(x + i, n - i);
-        sum += last * last;
+        sum = fused(last, last, sum);
     }
     return (real)(1 / sqrt((double)total(sum) / n + eps));
 }
@@ -32,8 +32,8 @@ static inline void rotate_row(const real *x, const real *cos, const real *sin, r
         long n = half - i;
         vec low = load_upto(x + i, n), high = load_upto(x + half + i, n);
         vec c = load_upto(cos + i, n), s = load_upto(sin + half + i, n) * way;
-        store_upto(y + i, low * c - high * s, n);
-        store_upto(y + half + i, high * c + low * s, n);
+        store_upto(y + i, fused(low, c, -high * s), n);
+        store_upto(y + half + i, fused(high, c, low * s), n);
     }
 }
 
@@ -47,7 +47,7 @@ static inline real exponentials(real *x, long width, long first, long last, real
     *best = largest(top) * scale;
     vec sum = {0};
     for (long j = 0; j < width; j += LANES) {
-        vec e = exponential(load(x + j) * scale - *best);
+        vec e = exponential(fused(load(x + j), all(scale), all(-*best)));
         sum += e;
         store(x + j, e);
     }
@@ -56,7 +56,7 @@ static inline real exponentials(real *x, long width, long first, long last, real
 
 /* 1 / (1 + e^-x), and what it is taken of: GELU in its tanh form is x times this of twice the tanh's argument. */
 INLINE vec logistic(vec x) { return 1 / (1 + exponential(-x)); }
-INLINE vec gelu_argument(vec x) { return x * ((real)1.5957691216057308 + (real)0.07135481627260025 * x * x); }
+INLINE vec gelu_argument(vec x) { return x * fused((real)0.07135481627260025 * x, x, all((real)1.5957691216057308)); }
 
 /* y [n] = act(gate) * up of a row [gate, up], act(x) = x logistic(x) or GELU. */
 static inline void gate_row(const real *gate_up, real *y, long n, int is_gelu) {

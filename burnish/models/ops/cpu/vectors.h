@@ -1,6 +1,7 @@
 /* Vectors of the machine's width, their exponential, and the way work is divided over threads.
 
-   Numbers are float, or double where WIDE is defined. No fast-math: sums are in the order written, so a result is the same for any number of threads.
+   Numbers are float, or double where WIDE is defined. No fast-math: sums are in the order written and rounded where written, so a result is
+   the same for any number of threads.
    Vectors are the compiler's own extension, so that one source serves every machine. */
 
 #ifndef BURNISH_VECTORS_H
@@ -9,6 +10,12 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__AVX__) && defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #ifdef WIDE
 #define REAL double
@@ -39,6 +46,26 @@ typedef int32_t bits __attribute__((vector_size(WIDTH)));
 INLINE vec load(const real *p) { return *(const loose *)p; }
 INLINE void store(real *p, vec x) { *(loose *)p = x; }
 INLINE vec all(real x) { return x - (vec){0}; }
+/* a b + c, rounded once where the machine can. It is asked for by name: a compiler left to itself joins products and sums in one place
+   and not in another, and then a row's bits depend on which tile it stands in (-ffp-contract=off forbids that). */
+INLINE vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__) && defined(WIDE)
+    return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX__) && defined(__FMA__) && defined(WIDE)
+    return _mm256_fmadd_pd(a, b, c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__) && defined(WIDE)
+    return (vec)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vec pick(bits where, vec yes, vec no) { return (vec)((where & (bits)yes) | (~where & (bits)no)); }
 INLINE long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -89,15 +116,15 @@ INLINE vec exponential(vec x) {
     const real lower = is_wide ? (real)1.90821492927058770002e-10 : (real)-2.12194440e-4;
     vec inside = pick(x < low, all(low), x);
     inside = pick(inside > high, all(high), inside);
-    vec shifted = inside * (real)1.4426950408889634 + magic;
+    vec shifted = fused(inside, all((real)1.4426950408889634), all(magic));
     vec n = shifted - magic;
-    vec r = inside - n * upper - n * lower;
+    vec r = fused(n, all(-lower), fused(n, all(-upper), inside));
     static const double inverse[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
                                      1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
                                      1.0 / 6,          0.5,             1.0,            1.0};
     vec sum = all((real)inverse[is_wide ? 0 : 6]);
 #pragma GCC unroll 16
-    for (int i = is_wide ? 1 : 7; i < 14; i++) sum = sum * r + (real)inverse[i];
+    for (int i = is_wide ? 1 : 7; i < 14; i++) sum = fused(sum, r, all((real)inverse[i]));
     const int exponent = is_wide ? 52 : 23; /* the sum is about 1: n is added to its exponent */
     vec y = pick(x < low, (vec){0}, (vec)((bits)sum + ((bits)shifted << exponent)));
     return pick(x != x, x, y);
