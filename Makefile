@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-vllm lint slow chaos format clean
+.PHONY: help train test test-gpu test-vllm lint slow chaos format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -38,9 +38,12 @@ train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the buil
 test: lint  ## set up, then lint and run the tests (ARGS="tests/config -x" narrows them)
 	OMP_NUM_THREADS=1 $(if $(MEMORY),PYTEST_DEBUG_TEMPROOT=$(MEMORY)) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
+test-gpu: $(FULL)  ## run the tests of models, engine, learner and algorithms with the GPU of this machine in sight, which the others do not see
+	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal tests/models tests/rollout/native tests/training tests/algorithms $(ARGS)
+
 # One process: vLLM's engines follow each other in it. With a GPU: make test-vllm VLLM_PACKAGE=vllm
 test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run the tests of the vLLM engine and of whole runs with it
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/vllm -p no:cacheprovider -W ignore $(ARGS)
+	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/vllm -p no:cacheprovider -W ignore $(ARGS)
 
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 """One hypothesis profile for all: a slow machine may slow a test down, never fail it; CI sees the same examples each time.
-And a way to test what runs where there is no C compiler."""
+A machine with a GPU tests what others test. And a way to test what runs where there is no C compiler."""
 
 import gc
 import os
@@ -12,6 +12,10 @@ settings.register_profile(
     "burnish", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("burnish")
+
+# Runs take the GPU that they find, and there sums may come in any order: most tests of whole runs are of the CPU. `make test-gpu` has those that are not.
+if not os.environ.get("BURNISH_TESTS_ON_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:
