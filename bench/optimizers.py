@@ -92,7 +92,7 @@ def ours(system: str, options: dict[str, Any], shape: dict[str, Any], args: Any)
     optimizer = make_optimizer(model, dict(model.named_parameters()), Config(weight_decay=0.1, **options))
     optimizer.absorb()
     clip_s = seconds(lambda: optimizer.clip(1.0), args.repeats, args.device)
-    found = row(system, model, lambda: optimizer.step(1e-6), lambda: list(optimizer.tensors().values()), args)
+    found = row(system, model, lambda: optimizer.step(1e-6, 0), lambda: list(optimizer.tensors().values()), args)
     kept = sum(t.nbytes for t in optimizer.tensors().values())
     assert kept == optimizer.state_bytes(), "the state takes what it said it would"
     return found | {"clip_ms": clip_s * 1e3}

@@ -98,6 +98,8 @@ class Learned:
     """[N] the trainer's log-probs of the batch before its first update, nan where not known; None where none are."""
     num_prepared: int = 0
     """Sequences that the policy sampled, before the sample filters: those the preparation's numbers are of."""
+    reward: float | None = None
+    """The mean reward of those that are new, as the shapers left it: what a baseline of earlier steps is the mean of."""
 
 
 def snapshot(job: Job, stage: Stage) -> Snapshot:

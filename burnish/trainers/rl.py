@@ -23,7 +23,7 @@ from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.surprise import surprise
 from burnish.algorithms.demonstrations import sampled
 from burnish.algorithms.losses import NllLoss
-from burnish.algorithms.replay import is_replayed, replay_drift
+from burnish.algorithms.replay import is_replayed, new_ones, replay_drift
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
@@ -91,7 +91,8 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
         usable = rollouts.usable
         if not usable:
             continue
-        shaped = job.recipe.shape(pack(usable, job.config.seed), step, settings.max_tokens)
+        longest = settings.max_tokens * job.config.environment.max_turns
+        shaped = job.recipe.shape(pack(usable, job.config.seed), step, longest)
         num_groups = num_kept_groups(shaped, job.recipe)
         if num_groups >= enough:
             break
@@ -135,6 +136,8 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     batch = recipe.trim(whole, stats)
     learned = Learned(batch, prepared=stats, num_prepared=sampled(whole).num_sequences, budget=budget)
     learned.unfinished = recipe.unfinished(whole)
+    rewards = new_ones(sampled(whole)).sequence["reward"]
+    learned.reward = float(rewards.mean()) if rewards.numel() else None
     if batch.num_sequences == 0:
         note(job, step, f"no update, {observe.why_nothing_left(whole)}")
     loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
@@ -171,8 +174,8 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
         job.learner.reset_optimizer()
     job.stream.observe(rollouts.trajectories)
     stats = observe.mean_stats(learned.updates) | learned.prepared
-    if (reward := observe.mean_reward(rollouts)) is not None:
-        stats["reward"] = reward
+    if learned.reward is not None:
+        stats["reward"] = learned.reward
     budget, waiting = learned.budget or job.state.budget, job.source.waiting()
     state = replace(job.state, stream=job.stream.state(), waiting=waiting, budget=budget)
     job.state = advance(state, job.config.algorithm, stats, learned.num_prepared)

@@ -30,7 +30,7 @@ class TrainerState:
     entropy_bonus: bool = True
     """Whether the steered bonus is on: only while the entropy is at or below its target."""
     reward_mean: float | None = None
-    """Moving average of the mean reward of the steps so far; None before the first."""
+    """Moving average of the mean reward, after shaping, of the steps so far; None before the first."""
     budget: BudgetState | None = None
     """Where the controller of a mismatch budget is; None where there is none or before its first batch."""
 

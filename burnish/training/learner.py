@@ -152,7 +152,7 @@ class Learner:
             self.optimizer.zero_grad()
             return Update(stats, logp, f"the gradient is not finite (norm {norm})", entropy)
         with self.meter("optimizer"):
-            self.optimizer.step(lr)
+            self.optimizer.step(lr, self.updates)
         self.updates += 1
         return Update(stats, logp, None, entropy)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.algorithm import Algorithm
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
 from burnish.config.load import from_preset
 from burnish.config.rollout import Rollout
@@ -19,12 +22,14 @@ from burnish.core.batch import Batch
 from burnish.core.trajectory import Finish, TokenSequence, Trajectory
 from burnish.rollout.scored import Scored
 from burnish.rollout.sources import RolloutPlan
+from burnish.run.metrics import read
 from burnish.trainers import observe
 from burnish.trainers.job import Learned
 from burnish.trainers.prepare import Recipe
 from burnish.trainers.rl import gather, learn
 from burnish.trainers.state import first_state
 from burnish.training.learner import Update
+from tests.trainers.tiny import TINY, run_of
 
 
 class Model:
@@ -74,10 +79,16 @@ class Source:
         return self.rounds[round]
 
 
-def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: int = 1) -> Any:
+def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: int = 1, turns: int = 1) -> Any:
     chosen = Algorithm.model_validate(algorithm)
     display = SimpleNamespace(note=notes.append, phase=lambda text: None)
-    config = SimpleNamespace(training=Training(), algorithm=chosen, rollout=Rollout(prompts=prompts, n=2), seed=0)
+    config = SimpleNamespace(
+        training=Training(),
+        algorithm=chosen,
+        rollout=Rollout(prompts=prompts, n=2, max_tokens=3),
+        environment=Environment(max_turns=turns),
+        seed=0,
+    )
     return SimpleNamespace(
         config=config,
         run=SimpleNamespace(display=display),
@@ -116,6 +127,27 @@ def test_pairs_are_counted_where_they_are_made(finish: Finish, identical: int) -
     sampled, learned = step_of(job(algorithm, [], rollouts(finish)))
     values = observe.step_values(sampled, learned, step_s=2.0)
     assert (values["pairs/made"], values["pairs/ties"], values["pairs/identical"]) == (0, 0, identical)
+
+
+@pytest.mark.parametrize(("turns", "left"), [(1, 0.0), (2, 1.0)])
+def test_the_limit_of_a_length_is_that_of_all_turns(turns: int, left: float) -> None:
+    """Three tokens are all that one completion may have, and half of what two may."""
+    made = job({"shaping": ["soft_overlong"]}, [], rollouts("stop"), turns=turns)
+    _, batch = gather(cast(Any, made), 7)
+    assert batch is not None
+    assert batch.sequence["reward"].tolist() == [left, left - 1]
+
+
+def test_a_moving_baseline_is_of_the_rewards_it_is_taken_off(tmp_path: Path) -> None:
+    overrides = ["algorithm.advantage={name: reinforce, baseline: ema}", "algorithm.shaping=[signed]"]
+    run = run_of(tmp_path, TINY, overrides)
+    expected = None
+    for row in read(run / "metrics.jsonl"):
+        reward = row["reward/shaped"]
+        assert reward == pytest.approx(2 * row["reward/mean"] - 1)
+        expected = reward if expected is None else 0.9 * expected + 0.1 * reward
+    (state,) = run.glob("checkpoints/step-*/trainer.json")
+    assert json.loads(state.read_text())["reward_mean"] == pytest.approx(expected)
 
 
 def test_the_reference_hears_of_every_update_that_was_made() -> None:

@@ -65,7 +65,7 @@ class ReinforceAdvantage(AdvantageRecord):
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per written token."""
     baseline: float | Literal["ema"] = 0.0
-    """What is taken off every return: a constant, or `ema`, a moving average (0.9) of the mean reward of earlier steps."""
+    """What is taken off every return: a constant, or `ema`, a moving average (0.9) of the mean reward, after shaping, of earlier steps."""
 
 
 class RlooAdvantage(AdvantageRecord):

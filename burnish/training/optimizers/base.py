@@ -112,8 +112,8 @@ class Optimizer(ABC):
     # --- the update ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update of every parameter that has a gradient; `lr` is that of parameters in no group."""
+    def step(self, lr: float, number: int) -> None:
+        """One update of every parameter that has a gradient; `lr` is that of parameters in no group, `number` counts updates on and on."""
         gradients = self.gradients()
         names = [name for name in self.parameters if name in gradients]
         for name in names:
@@ -123,9 +123,10 @@ class Optimizer(ABC):
             torch._foreach_add_([self.state[name]["step"] for name in names], 1)
         batches = self._batches([span for name in names for span in self._spans(name)])
         resting = [[self._rows_of_state(span) for span in batch] for batch in batches]
-        for number, states in enumerate(resting if self.host is None else self.host.visits(resting)):
-            pairs = zip(batches[number], states, strict=True)
-            parts = [self._part(span, state, gradients[span.name], lr) for span, state in pairs]
+        visits = resting if self.host is None else self.host.visits(resting)
+        for states, batch in zip(visits, batches, strict=True):  # visits go first, and to their end
+            pairs = zip(batch, states, strict=True)
+            parts = [self._part(span, state, gradients[span.name], lr, number) for span, state in pairs]
             self.update(parts)
             for part in parts:
                 part.write()
@@ -157,7 +158,7 @@ class Optimizer(ABC):
     def _rows_of_state(self, span: Span) -> State:
         return {key: t[span.start : span.stop] for key, t in self.state[span.name].items() if key != "step"}
 
-    def _part(self, span: Span, state: State, gradient: Tensor, lr: float) -> Part:
+    def _part(self, span: Span, state: State, gradient: Tensor, lr: float, number: int) -> Part:
         parameter = _rows(local(self.parameters[span.name]))[span.start : span.stop]
         weight = parameter.float() if self._is_rounded(span.name) else state.get("master", parameter)
         setting = self.settings[span.name]
@@ -170,6 +171,7 @@ class Optimizer(ABC):
             lr * setting.lr_scale,
             setting.decay,
             self.updates[span.name],
+            number,
         )
 
     # --- state ---------------------------------------------------------------------------------------------------------

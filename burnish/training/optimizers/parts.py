@@ -34,15 +34,17 @@ class Part:
     lr: float
     decay: float
     updates: int
-    """Updates of this parameter, this one included."""
+    """Updates of this parameter since its moments began, this one included."""
+    number: int
+    """Which update this is of all: what begins anew would meet the same randomness again, and no longer be right on average."""
 
     def seed(self, purpose: str) -> int:
         """Of this part in this update."""
-        return seed_for(purpose, self.span.name, self.updates, self.span.start)
+        return seed_for(purpose, self.span.name, self.number, self.span.start)
 
     def generator(self, purpose: str) -> torch.Generator:
         """Randomness of this part in this update."""
-        return generator_for(self.weight.device, purpose, self.span.name, self.updates, self.span.start)
+        return generator_for(self.weight.device, purpose, self.span.name, self.number, self.span.start)
 
     def write(self) -> None:
         """The weight into the parameter."""

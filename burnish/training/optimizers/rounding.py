@@ -5,7 +5,7 @@ random it happens now and then, and is right on average (Zamirai et al., 2010.06
 
 The bits of a positive float count its neighbours in order, so dropping `n` low bits after adding a uniform integer of `n`
 bits rounds up exactly as often as the dropped part is large. Randomness is a function of what it is for (a
-parameter's name, which of its updates, which rows), so a run that is resumed draws what it would have drawn.
+parameter's name, which of all updates, which rows), so a run that is resumed draws what it would have drawn.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_updates_point_where_those_of_adamw_do() -> None:
         gradient = scale * (torch.randn(16, 256, generator=generator) + 0.3)
         parameter.grad = gradient
         before = parameter.clone()
-        optimizer.step(1.0)
+        optimizer.step(1.0, update)
         m, v = 0.9 * m + 0.1 * gradient.double(), 0.999 * v + 0.001 * gradient.double() ** 2
         ours = (before - parameter).flatten().double()
         theirs = ((m / (1 - 0.9**update)) / ((v / (1 - 0.999**update)).sqrt() + 1e-8)).flatten()
@@ -118,7 +118,7 @@ def test_a_moment_takes_a_byte_and_a_sixty_fourth() -> None:
     parameter = torch.zeros(64, 512)
     optimizer = Adam8bit({"w": parameter}, Config(name="adam8bit"))
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step(1e-3)
+    optimizer.step(1e-3, 0)
     state = optimizer.tensors()
     assert sum(t.numel() * t.element_size() for t in state.values()) == 4 + 2 * parameter.numel() * (1 + 4 / 256)
 
@@ -136,5 +136,5 @@ def test_weight_decay_is_that_of_adamw() -> None:
     parameter = torch.ones(64, 256)
     optimizer = Adam8bit({"w": parameter}, Config(name="adam8bit", weight_decay=0.5))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(0.1)
+    optimizer.step(0.1, 0)
     assert torch.equal(parameter, torch.full_like(parameter, 0.95))

@@ -58,7 +58,7 @@ def trained(shape: tuple[int, int], by_kernel: bool, updates: int, monkeypatch: 
         weight.grad = (spread * torch.randn(shape, generator=generator)).to(DEVICE)
         if not by_kernel:
             drawn.extend(words(seed_for("moments", "w", update, 0), weight.numel()))
-        optimizer.step(0.01)
+        optimizer.step(0.01, update)
     return [weight, *(optimizer.state["w"][key] for key in ("exp_avg", "exp_avg_scale", "root", "root_scale"))]
 
 

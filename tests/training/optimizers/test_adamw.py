@@ -15,7 +15,7 @@ CONFIG = Optimizer(lr=1e-4)
 def stepped(optimizer: AdamW, parameter: Tensor, num: int) -> None:
     for _ in range(num):
         parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step(CONFIG.lr)
+        optimizer.step(CONFIG.lr, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -87,6 +87,6 @@ def test_it_is_torchs_fused_adamw_bit_for_bit() -> None:
         for name in mine:
             mine[name].grad = torch.randn_like(mine[name])
             theirs[name].grad = mine[name].grad.clone()
-        ours.step(3e-3)
+        ours.step(3e-3, 0)
         peer.step()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

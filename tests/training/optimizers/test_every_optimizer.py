@@ -97,7 +97,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(variant: str) -> None:
     feed(optimizer, 0)
     optimizer.sums.pop("embedding.weight", None)
     optimizer.parameters["embedding.weight"].grad = None
-    optimizer.step(0.01)
+    optimizer.step(0.01, 0)
     after = weights(optimizer)
     assert torch.equal(after["embedding.weight"], before["embedding.weight"])
     assert "exp_avg/embedding.weight" not in optimizer.tensors()

@@ -26,7 +26,7 @@ def after(make_model: MakeModel, groups: list[dict[str, Any]], name: str = "adam
     for _ in range(2):
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        optimizer.step(0.01)
+        optimizer.step(0.01, 0)
     return {key: parameter.detach() for key, parameter in parameters.items()}
 
 
@@ -68,7 +68,7 @@ def test_rates_are_factors_and_decays_are_values(make_model: MakeModel) -> None:
     start = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(0.01)
+    optimizer.step(0.01, 0)
     shrunk = {"norm.weight": 0.01 * 0.5, "head.weight": 0.03 * 0.2}
     for key, parameter in parameters.items():
         factor = 1 - shrunk.get(key, 0.01 * 0.1 if parameter.dim() == 2 else 0)

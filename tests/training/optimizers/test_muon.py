@@ -70,7 +70,7 @@ def test_updates_are_momentum_orthogonalised_as_large_as_those_of_adamw() -> Non
     for seed in range(1, 4):
         gradient = matrix(6, 20, seed)
         parameter.grad = gradient.clone()
-        optimizer.step(0.1)
+        optimizer.step(0.1, 0)
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
         ahead = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
         weight = weight - 0.1 * (0.2 * math.sqrt(20) * by_svd(ahead) + 0.2 * weight)
@@ -86,7 +86,7 @@ def test_fused_matrices_are_orthogonalised_one_by_one_in_any_order_of_rows() -> 
     for fused, rows in ((Fused(heights), torch.arange(10)), (Fused(heights, order), order)):
         parameter = torch.zeros(10, 8, dtype=torch.float64)
         parameter.grad = gradient[rows].clone()
-        Muon({"layers.0.qkv.weight": parameter}, CONFIG, fused={"layers.0.qkv.weight": fused}).step(1.0)
+        Muon({"layers.0.qkv.weight": parameter}, CONFIG, fused={"layers.0.qkv.weight": fused}).step(1.0, 0)
         torch.testing.assert_close(parameter, -apart[rows], atol=1e-10, rtol=0)
 
 
@@ -108,7 +108,7 @@ def test_embedding_head_norms_and_biases_are_adamw_s(make_model: Callable[..., D
         optimizer = make_optimizer(model, parameters, Config(name=name, lr=0.1))
         for seed, parameter in enumerate(parameters.values()):
             parameter.grad = matrix(*(*parameter.shape, 1)[:2], seed).view(parameter.shape)
-        optimizer.step(0.1)
+        optimizer.step(0.1, 0)
         return {key: parameter.detach() for key, parameter in parameters.items()}
 
     ours, theirs = trained("muon"), trained("adamw")

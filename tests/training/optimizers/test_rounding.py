@@ -64,11 +64,23 @@ def test_it_learns_where_plain_bfloat16_stands_still() -> None:
     assert torch.equal(plain, torch.ones_like(plain))
     parameter = torch.ones(64, 64, dtype=torch.bfloat16)
     optimizer = AdamW({"w": parameter}, Config(lr=1e-4, precision="stochastic"))
-    for _ in range(200):
+    for update in range(200):
         parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step(1e-4)
+        optimizer.step(1e-4, update)
     assert float(parameter.float().mean()) == pytest.approx(0.98, abs=6e-4)
     assert "master/w" not in optimizer.tensors()
+
+
+def test_moments_that_begin_anew_meet_new_randomness() -> None:
+    """A weight that met the same threshold at every update would never move, or always: on average over weights, but not over time."""
+    parameter = torch.ones(64, 64, dtype=torch.bfloat16)
+    optimizer = AdamW({"w": parameter}, Config(lr=1e-5, precision="stochastic"))
+    for update in range(400):
+        parameter.grad = torch.full_like(parameter, -0.5)
+        optimizer.step(1e-5, update)
+        optimizer.reset()
+    assert float(parameter.float().mean()) == pytest.approx(1.004, abs=3e-4)
+    assert 0.3 < float((parameter > 1).float().mean()) < 0.5  # 1 - exp(-400 * 1e-5 / 2^-7) = 0.4
 
 
 def test_it_has_no_effect_on_a_wide_model_and_says_so() -> None:
@@ -82,5 +94,5 @@ def test_wide_parameters_of_a_half_model_are_their_own_masters() -> None:
     optimizer = AdamW(parameters, Config(precision="stochastic"))
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step(1e-4)
+    optimizer.step(1e-4, 0)
     torch.testing.assert_close(parameters["head"], torch.full((1, 4), 1 - 1e-4))

@@ -54,7 +54,7 @@ def stepped(optimizer: Optimizer, updates: range) -> Optimizer:
     for update in updates:
         optimizer.zero_grad()
         feed(optimizer, update)
-        optimizer.step(optimizer.config.lr)
+        optimizer.step(optimizer.config.lr, update)
     return optimizer
 
 
@@ -77,12 +77,12 @@ def regression(name: str, lr: float, updates: int, dtype: torch.dtype = torch.fl
     parameter = torch.zeros(64, 96, dtype=dtype, requires_grad=True)
     optimizer = CLASSES[name]({"layers.0.out.weight": parameter}, Config(name=name, lr=lr, **options))
     losses = []
-    for _ in range(updates):
+    for update in range(updates):
         x = torch.randn(32, 96, generator=generator)
         loss = (x @ (parameter.float() - target).T).square().mean()
         loss.backward()
         optimizer.absorb()
-        optimizer.step(lr)
+        optimizer.step(lr, update)
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
