@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from burnish.serve.server import run as serve
 
     policy = load_policy(Model(dtype=args.dtype, device=args.device), subject.path, None, seed=0)
-    api = Api(served(args, policy), engine_loop(args, policy), max_body=int(args.max_body * MIB))
+    loop = engine_loop(args, policy)
+    api = Api(served(args, policy, loop.engine), loop, max_body=int(args.max_body * MIB))
     note = f"{policy.note}, {args.dtype}"
     serve(api, bound, api_key=api_key, grace_s=args.grace, log=say, note=note)
     return 0
@@ -104,8 +105,9 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected more than 0")
 
 
-def served(args: argparse.Namespace, policy: PolicyModel) -> Served:
-    """The model under the name clients know it by."""
+def served(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> Served:
+    """The model under the name clients know it by, with sequences as long as its positions and the engine's cache allow."""
+    from burnish.controller.roles import paged_engine
     from burnish.models.decoder import Decoder
     from burnish.serve.prompts import Served
 
@@ -114,8 +116,10 @@ def served(args: argparse.Namespace, policy: PolicyModel) -> Served:
         num_embeddings = module.arch.vocab_size
     else:
         num_embeddings = module.inner.get_input_embeddings().num_embeddings
-    name = args.name or args.model.resolve().name
-    return Served(name, policy.tokenizer, num_embeddings, policy.max_positions, args.max_tokens)
+    name, longest, paged = args.name or args.model.resolve().name, policy.max_positions, paged_engine(engine)
+    if paged is not None and paged.stats.plan is not None:
+        longest = min(longest or paged.stats.plan.longest, paged.stats.plan.longest)
+    return Served(name, policy.tokenizer, num_embeddings, longest, args.max_tokens)
 
 
 def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> EngineLoop:

@@ -16,6 +16,10 @@ from torch import Tensor
 Finish = Literal["stop", "length", "aborted"]
 
 
+LEAST_TEMPERATURE = 1e-5
+"""Above 0: what logits are divided by must leave them finite in float32."""
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the tokens of one request are drawn and when it ends."""
@@ -24,6 +28,7 @@ class SamplingOptions:
     """0 takes the most likely token; its log-prob is then reported under the untempered distribution."""
     top_p: float = 1.0
     top_k: int = 0
+    """0 is no limit."""
     min_p: float = 0.0
     """Tokens less likely than this times the likeliest are not drawn."""
     logit_bias: tuple[tuple[int, float], ...] = ()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_alone = threading.RLock()
+"""Two threads that put back what they found would leave nothing of it."""
 
 
 @contextmanager
@@ -17,15 +21,16 @@ def without_memory() -> Iterator[None]:
     To draw them there is a function in Python, whose first call imports the compiler: two seconds for nothing.
     """
     kinds: tuple[Any, ...] = (nn.Linear, nn.Embedding)
-    drawing = [kind.reset_parameters for kind in kinds]
-    for kind in kinds:
-        kind.reset_parameters = _nothing
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        for kind, function in zip(kinds, drawing, strict=True):
-            kind.reset_parameters = function
+    with _alone:
+        drawing = [kind.reset_parameters for kind in kinds]
+        for kind in kinds:
+            kind.reset_parameters = _nothing
+        try:
+            with torch.device("meta"):
+                yield
+        finally:
+            for kind, function in zip(kinds, drawing, strict=True):
+                kind.reset_parameters = function
 
 
 def with_memory(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -22,6 +22,10 @@ PAD, EOS = "<pad>", "<eos>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, of one character at most."""
+PATIENCE = 16
+"""Tokens that may wait for the end of a character: more of them are no text, and decoding them all for each new one would take ever longer."""
 
 
 class Tokenizer:
@@ -133,11 +137,14 @@ class Tokenizer:
         for end in range(1, len(tokens) + 1):
             before = self.decode(tokens[window:shown], skip_special)
             text = self.decode(tokens[window:end], skip_special)
+            known = end
             if text.endswith(UNFINISHED) and end < len(tokens):
-                pieces.append("")
-            else:
-                pieces.append(text[len(before) :])
-                window, shown = shown, end
+                known = end - LONGEST_CHARACTER if end - shown > PATIENCE else shown
+                part = self.decode(tokens[window:known], skip_special)
+                text, known = (part, known) if text.startswith(part) else (before, shown)
+            pieces.append(text[len(before) :])
+            if known > shown:
+                window, shown = shown, known
         return pieces
 
     def is_special(self, token: int) -> bool:

@@ -100,6 +100,8 @@ class EngineThread:
 
     def close(self) -> None:
         """End the thread after the step it is in; what is unfinished is dropped."""
+        if self._is_closing:
+            return
         self._is_closing = True
         self._ask(lambda: None)
 
@@ -118,10 +120,14 @@ class EngineThread:
                     with self._changed:
                         self._finished.append(completion)
                         self._changed.notify_all()
+            self._end(RuntimeError("the engine's thread was closed"))
         except BaseException as error:  # noqa: BLE001 (raised by whatever is asked next)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def _read_inbox(self) -> None:
         """Do what was asked for; where nothing runs, wait until something is."""

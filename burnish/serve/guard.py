@@ -1,4 +1,4 @@
-"""Around every request: the API key before it, a line in the log after it."""
+"""Around every request: the API key before it, or where it was sent to; a line in the log after it."""
 
 from __future__ import annotations
 
@@ -46,16 +46,37 @@ class Guard:
             return message
 
         try:
-            await (self.app if self._may_enter(scope) else _turn_away)(scope, watched_receive, watched_send)
+            refusal = self._refusal(scope)
+            answer = (
+                self.app if refusal is None else JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+            )
+            await answer(scope, watched_receive, watched_send)
         finally:
             self._write(scope, status, time.perf_counter() - started, has_left)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
         if self.api_key is None:
-            return True
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            here, asked = (scope.get("server") or ("", 0))[0], _host(headers.get("host", ""))
+            if not _is_this_machine(here) or _is_this_machine(asked):
+                return None
+            # A page whose name was made to mean this machine may read what is sent back to it.
+            return ApiError(
+                403,
+                f"this server is for its own machine and asks for no key: it answers to localhost, not to {asked!r}; start it with "
+                "--api-key to reach it by another name",
+                code="unknown_host",
+            )
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         # In constant time, so that a wrong key tells nothing about the right one.
-        return hmac.compare_digest(given.strip().encode(), self.api_key.encode()) and scheme.lower() == "bearer"
+        if hmac.compare_digest(given.strip().encode(), self.api_key.encode()) and scheme.lower() == "bearer":
+            return None
+        return ApiError(
+            401,
+            "missing or wrong API key: send it as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _write(self, scope: Scope, status: int, seconds: float, has_left: bool) -> None:
         note = scope["state"]["note"]()[:LONGEST_NOTE]
@@ -72,11 +93,16 @@ class Guard:
         self.log("".join(c if c.isprintable() else "?" for c in "  ".join(part for part in parts if part)))
 
 
-async def _turn_away(scope: Scope, receive: Receive, send: Send) -> None:
-    error = ApiError(
-        401,
-        "missing or wrong API key: send it as `Authorization: Bearer KEY`",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
+def _host(header: str) -> str:
+    """The name in a Host header, without its port."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a name can mean nothing but the machine it is used on."""
+    name = host.lower().rstrip(".")
+    return (
+        name in ("localhost", "::1")
+        or name.endswith(".localhost")
+        or (name.startswith("127.") and name.replace(".", "").isdecimal())
     )
-    await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send)

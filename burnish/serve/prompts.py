@@ -34,7 +34,7 @@ class Served:
     tokenizer: Tokenizer
     num_embeddings: int
     max_positions: int | None
-    """The longest sequence the model is made for; None where its config does not say."""
+    """The longest sequence the model is made for and the cache has room for; None where nothing says."""
     max_tokens: int | None = None
     """Most new tokens of one completion, where the server limits them further."""
 
@@ -102,7 +102,7 @@ def _as_template_wants(message: Message, index: int) -> dict[str, Any]:
 
 
 def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served) -> int:
-    """Most new tokens of each completion; a chat that does not say gets what the model's positions leave."""
+    """Most new tokens of each completion; a chat that does not say gets all positions that are left."""
     if not all(prompts):
         raise ApiError(400, "a prompt has no tokens", param="prompt", code="empty_prompt")
     longest = max(len(prompt) for prompt in prompts)
@@ -115,7 +115,7 @@ def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tu
     if left is not None and (asked or 1) > left:
         raise ApiError(
             400,
-            f"this model is made for {served.max_positions} positions; the prompt has {longest} tokens, and {asked or 1} new "
+            f"this server has {served.max_positions} positions for a sequence; the prompt has {longest} tokens, and {asked or 1} new "
             "ones are asked for",
             param=name if left > 0 else "messages" if isinstance(request, ChatRequest) else "prompt",
             code="context_length_exceeded",
@@ -138,7 +138,7 @@ def engine_requests(
     options = SamplingOptions(
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=request.top_k,
+        top_k=min(request.top_k, served.num_embeddings),
         min_p=request.min_p,
         logit_bias=logit_bias_of(request, served),
         raw_logprobs=request.raw_logprobs,

@@ -14,9 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, from_json
 
 from burnish.config.errors import nearest
+from burnish.core.engine import LEAST_TEMPERATURE
 from burnish.serve.errors import ApiError, bad_value
 
 MAX_STOPS = 4
+MAX_STOP = 256
+"""Characters: for each new token as many of the last ones are looked at."""
 MAX_N = 128
 INT64 = 2**63
 NAME = 200
@@ -75,7 +78,7 @@ class Sampled(Fields):
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], BeforeValidator(_as_list)] = Field(
         default=[], max_length=MAX_STOPS
     )
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
@@ -89,6 +92,13 @@ class Sampled(Fields):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
         return self
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_nearly_zero(cls, value: float) -> float:
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"expected 0, for the likeliest token, or at least {LEAST_TEMPERATURE:g}")
+        return value
 
     @field_validator("logit_bias")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.thread import EngineThread
 
 
 @pytest.fixture
@@ -61,3 +62,13 @@ def test_between_two_streams_requests_can_be_aborted_and_submitted(tools: Any, m
     engine.submit(requests[5:])
     found = {c.id: c.tokens.tolist() for c in engine.stream()}
     assert found == {k: c.tokens.tolist() for k, c in whole.items() if k != stopped.id}
+
+
+def test_a_thread_that_was_closed_says_so_to_who_still_asks(tools: Any, model: Any) -> None:
+    thread = EngineThread(NativeEngine(model))
+    assert thread.do(lambda engine: 7) == 7
+    thread.close()
+    thread.close()
+    thread._thread.join(20)
+    with pytest.raises(RuntimeError, match="was closed"):
+        thread.do(lambda engine: 7)

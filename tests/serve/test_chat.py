@@ -183,8 +183,8 @@ def test_messages_in_parts_developers_and_template_variables(random_server: Any)
         ({"top_logprobs": 1}, "top_logprobs", "only with logprobs=true"),
         ({"logprobs": True, "top_logprobs": 1}, "top_logprobs", "sampled token only"),
         ({"response_format": {"type": "json_object"}}, "response_format", "cannot do that"),
-        ({"max_tokens": 5000}, "max_tokens", "made for 2048 positions"),
-        ({"messages": [{"role": "user", "content": "a" * 3000}]}, "messages", "made for 2048 positions"),
+        ({"max_tokens": 5000}, "max_tokens", "has 2048 positions"),
+        ({"messages": [{"role": "user", "content": "a" * 3000}]}, "messages", "has 2048 positions"),
     ],
 )
 def test_what_a_chat_cannot_have_is_refused_by_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -70,6 +71,21 @@ def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path
         answer = client.completions.create(model="tiny", prompt="the", max_tokens=5, logit_bias={"70": 100})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
+
+
+def test_a_chat_that_names_no_limit_gets_what_the_cache_has_room_for(model_directory: Path) -> None:
+    with serving(str(model_directory), "--cache-gib", "0.0002", "--max-rows", "2") as (process, line):
+        tokens = int(re.search(r"= ([\d,]+) tokens", line)[1].replace(",", ""))  # type: ignore[index]
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[3]
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "the"}], temperature=0
+        )
+        assert answer.usage is not None
+        assert answer.usage.total_tokens <= tokens
+        with pytest.raises(openai.BadRequestError, match=rf"has {tokens} positions"):
+            client.completions.create(model="tiny", prompt="the", max_tokens=tokens)
 
 
 @pytest.mark.slow

@@ -103,6 +103,41 @@ def test_the_server_may_allow_fewer_tokens(start_server: Any) -> None:
     assert chat.usage.completion_tokens == 3
 
 
+def test_a_number_beyond_all_tokens_is_no_limit_and_disturbs_nobody(random_server: Any) -> None:
+    wanted = {"model": "tiny", "prompt": [65], "max_tokens": 4, "seed": 5}
+    plain = random_server.client().completions.create(**wanted)
+    for top_k in (2**31, 2**63, 10**30):
+        answer = random_server.client().completions.create(**wanted, extra_body={"top_k": top_k})
+        assert answer.choices[0].text == plain.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1:1", 200), ("[::1]:5", 200), ("evil.example", 403), ("127.evil.example", 403)],
+)  # fmt: skip
+def test_without_a_key_a_server_of_this_machine_answers_to_no_other_name(
+    random_server: Any, host: str, status: int
+) -> None:
+    """A page in a browser whose name was pointed at this machine."""
+    connection = http.client.HTTPConnection(random_server.url.split("/")[2], timeout=20)
+    connection.request("GET", "/v1/models", headers={"Host": host})
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    assert answer.status == status
+    if status == 403:
+        assert body["error"]["code"] == "unknown_host"
+        assert "--api-key" in body["error"]["message"]
+
+
+def test_with_a_key_a_server_answers_to_any_name(start_server: Any) -> None:
+    running = start_server(api_key="sesame-42")
+    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
+    connection.request("GET", "/v1/models", headers={"Host": "proxy.example", "Authorization": "Bearer sesame-42"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
 def test_a_key_is_asked_for_where_one_is_set(start_server: Any) -> None:
     running = start_server(api_key="sesame-42")
     for header in ("Bearer sesame", "Bearer sesame-421", "Bearer", "sesame-42", "Basic sesame-42", "Bearer cl\xe9"):

@@ -25,6 +25,28 @@ def test_pieces_join_to_the_whole_also_of_bytes_that_are_no_text(
     assert "".join(pieces(tokenizer, tokens, (), stops)) == whole_text(tokens, tokenizer, (), stops)
 
 
+@settings(max_examples=300)
+@given(data=st.data())
+def test_so_do_those_of_long_runs_of_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Bytes that begin or continue a character, few of which come to its end; and markup in between."""
+    letters = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
+    broken = [token for token in letters if "\ufffd" in tokenizer.decode([token])]
+    markup = [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)]
+    kinds = st.one_of(st.sampled_from(broken), st.sampled_from(broken), st.sampled_from(letters + markup))
+    tokens = data.draw(st.lists(kinds, min_size=20, max_size=150))
+    whole = tokenizer.decode(tokens)
+    assert "".join(pieces(tokenizer, tokens, (), [])) == whole
+    assert "".join(tokenizer.pieces(tokens)) == whole
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_ever(tokenizer: Tokenizer) -> None:
+    (token,) = [t for t in range(256) if tokenizer.decode([t, t]) == "\ufffd\ufffd"][:1]
+    found = pieces(tokenizer, [token] * 400, (), [])
+    assert "".join(found) == "\ufffd" * 400
+    assert max(len(piece) for piece in found) < 20
+    assert max(len(piece) for piece in tokenizer.pieces([token] * 400)) < 20
+
+
 @given(text=TEXTS, stops=STOPS)
 def test_what_is_shown_stays_and_has_no_stop_string_in_it(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     tokens = tokenizer.encode(text)

@@ -86,8 +86,10 @@ def _walk(q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tens
         if window is not None:
             seen &= column > position[:, None] - window
         key, value = (x[number].view(-1, page, dim).to(wide) for x in (keys, values))
+        unseen = ~seen.repeat_interleave(kv_heads, 0)
+        value = value.masked_fill(unseen[:, :, None], 0)  # what a page held before may be NaN, and 0 * NaN is too
         scores = torch.bmm(queries, key.transpose(1, 2)) * dim**-0.5
-        scores = scores.masked_fill(~seen.repeat_interleave(kv_heads, 0)[:, None], -torch.inf)
+        scores = scores.masked_fill(unseen[:, None], -torch.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, as it should be
         weight, shrink = (scores - base).exp(), (best - base).exp()

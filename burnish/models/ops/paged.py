@@ -142,7 +142,8 @@ def attend_pages(q: Tensor, keys: Pages, values: Pages, place: Placement, window
     # A row that sees nothing would be NaN: it is given its first column, and nobody reads it.
     seen[:, 0] |= position < 0
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    return (weights @ v).view(rows, heads * dim)
+    # What a page held before may be NaN, and 0 * NaN is too.
+    return (weights @ v.masked_fill(~seen[:, None, :, None], 0)).view(rows, heads * dim)
 
 
 def gather_pages(pages: Pages, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:

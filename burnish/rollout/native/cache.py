@@ -37,16 +37,27 @@ class KVCache:
         )
         return zeros[0].unflatten(-1, (arch.head_dim, capacity)), zeros[1].unflatten(-1, (capacity, arch.head_dim))
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Room for `rows` rows of `length` tokens; grows, never shrinks."""
+    def reserve(self, rows: int, length: int, running: int = 0) -> None:
+        """Room for `rows` rows of `length` tokens, of which the first `running` keep what they have.
+
+        What must be made anew is as large as is needed now: the many short rows of an earlier time, each as long as the one of now, may
+        be more memory than there is.
+        """
         if rows <= self.rows and length <= self.capacity:
             return
-        new_rows = max(rows, self.rows)
-        capacity = self.capacity if length <= self.capacity else _staggered(max(64, length, 2 * self.capacity))
-        keys, values = self._empty(new_rows, capacity)
-        keys[:, : self.rows, :, :, : self.capacity] = self.keys
-        values[:, : self.rows, :, : self.capacity] = self.values
-        self.keys, self.values, self.rows, self.capacity = keys, values, new_rows, capacity
+        if not running:
+            self.release()  # its memory first
+        old = self.capacity
+        capacity = old if length <= old else _staggered(max(64, length, 2 * old))
+        keys, values = self._empty(rows, capacity)
+        keys[:, :running, :, :, :old] = self.keys[:, :running]
+        values[:, :running, :, :old] = self.values[:, :running]
+        self.keys, self.values, self.rows, self.capacity = keys, values, rows, capacity
+
+    def clear(self, row: int) -> None:
+        """Forget all that a row holds: what a mask hides must be finite."""
+        self.keys[:, row] = 0
+        self.values[:, row] = 0
 
     def release(self) -> None:
         """Give the memory back."""

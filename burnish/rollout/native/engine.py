@@ -142,6 +142,7 @@ class NativeEngine:
         self.cache.reserve(
             self.max_rows if len(self.queue) else len(self.rows) + len(admitted),
             max(len(r.tokens) for r in admitted) + 1,
+            running=first,
         )
         logits = []
         start = first
@@ -198,7 +199,7 @@ class NativeEngine:
         n = len(self.rows)
         positions = self.rows.positions[:n]
         shortest, longest = int(self.rows.position[:n].min()), int(self.rows.position[:n].max())
-        self.cache.reserve(n, longest + 2)
+        self.cache.reserve(n, longest + 2, running=n)
         self.stats.decode_steps += 1
         self.stats.row_steps += n
         tokens, cache = self.rows.tokens_in[:n], self.cache
@@ -262,9 +263,13 @@ class NativeEngine:
     def _take(self, row: int, finish: str) -> Completion:
         completion = self.rows.completion(row, finish)
         self._ids.discard(completion.id)
+        if self.rows.is_nan(row):
+            self.cache.clear(row)
         last = self.rows.remove(row)
         if last != row:
             self.cache.move(last, row, int(self.rows.position[row]))
+            if self.rows.is_nan(row):
+                self.cache.clear(last)
         return completion
 
 

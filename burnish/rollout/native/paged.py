@@ -199,10 +199,17 @@ class PagedEngine:
                 f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need {plan.width} "
                 f"pages of {PAGE} tokens, and the cache has {max(0, plan.num_pages - 1)}; lower max_tokens or free memory"
             )
-        if self._ids:
+        before = self.stats.plan if self._ids else None
+        if before is not None:
             with torch.inference_mode():
                 self._set_aside()
-        self._make_cache(plan, min(len(requests), self.max_rows), reduce(or_, {wants_of(r) for r in requests}))
+        rows, wants = min(len(requests), self.max_rows), reduce(or_, {wants_of(r) for r in requests})
+        try:
+            self._make_cache(plan, rows, wants)
+        except UserError:
+            if before is not None:  # what runs goes on in a cache as it was
+                self._make_cache(before, rows, wants)
+            raise
 
     def _make_cache(self, plan: CachePlan, rows: int, wants: Wants) -> None:
         self._runner = None  # its memory first

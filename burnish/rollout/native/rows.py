@@ -118,6 +118,10 @@ class Rows:
             raw_logp=self.raw_logp[row, :count].copy() if raw else None,
         )
 
+    def is_nan(self, row: int) -> bool:
+        """Whether the model has given a row no number, so that its keys and values may be none either."""
+        return bool(np.isnan(self.logp[row, : self.produced[row]]).any())
+
     def remove(self, row: int) -> int:
         """Take a row out by moving the last one into its place; returns which row that was."""
         last = len(self.requests) - 1

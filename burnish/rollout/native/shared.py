@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.core.engine import Request
+from burnish.core.engine import LEAST_TEMPERATURE, Request
 from burnish.models.decoder import Decoder
 from burnish.rollout.native.plan import CachePlan
 
 MAX_BIASES = 256  # of one request: a row's table on the device
+MOST_TOP_K = 2**31 - 1
 
 
 @dataclass
@@ -70,6 +71,16 @@ def _check(request: Request, model: Decoder, decode: Callable[[list[int]], str] 
         raise UserError(
             f"request {request.id}: {len(request.tokens)} prompt tokens + {request.sampling.max_tokens} new ones = {longest}, "
             f"but the model is made for {model.arch.max_positions} positions; lower max_tokens"
+        )
+    options = request.sampling
+    if 0 < options.temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            f"request {request.id}: temperature {options.temperature:g}; expected 0, for the likeliest token, or at least "
+            f"{LEAST_TEMPERATURE:g}"
+        )
+    if options.top_k > MOST_TOP_K:
+        raise UserError(
+            f"request {request.id}: top_k {options.top_k}; expected {MOST_TOP_K} at most, or 0 for no limit"
         )
     check_bias(request, vocab)
     if request.sampling.stop and decode is None:

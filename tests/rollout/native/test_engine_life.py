@@ -293,6 +293,36 @@ def test_bad_requests_are_refused_before_any_of_them_is_queued(tools: Any, make:
     assert tools.run(engine, good).keys() == {"0.0"}
 
 
+@pytest.mark.parametrize("options", [{"temperature": 1e-9}, {"top_k": 2**63}], ids=str)
+def test_numbers_that_no_row_can_hold_are_refused(
+    tools: Any, make: Any, model: Decoder, options: dict[str, Any]
+) -> None:
+    engine, (name,) = make(model), options
+    with pytest.raises(UserError, match=f"{name} .*; expected"):
+        engine.submit(tools.requests([(1, 2)], max_tokens=3, **options))
+    assert len(tools.run(engine, tools.requests([(1, 2)], max_tokens=3))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_request_whose_numbers_are_none_leaves_none_to_others(tools: Any, make: Any, dtype: torch.dtype) -> None:
+    """Token 5 is poison; the rows and pages of prompts with it are another's next."""
+    model = tools.decoder(dtype)
+    model.embedding.weight.data[5] = torch.nan
+    clean = tools.requests([(1, 2, 3), (4, 6), tuple([7, 8] * 20)], 2, max_tokens=6, logit_bias=((5, -100.0),))
+    poisoned = tools.requests([(1, 5), tuple([5, 2] * 30)], 3, max_tokens=9)
+    alone = tools.run(make(model), clean)
+    engine = make(model)
+    engine.submit([*(replace(r, id=f"poisoned {r.id}") for r in poisoned), *clean])
+    beside = {completion.id: completion for completion in engine.stream()}
+    after = tools.run(engine, clean)
+    assert np.isnan(beside[f"poisoned {poisoned[0].id}"].logp).any()
+    for request in clean:
+        for found in (beside, after):
+            assert not np.isnan(found[request.id].logp).any()
+            if dtype != torch.bfloat16:
+                assert found[request.id].tokens.tolist() == alone[request.id].tokens.tolist()
+
+
 def test_two_requests_of_one_id_are_refused_also_within_one_call(tools: Any, make: Any, model: Decoder) -> None:
     engine = make(model)
     with pytest.raises(ValueError, match=r"0\.0"):

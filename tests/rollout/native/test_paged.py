@@ -12,6 +12,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.models.decoder import Decoder
+from burnish.rollout.native import paged
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.native.paged import PAGE, PagedEngine
 from burnish.rollout.native.state import RING, STOPS
@@ -261,6 +262,27 @@ def test_a_longer_request_makes_a_new_cache_and_nothing_is_lost(tools: Any, nati
 
 
 # --- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_larger_cache_that_cannot_be_had_leaves_what_runs_as_it_was(
+    tools: Any, native: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tools.requests([(1, 2, 3), (4, 5)], 2, max_tokens=20)
+    engine = PagedEngine(model, max_rows=4, window=4)
+    engine.submit(wanted)
+    real, asked = paged.Runner, list[int]()
+
+    def scarce(model: Decoder, plan: Any, *rest: Any) -> Any:
+        asked.append(plan.longest)
+        if plan.longest > 100:
+            raise UserError("the GPU has too little memory")
+        return real(model, plan, *rest)
+
+    monkeypatch.setattr(paged, "Runner", scarce)
+    with pytest.raises(UserError, match="too little memory"):
+        engine.submit([replace(r, id="long") for r in tools.requests([(1, 2)], max_tokens=300)])
+    assert len(asked) == 2
+    native.agree(tools, model, {completion.id: completion for completion in engine.stream()}, wanted)
 
 
 def test_rows_move_together_when_few_are_left(
