@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"burnish: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this line with a traceback
         print("burnish: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -6,7 +6,9 @@ complete; only the indices of over-long rows are kept. A generated task has no e
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +68,19 @@ class Pool:
         self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
         self._seed = seed
         self.size: int | None = len(rows) if isinstance(rows, Sequence) else source.limit
+
+    @cached_property
+    def digest(self) -> str | None:
+        """What tells these rows from others, all columns of them; None of a task, whose rows are its seed's."""
+        if not isinstance(self._rows, Sequence):
+            return None
+        found = hashlib.sha256()
+        for row in self._rows:
+            columns = (row.prompt, row.answer, row.extra)
+            found.update(
+                json.dumps(columns, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n"
+            )
+        return found.hexdigest()[:32]
 
     def scan(self) -> None:
         """Look at every prompt of a source that has an end, so that the policy speaks before the first step."""

@@ -194,6 +194,7 @@ class _Lane:
             "epoch": self._epoch,
             "position": self._position,
             "size": self.pool.size,
+            "digest": self.pool.digest,
             "visits": visits,
             "curriculum": {} if self._curriculum is None else self._curriculum.state(),
             "num_overlong": self.pool.num_overlong,
@@ -205,6 +206,11 @@ class _Lane:
             raise UserError(
                 f"cannot resume: {self.pool.name} had {state['size']} rows when the run was saved, now {self.pool.size}; "
                 "restore the data, or start a new run"
+            )
+        if state.get("digest") not in (None, self.pool.digest):
+            raise UserError(
+                f"cannot resume: the rows of {self.pool.name} are not those of when the run was saved (a prompt, an answer or another "
+                "column has changed); restore the data, or start a new run"
             )
         self._visits = {int(index): count for index, count in state["visits"].items()}
         self.pool.num_overlong = state["num_overlong"]

@@ -151,7 +151,10 @@ def _check_rows(rewards: Rewards, one: Ready) -> None:
 def _journal(test: Test, stack: ExitStack) -> Journal:
     folder = test.place.completions.parent
     if not folder.exists():
-        folder.mkdir()
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise UserError(f"--out {folder}: cannot be made: {error.strerror or error}") from error
         stack.callback(lambda: None if any(folder.iterdir()) else folder.rmdir())
     return Journal(test.place.journal, test.settings)
 

@@ -71,7 +71,7 @@ class Life:
             cause=cause,
             where="before it had begun" if beat is None else f"in {beat}",
             at=max(placed[-1]["step"], 0) + 1 if placed else None,
-            num_steps=sum(event["event"] == "step" for event in events),
+            num_steps=sum(event["event"] == "step" and event["step"] > 0 for event in events),
             last_lines=self._tail(),
         )
 

@@ -78,7 +78,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise UserError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot listen at {host} port {port}: {error.strerror or error}; choose another --port (0 takes a free one)"
+        ) from error
     return bound
 
 

@@ -263,6 +263,11 @@ def build_validation(
             run.display.phase(f"validation, {name}")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
             scored = measure(driver, rewards, prompts, mode.n, options, run.display.phase)
+            if scored.failed:
+                text = f"{len(scored.failed)} of {len(scored.trajectories)} held-out samples could not be scored"
+                if step == 0 and len(scored.failed) == len(scored.trajectories):
+                    raise UserError(f"before the first step {text}; mend the reward. First: {scored.failed[0].error}")
+                run.display.note(f"step {step}: {text} and do not count; first: {scored.failed[0].error}")
             found = summary(scored, config.validation.by) | judge(scored)
             values |= {f"validation/{name}/{k}": v for k, v in found.items()}
             run.samples(step, f"{kind}{name}", observe.sample_rows(scored, None, policy.tokenizer))

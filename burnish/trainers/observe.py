@@ -63,7 +63,7 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
     scored = [t for t in rollouts.trajectories if t.reward is not None]
     values = {
         "reward/failed": float(len(rollouts.failed)),
-        "reward/answer_timeout": float(sum(bool(t.metadata.get("timed_out")) for t in rollouts.trajectories)),
+        "reward/answer_timeout": float(num_timed_out(rollouts)),
     }
     if (mean := mean_reward(rollouts)) is not None:
         values["reward/mean"] = mean
@@ -78,6 +78,11 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
         part = [t.parts[name] for t in scored if name in t.parts]
         values[f"reward/part/{name}"] = sum(part) / len(part)
     return values
+
+
+def num_timed_out(rollouts: Scored) -> int:
+    """Samples whose reward was not there in time."""
+    return sum(bool(t.metadata.get("timed_out")) for t in rollouts.trajectories)
 
 
 def mean_reward(rollouts: Scored) -> float | None:

@@ -86,9 +86,13 @@ class Recipe:
             if options.get("max_tokens", 0) is None:
                 options = {**options, "max_tokens": max_tokens}
             result = shaper(batch, step, **options)
-            if not isinstance(result, Tensor) or not result.is_floating_point() or not bool(result.isfinite().all()):
+            if not isinstance(result, Tensor) or not result.is_floating_point():
                 kind = result.dtype if isinstance(result, Tensor) else type(result).__name__
                 raise UserError(f"shaper {name} returned {kind}; expected a tensor of finite numbers")
+            if strange := int((~result.isfinite()).sum()):
+                raise UserError(
+                    f"shaper {name} returned nan or inf for {strange} of {result.numel()}; expected a tensor of finite numbers"
+                )
             result = result.double()
             if result.shape == (batch.num_sequences,):
                 batch = batch.with_sequence(reward=result)

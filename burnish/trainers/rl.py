@@ -98,6 +98,13 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
             break
     assert rollouts is not None
     if shaped is None:
+        if step == 1 and all(
+            t.finish != "error" for t in rollouts.failed
+        ):  # an environment may have lost them all by chance
+            raise UserError(
+                f"step 1: not one of {len(rollouts.trajectories)} samples could be scored; mend the reward, and give the run another name "
+                f"(run.name), since this one's journal has these samples. First: {next((t.error for t in rollouts.failed), None)}"
+            )
         note(job, step, f"no update, not one of {len(rollouts.trajectories)} samples could be scored")
         return rollouts, None
     if num_groups < enough and refill.short == "error":
@@ -199,6 +206,13 @@ def finish_step(
         rows = observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
         run.samples(step, "train", rows)
     run.worst_tokens.append(step, observe.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
+    if (late := observe.num_timed_out(rollouts)) * 2 >= len(rollouts.trajectories):
+        note(
+            job,
+            step,
+            f"{late} of {len(rollouts.trajectories)} samples took a reward longer than reward.timeout_s={config.reward.timeout_s:g} and count "
+            "as wrong; where it is not the answers that are endless, raise that (it is for a call, which may be of many samples)",
+        )
     for failed in rollouts.failed[:1]:
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
     run.commit(step, values, observe.used_ids(rollouts, learned.batch), observe.visits(rollouts))

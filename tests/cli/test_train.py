@@ -294,17 +294,32 @@ def test_samples_whose_reward_raises_leave_the_loss_and_are_shown(capsys: pytest
     assert all(s["reward"] is None and s["advantage"] is None and len(s["completion"]) < 6 for s in failed)
 
 
-def test_a_reward_that_always_raises_teaches_nothing_and_says_why(
-    model: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "before the first step 4 of 4 held-out samples could not be scored; mend the reward. First: "),
+        (["data.validation=[]"], "step 1: not one of 16 samples could be scored; mend the reward, and give the run another name (run.name)"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_always_raises_ends_the_run_at_once(
+    model: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
-    assert train("files.yaml", "reward.parts=plug.py:always_fails") == 0
+    assert train("files.yaml", "reward.parts=plug.py:always_fails", *overrides) == 2
     shown = "".join(capsys.readouterr())
-    assert "step 1: no update, not one of 16 samples could be scored" in shown
-    assert shown.count("ValueError: never works") == 2  # once a step
-    assert "held-out accuracy: none, not one held-out sample could be scored" in shown
-    assert [row["actor/updates"] for row in metrics()[1:]] == [0, 0]
-    weights = [(p / "model.safetensors").read_bytes() for p in (model, Path("runs/r/checkpoints/step-000002"))]
-    assert weights[0][-500:] == weights[1][-500:]
+    assert message in shown
+    assert shown.count("ValueError: never works") == 1
+    assert not list(Path("runs/r").glob("checkpoints/step-*"))
+
+
+def test_a_reward_that_is_too_slow_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("slow.py").write_text(
+        "import time\n\ndef slow(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(9)\n    return 1.0\n"
+    )
+    small = ("data.validation=[]", "training.steps=1", "rollout.prompts=1", "rollout.n=2")
+    assert train("new.yaml", "reward.parts=slow.py:slow", "reward.timeout_s=0.5", *small) == 0
+    shown = "".join(capsys.readouterr())
+    assert "step 1: 2 of 2 samples took a reward longer than reward.timeout_s=0.5 and count as wrong" in shown
+    assert metrics()[-1]["reward/answer_timeout"] == 2
 
 
 def test_a_step_without_signal_says_why(capsys: pytest.CaptureFixture[str]) -> None:

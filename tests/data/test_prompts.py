@@ -205,6 +205,19 @@ def test_two_sources_of_one_name_and_changed_data_are_errors(folder: Path, tmp_p
         stream(tmp_path, {"path": "ten.jsonl"}).restore(state)
 
 
+@pytest.mark.parametrize("column", ["prompt", "answer", "note"])
+def test_data_of_the_same_length_that_says_something_else_is_an_error(tmp_path: Path, column: str) -> None:
+    rows = [{"prompt": f"{k}>", "answer": f"{k}", "note": k} for k in range(4)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    state = json.loads(json.dumps(stream(tmp_path, {"path": "data.jsonl"}).state()))
+    stream(tmp_path, {"path": "data.jsonl"}).restore(state)
+    rows[2][column] = "9"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"the rows of data\.jsonl are not those of when the run was saved"):
+        stream(tmp_path, {"path": "data.jsonl"}).restore(state)
+
+
 def ids(folder: Path, sources: list[dict[str, Any]], limit: int | None, **data: Any) -> list[str]:
     made = validation_prompts([Source(**s) for s in sources], TOKENIZER, Data(**data), 0, limit, folder)
     return [p.row.id for p in made]

@@ -1,6 +1,6 @@
 """Drivers that live as they are told, under a real supervisor: `python -m tests.run.lives <folder> <restarts> <deadline> <life> ...`.
 
-Each life is a list of words with commas between: `step` makes a step, and the last word says how it ends.
+Each life is a list of words with commas between: `step` makes a step, `measure` looks before the first, and the last word says how it ends.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def live(folder: Path, words: list[str]) -> int:
             done += 1
             journal.append("step", step=done)
             display.step(done, {})
+        elif word == "measure":
+            journal.append("step", step=0)
         elif word == "slow":
             for k in range(25):
                 time.sleep(0.1)

@@ -112,6 +112,13 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     assert len(ended.drivers) == 3
 
 
+def test_what_is_measured_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    ended = supervised(tmp_path, "measure,bug", "bug")
+    assert ended.status == 1
+    assert "the error came before a step was done, and would come again" in ended.said
+    assert len(ended.drivers) == 1
+
+
 def test_a_bug_is_tried_again_only_after_steps(tmp_path: Path) -> None:
     ended = supervised(tmp_path, "step,step,bug", "bug")
     assert ended.status == 1

@@ -6,6 +6,9 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from burnish.config.errors import UserError
 from burnish.run.metrics import read
 from burnish.run.samples import read_table
 from tests.rewards.judge.server import Body, Reply, serving
@@ -48,6 +51,7 @@ def test_an_endpoint_that_is_gone_is_a_failure_the_run_tells(tmp_path: Path) -> 
         pass
     options = {"url": endpoint.url, "model": "m", "retries": 0}
     part = json.dumps({"name": "judge", "options": options})
-    rows = read(run_of(tmp_path / "run", TINY, [f"reward.parts=[{part}]", "training.steps=1"]) / "metrics.jsonl")
-    assert rows[0]["reward/failed"] == SAMPLES
-    assert "reward/mean" not in rows[0]
+    with pytest.raises(
+        UserError, match=rf"step 1: not one of {SAMPLES} samples could be scored(.|\n)*Connection refused"
+    ):
+        run_of(tmp_path / "run", TINY, [f"reward.parts=[{part}]", "training.steps=1"])

@@ -160,9 +160,9 @@ class Watched(Learner):
         self.trace, self.gradient = trace, torch.zeros(0)
         step = self.optimizer.step
 
-        def keeping(lr: float) -> None:
+        def keeping(lr: float, number: int) -> None:
             self.gradient = flat(self.optimizer.gradients())
-            step(lr)
+            step(lr, number)
 
         self.optimizer.step = keeping
 
