@@ -297,7 +297,7 @@ def test_samples_whose_reward_raises_leave_the_loss_and_are_shown(capsys: pytest
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "before the first step 4 of 4 held-out samples could not be scored; mend the reward. First: "),
+        ([], "before the first step 9 of 9 held-out samples could not be scored; mend the reward. First: "),
         (["data.validation=[]"], "step 1: not one of 16 samples could be scored; mend the reward, and give the run another name (run.name)"),
     ],
 )  # fmt: skip
