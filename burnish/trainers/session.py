@@ -25,6 +25,7 @@ from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
 from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_start
+from burnish.trainers.inputs import keep_inputs
 from burnish.trainers.job import restore
 from burnish.trainers.memory import MemoryWatch
 from burnish.training.profile import step_to_profile
@@ -60,6 +61,7 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
             parts.notes += [note] if note is not None else []
         with open_cluster(config) as parts.cluster:
             directory.begin(place[2])
+            parts.notes += keep_inputs(directory.path, resolved, base)
             with Run(directory, config.run, resolved) as run:
                 yield parts, run
 
