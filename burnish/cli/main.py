@@ -54,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"burnish: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this line with a traceback
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this line with a traceback
         print("burnish: interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, before)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) is gone. What is still buffered goes nowhere, or the interpreter complains on its way out.

@@ -78,7 +78,7 @@ class Pool:
         for row in self._rows:
             columns = (row.prompt, row.answer, row.extra)
             found.update(
-                json.dumps(columns, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n"
+                json.dumps(columns, skipkeys=True, default=lambda value: type(value).__name__).encode() + b"\n"
             )
         return found.hexdigest()[:32]
 
