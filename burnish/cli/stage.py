@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.cli.train import add_profile, load_recipe, print_memory
+from burnish.cli.train import add_profile, load_recipe, print_memory, print_missing
 from burnish.config.load import dump
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
         print(dump(loaded.config))
         print(plan_text(loaded.config))
         print_memory(loaded)
+        print_missing(loaded)
         return 0
     from burnish.training.parallel.join import leave
 

@@ -114,6 +114,7 @@ def show(loaded: Loaded[TrainConfig]) -> None:
         print_memory(loaded)
     for remark in remarks(loaded.config):
         print(f"note: {remark}")
+    print_missing(loaded)
 
 
 def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:
@@ -181,6 +182,14 @@ def print_memory(loaded: Loaded[Any]) -> None:
     print(memory.text)
     for warning in memory.check():
         print(f"note: {warning}")
+
+
+def print_missing(loaded: Loaded[Any]) -> None:
+    """What the run would stop at: files, folders and plug-ins that are not there. A plan is made without them all the same."""
+    from burnish.config.stage_trees import missing_files
+
+    for problem in missing_files(loaded):
+        print(f"this run would not start: {problem}")
 
 
 def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind], str]:

@@ -103,16 +103,23 @@ def _with_adapters(loaded: dict[str, Loaded[Any]]) -> set[str]:
 
 def check_files(loaded: Loaded[Any]) -> None:
     """Every file, folder and plug-in that a stage names and no stage makes must be there."""
+    for problem in missing_files(loaded):
+        raise UserError(problem)
+
+
+def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
+    """What a config names and no stage makes, and is not there."""
+    looked = f"(looked from {loaded.base} and from here)"
     for key, value in _directories(loaded.config):
         if not is_reference(value) and not _places(value, loaded.base, Path.is_dir):
-            raise UserError(f"{key}: no directory {value} (looked from {loaded.base} and from here)")
+            yield f"{key}: no directory {value} {looked}"
     for source in sources_of(loaded.config):
         path = source.path
         if path is not None and not is_reference(path) and not _places(path, loaded.base, Path.is_file):
-            raise UserError(f"no such file: {path} (looked from {loaded.base} and from here)")
+            yield f"no such file: {path} {looked}"
     for text in _texts(loaded.resolved):
         if is_plugin(text) and not _places(text.rpartition(":")[0], loaded.base, Path.is_file):
-            raise UserError(f"plug-in {text!r}: no such file (looked from {loaded.base} and from here)")
+            yield f"plug-in {text!r}: no such file {looked}"
 
 
 def _directories(config: AnyConfig) -> Iterator[tuple[str, str]]:

@@ -175,6 +175,15 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(here: Path, capsys: pytest.
     assert not (here / "runs").exists()
 
 
+def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = ("data.train.path=nowhere.jsonl", "reward.parts=gone.py:f", "model.path=nobody")
+    assert train("files.yaml", "--dry-run", *missing) == 0
+    stops = [line for line in capsys.readouterr().out.splitlines() if line.startswith("this run would not start: ")]
+    assert [any(word in line for line in stops) for word in ("nowhere.jsonl", "gone.py:f", "nobody")] == [True] * 3
+    assert train("new.yaml", "--dry-run") == 0
+    assert "would not start" not in capsys.readouterr().out
+
+
 def test_a_run_leaves_metrics_samples_a_model_and_a_report(
     monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
