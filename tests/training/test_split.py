@@ -126,7 +126,7 @@ def gradients_of(model: nn.Module, batch: Batch, loss: Loss, budget: int, also: 
     """What the optimizer was handed for one step."""
     it, seen = learner(cast(Decoder, model), budget), dict[str, Tensor]()
     step = it.optimizer.step
-    it.optimizer.step = lambda lr: (seen.update(it.optimizer.gradients()), step(lr))
+    it.optimizer.step = lambda lr, number: (seen.update(it.optimizer.gradients()), step(lr, number))
     update = it.update(batch, loss, also=also)
     assert update.skipped is None
     return seen
