@@ -22,11 +22,12 @@ from burnish.cli.main import COMMANDS
 from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded
+from burnish.config.named_files import check_files, sources_of
 from burnish.config.plugins import is_plugin
 from burnish.config.references import is_reference, references
 from burnish.config.reward import RewardPart
 from burnish.config.schema import TrainConfig
-from burnish.config.stage_trees import check_files, load_stages, sources_of
+from burnish.config.stage_trees import load_stages
 from burnish.config.stages import BASE, POLICIES, StagesConfig
 from burnish.rewards.parts import check_parts
 from burnish.run.directory import flatten, may_change, run_name

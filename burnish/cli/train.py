@@ -186,7 +186,7 @@ def print_memory(loaded: Loaded[Any]) -> None:
 
 def print_missing(loaded: Loaded[Any]) -> None:
     """What the run would stop at: files, folders and plug-ins that are not there. A plan is made without them all the same."""
-    from burnish.config.stage_trees import missing_files
+    from burnish.config.named_files import missing_files
 
     for problem in missing_files(loaded):
         print(f"this run would not start: {problem}")

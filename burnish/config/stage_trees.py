@@ -1,31 +1,25 @@
-"""The config of each training stage: its recipe, the settings of the whole, its own; and what of the files it names must be there.
+"""The config of each training stage: its recipe, the settings of the whole, its own.
 
 A stage that begins with what another made has `stage:NAME` as its model's path until that is there.
 """
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded, load_tree, read
+from burnish.config.named_files import AnyConfig
 from burnish.config.parallel import Parallel
-from burnish.config.plugins import is_plugin
 from burnish.config.preference import PreferConfig
-from burnish.config.references import is_reference
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.config.shape import root_shape
 from burnish.config.slots import Record
-from burnish.config.slots.terms import TeacherReference
 from burnish.config.stages import BASE, TRAINED, StagesConfig
 from burnish.config.tree import complete, merge
 
-AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 KINDS: dict[str, type[Record]] = {
     "train": TrainConfig,
     "sft": SftConfig,
@@ -96,75 +90,3 @@ def _model(config: StagesConfig, start: str, adapted: set[str]) -> dict[str, Any
 
 def _with_adapters(loaded: dict[str, Loaded[Any]]) -> set[str]:
     return {name for name, one in loaded.items() if one.config.model.lora or one.config.model.adapter}
-
-
-# --- files ---------------------------------------------------------------------------------------------------------------
-
-
-def check_files(loaded: Loaded[Any]) -> None:
-    """Every file, folder and plug-in that a stage names and no stage makes must be there."""
-    for problem in missing_files(loaded):
-        raise UserError(problem)
-
-
-def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
-    """What a config names and no stage makes, and is not there."""
-    looked = f"(looked from {loaded.base} and from here)"
-    for key, value in _directories(loaded.config):
-        if not is_reference(value) and not _places(value, loaded.base, Path.is_dir):
-            yield f"{key}: no directory {value} {looked}"
-    for source in sources_of(loaded.config):
-        path = source.path
-        if path is not None and not is_reference(path) and not _places(path, loaded.base, Path.is_file):
-            yield f"no such file: {path} {looked}"
-    for text in _texts(loaded.resolved):
-        if is_plugin(text) and not _places(text.rpartition(":")[0], loaded.base, Path.is_file):
-            yield f"plug-in {text!r}: no such file {looked}"
-
-
-def _directories(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    """The models a config names, with the keys that name them."""
-    found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
-    if isinstance(config, TrainConfig):
-        algorithm = config.algorithm
-        if isinstance(algorithm.kl.reference, TeacherReference):
-            found["algorithm.kl.reference.path"] = algorithm.kl.reference.path
-        if algorithm.process is not None:
-            found["algorithm.process.path"] = algorithm.process.path
-        for index, part in enumerate(config.reward.parts):
-            if part.name in ("model", "judge"):
-                found[f"reward.parts[{index}] ({part.name}): options.path"] = part.options.get("path")
-    return ((key, value) for key, value in found.items() if isinstance(value, str))
-
-
-def sources_of(config: AnyConfig) -> list[Source]:
-    """Everything a config reads rows from."""
-    return list(_sources(config))
-
-
-def _sources(value: Any) -> Iterator[Source]:
-    if isinstance(value, Source):
-        yield value
-    elif isinstance(value, Record):
-        for _, inner in value:
-            yield from _sources(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _sources(inner)
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _texts(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _texts(value)
-
-
-def _places(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
-    """The places a path or glob stands for, from the recipe's folder and from here, that are what they should be."""
-    roots = [str(base / path), path]
-    return [Path(one) for root in roots for one in (glob.glob(root, recursive=True) or [root]) if fits(Path(one))]

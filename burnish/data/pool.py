@@ -6,7 +6,6 @@ complete; only the indices of over-long rows are kept. A generated task has no e
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections import Counter
@@ -22,6 +21,7 @@ from burnish.data.rows import Row, read_rows, source_name
 from burnish.data.tasks.base import Task
 from burnish.data.tasks.registry import make_task
 from burnish.data.template import kind_of, render_text, tokens_of, with_suffix
+from burnish.models.digest import digest
 from burnish.models.tokenizer import Tokenizer
 
 MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
@@ -74,13 +74,10 @@ class Pool:
         """What tells these rows from others, all columns of them; None of a task, whose rows are its seed's."""
         if not isinstance(self._rows, Sequence):
             return None
-        found = hashlib.sha256()
-        for row in self._rows:
-            columns = (row.prompt, row.answer, row.extra)
-            found.update(
-                json.dumps(columns, skipkeys=True, default=lambda value: type(value).__name__).encode() + b"\n"
-            )
-        return found.hexdigest()[:32]
+        columns = ((row.prompt, row.answer, row.extra) for row in self._rows)
+        return digest(
+            json.dumps(c, skipkeys=True, default=lambda value: type(value).__name__).encode() for c in columns
+        )
 
     def scan(self) -> None:
         """Look at every prompt of a source that has an end, so that the policy speaks before the first step."""

@@ -98,9 +98,8 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
             break
     assert rollouts is not None
     if shaped is None:
-        if step == 1 and all(
-            t.finish != "error" for t in rollouts.failed
-        ):  # an environment may have lost them all by chance
+        # An environment may have lost all of them by chance.
+        if step == 1 and all(t.finish != "error" for t in rollouts.failed):
             raise UserError(
                 f"step 1: not one of {len(rollouts.trajectories)} samples could be scored; mend the reward, and give the run another name "
                 f"(run.name), since this one's journal has these samples. First: {next((t.error for t in rollouts.failed), None)}"
@@ -206,7 +205,8 @@ def finish_step(
         rows = observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
         run.samples(step, "train", rows)
     run.worst_tokens.append(step, observe.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
-    if (late := observe.num_timed_out(rollouts)) * 2 >= len(rollouts.trajectories):
+    late = observe.num_timed_out(rollouts)
+    if late and 2 * late >= len(rollouts.trajectories):
         note(
             job,
             step,

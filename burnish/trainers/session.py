@@ -61,7 +61,7 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
             parts.notes += [note] if note is not None else []
         with open_cluster(config) as parts.cluster:
             directory.begin(place[2])
-            parts.notes += keep_inputs(directory.path, resolved, base)
+            parts.notes += keep_inputs(directory.path, config, resolved, base)
             with Run(directory, config.run, resolved) as run:
                 yield parts, run
 

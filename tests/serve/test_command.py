@@ -75,7 +75,9 @@ def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path
 
 def test_a_chat_that_names_no_limit_gets_what_the_cache_has_room_for(model_directory: Path) -> None:
     with serving(str(model_directory), "--cache-gib", "0.0002", "--max-rows", "2") as (process, line):
-        tokens = int(re.search(r"= ([\d,]+) tokens", line)[1].replace(",", ""))  # type: ignore[index]
+        room = re.search(r"= ([\d,]+) tokens", line)
+        assert room is not None
+        tokens = int(room[1].replace(",", ""))
         assert process.stderr is not None
         url = process.stderr.readline().split()[3]
         client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)

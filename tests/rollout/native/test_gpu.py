@@ -184,9 +184,8 @@ def test_logprobs_are_the_learners(tools: Any, native: Any, family: str, dtype: 
 def test_bfloat16_errs_no_more_than_transformers_does(tools: Any, tmp_path: Path, family: str) -> None:
     """Of the same tokens, against a float32 forward of the same weights: in the mean, and of the worst hundredth."""
     model = decoder(tools, family, vocab=97)
-    if (
-        model.arch.scaled_embedding
-    ):  # else it is nearly certain of every token, and the errors are those of the few others
+    if model.arch.scaled_embedding:
+        # Else it is nearly certain of every token, and the errors are those of the few others.
         model.embedding.weight.data.mul_(0.3)
     model.to(torch.bfloat16)
     save_decoder(model, tmp_path, source=None)

@@ -1,0 +1,95 @@
+"""The files, folders and plug-ins that a config names: which they are, where they are, and what is not there."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from burnish.config.data import Source
+from burnish.config.errors import UserError
+from burnish.config.load import Loaded
+from burnish.config.plugins import is_plugin
+from burnish.config.preference import PreferConfig
+from burnish.config.references import is_reference
+from burnish.config.reward_model import RewardModelConfig
+from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.slots import Record
+from burnish.config.slots.terms import TeacherReference
+
+AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
+
+
+def check_files(loaded: Loaded[Any]) -> None:
+    """Every file, folder and plug-in that a stage names and no stage makes must be there."""
+    for problem in missing_files(loaded):
+        raise UserError(problem)
+
+
+def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
+    """What a config names and no stage makes, and is not there."""
+    looked = f"(looked from {loaded.base} and from here)"
+    for key, value in directories_of(loaded.config):
+        if not is_reference(value) and not places(value, loaded.base, Path.is_dir):
+            yield f"{key}: no directory {value} {looked}"
+    for source in sources_of(loaded.config):
+        path = source.path
+        if path is not None and not is_reference(path) and not places(path, loaded.base, Path.is_file):
+            yield f"no such file: {path} {looked}"
+    for text in plugins_of(loaded.resolved):
+        if not places(text.rpartition(":")[0], loaded.base, Path.is_file):
+            yield f"plug-in {text!r}: no such file {looked}"
+
+
+def directories_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
+    """The models a config names, with the keys that name them."""
+    found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
+    if isinstance(config, TrainConfig):
+        algorithm = config.algorithm
+        if isinstance(algorithm.kl.reference, TeacherReference):
+            found["algorithm.kl.reference.path"] = algorithm.kl.reference.path
+        if algorithm.process is not None:
+            found["algorithm.process.path"] = algorithm.process.path
+        for index, part in enumerate(config.reward.parts):
+            if part.name in ("model", "judge"):
+                found[f"reward.parts[{index}] ({part.name}): options.path"] = part.options.get("path")
+    return ((key, value) for key, value in found.items() if isinstance(value, str))
+
+
+def sources_of(config: AnyConfig) -> list[Source]:
+    """Everything a config reads rows from."""
+    return list(_sources(config))
+
+
+def _sources(value: Any) -> Iterator[Source]:
+    if isinstance(value, Source):
+        yield value
+    elif isinstance(value, Record):
+        for _, inner in value:
+            yield from _sources(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _sources(inner)
+
+
+def plugins_of(resolved: dict[str, Any]) -> list[str]:
+    """The plug-ins a config names, as `file.py:name`."""
+    return [text for text in _texts(resolved) if is_plugin(text)]
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _texts(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value)
+
+
+def places(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
+    """The places a path or glob stands for, from the recipe's folder and from here, that are what they should be."""
+    roots = [str(base / path), path]
+    return [Path(one) for root in roots for one in (glob.glob(root, recursive=True) or [root]) if fits(Path(one))]
