@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from burnish.rewards.tongues import could_be
+from burnish.rewards.types import require_answer
 
 Check = Callable[..., bool]
 MODES = ("strict", "loose")
@@ -226,6 +227,7 @@ def ifeval(
     completion: str, answer: Any, extra: Mapping[str, Any], *, mode: str = "strict", partial: bool = False
 ) -> float:
     """1 if all instructions are followed; `partial` gives the share that is. The answer is their list, as JSON."""
+    require_answer(answer)
     instructions = json.loads(answer) if isinstance(answer, str) else answer
     if not instructions:
         raise ValueError("no instructions to follow")

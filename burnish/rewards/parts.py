@@ -14,7 +14,7 @@ from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.plugin import load_scorer, required_columns
 from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rewards.types import Result, Score, ScoreRequest
-from burnish.rewards.verifiers import VERIFIERS, check_verifier
+from burnish.rewards.verifiers import VERIFIERS, check_verifier, needs_answer
 
 MODEL, JUDGE = "model", "judge"
 NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
@@ -29,6 +29,7 @@ class Part:
     config: RewardPart
     is_batch: bool  # a user's function that takes many samples a call
     required: tuple[str, ...]  # columns of a row it cannot do without
+    needs_answer: bool = False  # it compares with the row's expected answer
 
     @property
     def place(self) -> str:
@@ -60,7 +61,7 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
         where = f"reward.parts[{index}] ({part.name})"
         if part.sources is not None and not part.sources:
             raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
-        is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
+        is_batch, required, compares = False, list(NEEDED_COLUMNS.get(part.name, ())), needs_answer(part.name)
         if is_plugin(part.name):
             user = load_scorer(part.name, base, part.options, where)
             is_batch = user.is_batch
@@ -68,14 +69,14 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
         elif part.name in VERIFIERS:
             check_verifier(part.name, part.options, where)
         elif part.name == JUDGE:
-            JudgeOptions.of(part.options, where)
+            compares = JudgeOptions.of(part.options, where).shows_expected
         elif part.name == MODEL:
             ScorerOptions.of(part.options, where)
         else:
             raise unknown("reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function"])
         name = part.name.rpartition(":")[2]
         same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
-        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required)))
+        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), compares))
     return checked
 
 

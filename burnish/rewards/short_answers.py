@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from burnish.rewards.types import require_answer
+
 METRICS = ("em", "f1")
 
 
@@ -35,6 +37,7 @@ def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = 
     """
     from burnish.rewards.verifiers import answer_block, last_boxed  # which has this one in its table
 
+    require_answer(answer)
     accepted = [normal(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
     if not any(accepted):
         raise ValueError(f"the expected answer {answer!r} is empty")

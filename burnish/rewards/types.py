@@ -8,6 +8,22 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
+def is_missing(answer: Any) -> bool:
+    """Whether a row has no expected answer: null, the NaN that a table has in place of null, or a list with one of these."""
+    if isinstance(answer, list | tuple):
+        return any(is_missing(one) for one in answer)
+    return answer is None or (isinstance(answer, float) and answer != answer)
+
+
+def require_answer(answer: Any) -> None:
+    """ValueError for a missing answer; without this check the completion `None` would equal `str(None)`."""
+    if is_missing(answer):
+        raise ValueError(
+            "the row has no expected answer to compare with: name its column with `answer_key` of the row's data source, "
+            "such as answer_key: solution"
+        )
+
+
 @dataclass(frozen=True)
 class ScoreRequest:
     """One completion to be scored."""

@@ -25,7 +25,7 @@ from burnish.config.errors import UserError, nearest
 from burnish.rewards.code import SCORES, code, runner
 from burnish.rewards.instructions import MODES, ifeval
 from burnish.rewards.short_answers import METRICS, qa
-from burnish.rewards.types import Result
+from burnish.rewards.types import Result, require_answer
 
 # --- finding the answer in a completion ------------------------------------------------------------------------------
 
@@ -57,6 +57,8 @@ def last_boxed(text: str) -> str | None:
 
 def exact(completion: str, answer: Any, extra: Mapping[str, Any], *, ignore_case: bool = False) -> float:
     """1 if the completion, or its `<answer>` block, is the answer up to surrounding white space."""
+
+    require_answer(answer)
 
     def normal(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
@@ -109,6 +111,7 @@ def answered_number(text: str) -> Fraction | None:
 
 def number(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     """1 if the number answered equals the expected one exactly (0.50 is 1/2); GSM8K solutions are accepted as answers."""
+    require_answer(answer)
     expected = answered_number(str(answer))
     if expected is None:
         raise ValueError(f"the expected answer {answer!r} holds no number")
@@ -141,6 +144,7 @@ def chosen_letter(text: str) -> str | None:
 
 def choice(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     """1 if the letter chosen is the expected one; case and parentheses do not matter."""
+    require_answer(answer)
     expected = _ALONE.fullmatch(str(answer).strip())
     if expected is None:
         raise ValueError(f"the expected answer {answer!r} is no choice letter from A to J")
@@ -174,6 +178,7 @@ def math(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its clock is off
+    require_answer(answer)
     expected = _expected_math(str(answer))
     block = answer_block(completion)
     text = block or completion
@@ -324,6 +329,15 @@ VERIFIERS: dict[str, Callable[..., float | Result]] = {
     "code": code,
     "row": row,
 }
+
+
+NEEDS_ANSWER = frozenset({"exact", "number", "choice", "math", "rule_scores", "qa", "ifeval", "code"})
+"""Verifiers that compare with the row's expected answer. `row` needs what the verifier named by the row needs."""
+
+
+def needs_answer(name: str) -> bool:
+    """Whether a built-in verifier cannot score a row without an expected answer."""
+    return name in NEEDS_ANSWER
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

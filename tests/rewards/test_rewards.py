@@ -6,6 +6,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.reward import Reward
+from burnish.data.rows import Row
 from burnish.rewards.rewards import CHUNK, Rewards
 from burnish.rewards.types import Score, ScoreRequest
 
@@ -109,6 +110,23 @@ def test_none_from_a_batch_function_leaves_the_part_out(folder):
         (nothing,) = rewards.score([request("2", kind="text")])
         assert nothing.reward is None
         assert "no reward part gave a value" in (nothing.error or "")
+
+
+def test_a_row_without_an_answer_is_refused_before_sampling_and_fails_alone_after():
+    row = Row("rows.jsonl/4", "p", "s", None, {"difficulty": 2, "solution": "7", "verifier": "exact"})
+    said = r"compares with an expected answer, and row 'rows.jsonl/4' .* has none .*answer_key=solution"
+    judge = {"name": "judge", "options": {"url": "http://localhost:1/v1", "model": "m"}}
+    for part in ("exact", "row", judge):
+        with Rewards(Reward(parts=[part], workers=1)) as rewards, pytest.raises(UserError, match=said):
+            rewards.check([row])
+    with Rewards(Reward(parts=["exact"], workers=1)) as rewards:
+        missing, right = rewards.score([request("1", "None", answer=None), request("2", "7", answer="7")])
+    assert missing.reward is None
+    assert "on row '1'" in (missing.error or "")
+    assert "answer_key" in (missing.error or "")
+    assert right.reward == 1.0
+    with Rewards(Reward(parts=["format"], workers=1)) as rewards:
+        rewards.check([row])
 
 
 def test_poll_returns_what_is_done_and_score_leaves_the_rest_to_it(folder):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
 from burnish.rewards.verifiers import (
+    NEEDS_ANSWER,
     VERIFIERS,
     check_verifier,
     choice,
@@ -17,6 +18,7 @@ from burnish.rewards.verifiers import (
     last_boxed,
     last_number,
     math,
+    needs_answer,
     number,
 )
 
@@ -72,6 +74,23 @@ def test_number_prefers_box_then_hashes_then_the_last_number():
 def test_an_expected_answer_without_a_number_is_an_error_not_a_zero():
     with pytest.raises(ValueError, match="holds no number"):
         number("3", "three", {})
+
+
+@pytest.mark.parametrize(
+    "name", [n if n != "math" else pytest.param(n, marks=needs_math) for n in sorted(NEEDS_ANSWER)]
+)
+@pytest.mark.parametrize("missing", [None, float("nan"), [None]])
+def test_a_missing_expected_answer_is_an_error_not_something_to_match(name, missing):
+    options = {"rule": "simple_rl", "checker": "exact"} if name == "rule_scores" else {}
+    for completion in ("None", r"\boxed{None}", "<answer>nan</answer>", "[None]"):
+        with pytest.raises(ValueError, match=r"no expected answer|is one JSON object"):
+            VERIFIERS[name](completion, missing, {}, **options)
+
+
+def test_verifiers_say_whether_they_need_an_answer():
+    without = ["format", "language", "row", "task", "think_format"]
+    assert sorted(name for name in VERIFIERS if not needs_answer(name)) == without
+    assert all(VERIFIERS[name]("x", None, {}, **o) == 0.0 for name, o in (("format", {}), ("think_format", {})))
 
 
 @given(st.text(max_size=200))

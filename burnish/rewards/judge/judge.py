@@ -24,7 +24,7 @@ from burnish.rewards.judge.options import JudgeOptions, fill_template
 from burnish.rewards.judge.parsing import parse, settle
 from burnish.rewards.pool import Outcome, Outcomes
 from burnish.rewards.process import Call
-from burnish.rewards.types import Result, ScoreRequest
+from burnish.rewards.types import Result, ScoreRequest, require_answer
 
 SHOWN_CHARS = 2000
 AGAIN_TEMPERATURE = 0.7
@@ -94,6 +94,8 @@ class Judge:
     def judge(self, request: ScoreRequest) -> Result:
         """The verdict on one sample; JudgeFailed where the endpoint gives none."""
         options, deadline = self.options, time.monotonic() + self.options.deadline_s
+        if options.shows_expected:
+            require_answer(request.answer)
         expected = "" if request.answer is None else str(request.answer)
         question = fill_template(options.template, joined(request.prompt), request.completion, expected)
         seen, votes, num_unread = list[str](), list[float](), 0

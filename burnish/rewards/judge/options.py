@@ -100,6 +100,11 @@ class JudgeOptions:
             raise UserError(f"{where}: {error}") from error
         return made
 
+    @property
+    def shows_expected(self) -> bool:
+        """Whether the judge is shown the row's expected answer."""
+        return "expected" in SLOTS.findall(self.template)
+
     def check(self) -> None:
         """ValueError for what makes no sense."""
         if self.url is not None and urlsplit(self.url).scheme not in ("http", "https"):
