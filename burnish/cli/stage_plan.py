@@ -23,7 +23,7 @@ from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded
 from burnish.config.named_files import check_files, sources_of
-from burnish.config.plugins import is_plugin
+from burnish.config.plugins import is_plugin, is_plugin_file
 from burnish.config.references import is_reference, references
 from burnish.config.reward import RewardPart
 from burnish.config.schema import TrainConfig
@@ -282,7 +282,7 @@ def _rebased(key: str, value: Any, base: Path) -> Any:
         return [_rebased(key, one, base) for one in value]
     if not isinstance(value, str) or is_reference(value):
         return value
-    if is_plugin(value):
+    if is_plugin_file(value):
         file, _, attribute = value.rpartition(":")
         return f"{base / file}:{attribute}" if (base / file).is_file() else value
     is_there = (base / value).is_file() or (key in ("models", "source", "run") and (base / value).is_dir())

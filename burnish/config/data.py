@@ -22,7 +22,7 @@ class Source(Record):
     task: str | None = None
     """A generated task: sort_digits, addition, countdown, guess_number, or reasoning-gym/<name>."""
     plugin: str | None = None
-    """`path/to/file.py:function`, called with options, returning an iterable of rows (dictionaries)."""
+    """`path/to/file.py:function` or `package.module:function`, called with options, returning an iterable of rows (dictionaries)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task or plug-in."""
     split: str | None = None

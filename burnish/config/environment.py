@@ -23,7 +23,7 @@ class Environment(Record):
     """What answers a completion."""
 
     name: str = SINGLE_TURN
-    """single_turn; guess_number, for the task of that name; or `path/to/file.py:Class`."""
+    """single_turn; guess_number, for the task of that name; or `path/to/file.py:Class` (`package.module:Class`)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)

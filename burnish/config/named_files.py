@@ -10,7 +10,7 @@ from typing import Any
 from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded
-from burnish.config.plugins import is_plugin
+from burnish.config.plugins import is_plugin_file, is_plugin_module, plugin_source
 from burnish.config.preference import PreferConfig
 from burnish.config.references import is_reference
 from burnish.config.reward_model import RewardModelConfig
@@ -40,6 +40,10 @@ def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
     for text in plugins_of(loaded.resolved):
         if not places(text.rpartition(":")[0], loaded.base, Path.is_file):
             yield f"plug-in {text!r}: no such file {looked}"
+    if isinstance(loaded.config, TrainConfig):
+        for part in loaded.config.reward.parts:
+            if is_plugin_module(part.name) and plugin_source(part.name, loaded.base) is None:
+                yield f"plug-in {part.name!r}: no such module (it is neither installed nor in {loaded.base} or here)"
 
 
 def directories_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
@@ -75,7 +79,7 @@ def _sources(value: Any) -> Iterator[Source]:
 
 def plugins_of(resolved: dict[str, Any]) -> list[str]:
     """The plug-ins a config names, as `file.py:name`."""
-    return [text for text in _texts(resolved) if is_plugin(text)]
+    return [text for text in _texts(resolved) if is_plugin_file(text)]
 
 
 def _texts(tree: Any) -> Iterator[str]:

@@ -1,43 +1,105 @@
-"""Plug-ins from a file: `path/to/file.py:name` wherever a reward, data source, sampler, slot function or environment goes.
+"""Plug-ins: `path/to/file.py:name` or `package.module:name` wherever a reward, data source, sampler, slot function or environment goes.
 
-The file is imported once per process under a name derived from its path, so a plug-in may keep module state and
-may import its neighbours (its folder is on `sys.path` while it loads). Options from the config are checked against
-the function's signature before anything runs.
+A file is imported once per process under a name derived from its path, so a plug-in may keep module state. It may import
+its neighbours: its folder is put at the end of `sys.path`, so that a neighbour called `random.py` or `datasets.py` never
+replaces an installed module. A module is imported under its own name, so relative imports inside its package work.
+Options from the config are checked against the function's signature before anything runs.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, nearest
 
+FORMS = "path/to/file.py:name or package.module:name"
+
 
 def is_plugin(name: str) -> bool:
     """Whether a config value names a plug-in rather than something built in."""
+    return is_plugin_file(name) or is_plugin_module(name)
+
+
+def is_plugin_file(name: str) -> bool:
+    """Whether it is `path/to/file.py:name`."""
     path, _, attribute = name.rpartition(":")
     return path.endswith(".py") and attribute.isidentifier()
 
 
+def is_plugin_module(name: str) -> bool:
+    """Whether it is `package.module:name`."""
+    module, _, attribute = name.partition(":")
+    pieces = module.split(".")
+    return pieces[-1] != "py" and all(piece.isidentifier() for piece in (*pieces, attribute))
+
+
 def load_plugin(spec: str, base: str | Path | None = None) -> Any:
-    """The object `name` in `path/to/file.py:name`; relative paths are tried from `base`, then from the working directory."""
-    if not is_plugin(spec):
-        raise UserError(f"plug-in {spec!r} is not of the form path/to/file.py:name")
-    raw, _, attribute = spec.rpartition(":")
-    candidates = [Path(raw)] if Path(raw).is_absolute() or base is None else [Path(base) / raw, Path(raw)]
+    """The object that a plug-in names; relative paths are tried from `base`, then from the working directory."""
+    if is_plugin_module(spec):
+        module = _import_module(spec, base)
+    elif is_plugin_file(spec):
+        module = _import_file(_find_file(spec, base), spec)
+    else:
+        raise UserError(f"plug-in {spec!r} is not of the form {FORMS}")
+    attribute = spec.rpartition(":")[2]
+    if not hasattr(module, attribute):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise UserError(f"plug-in {spec!r}: {module.__file__} defines no {attribute!r}{nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def plugin_source(spec: str, base: str | Path | None = None) -> Path | None:
+    """The file that a plug-in is defined in; None where there is none. The packages around a module are imported, the module is not."""
+    if is_plugin_file(spec):
+        return next((path for path in _candidates(spec, base) if path.is_file()), None)
+    _make_importable(base, Path.cwd())
+    try:
+        found = importlib.util.find_spec(spec.partition(":")[0])
+    except (ImportError, ValueError):  # a package around it is not there, or is a plain module
+        return None
+    return Path(found.origin) if found is not None and found.origin is not None and found.has_location else None
+
+
+def _candidates(spec: str, base: str | Path | None) -> list[Path]:
+    raw = spec.rpartition(":")[0]
+    return [Path(raw)] if Path(raw).is_absolute() or base is None else [Path(base) / raw, Path(raw)]
+
+
+def _find_file(spec: str, base: str | Path | None) -> Path:
+    candidates = _candidates(spec, base)
     path = next((c for c in candidates if c.is_file()), None)
     if path is None:
         raise UserError(f"plug-in {spec!r}: no such file (looked at {', '.join(str(c) for c in candidates)})")
-    module = _import_file(path.resolve(), spec)
-    if not hasattr(module, attribute):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise UserError(f"plug-in {spec!r}: {path} defines no {attribute!r}{nearest(attribute, public)}")
-    return getattr(module, attribute)
+    return path.resolve()
+
+
+def _make_importable(*folders: str | Path | None) -> None:
+    """Put folders at the end of `sys.path`, where they stay for imports inside functions; what is installed comes first."""
+    for folder in folders:
+        if folder is not None and (text := str(Path(folder).resolve())) not in sys.path:
+            sys.path.append(text)
+    importlib.invalidate_caches()
+
+
+def _import_module(spec: str, base: str | Path | None) -> Any:
+    name = spec.partition(":")[0]
+    _make_importable(base, Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        parents = [name.rsplit(".", k)[0] for k in range(name.count(".") + 1)]
+        if isinstance(error, ModuleNotFoundError) and error.name in parents:
+            looked = f"it is neither installed nor in {base or Path.cwd()}"
+            raise UserError(f"plug-in {spec!r}: there is no module {error.name!r}; {looked}") from error
+        raise _import_failed(spec, name, error) from error
 
 
 def _import_file(path: Path, spec: str) -> Any:
@@ -48,16 +110,54 @@ def _import_file(path: Path, spec: str) -> Any:
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"plug-in {spec!r}: {path} cannot be imported as Python")
     module = importlib.util.module_from_spec(module_spec)
+    _claim_neighbours(path, spec)
+    _make_importable(path.parent)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see, and to fix
         del sys.modules[name]
-        raise UserError(f"plug-in {spec!r}: importing {path} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent))
+        raise _import_failed(spec, str(path), error) from error
     return module
+
+
+def _import_failed(spec: str, what: str, error: BaseException) -> UserError:
+    hint = ""
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        hint = "; a file by itself has no package: name it as package.module:name instead"
+    return UserError(f"plug-in {spec!r}: importing {what} failed: {type(error).__name__}: {error}{hint}")
+
+
+_neighbours: dict[str, Path] = {}
+"""Files beside plug-ins that they import, by the name they are imported under."""
+
+
+def _claim_neighbours(path: Path, spec: str) -> None:
+    """Refuse a plug-in whose neighbour has the name of another plug-in's: a process holds one module of a name, so one would get the other's."""
+    for name in _imported(path):
+        beside = next(
+            (p for p in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if p.is_file()), None
+        )
+        if beside is None or name in sys.stdlib_module_names:
+            continue
+        if _neighbours.setdefault(name, beside) != beside:
+            raise UserError(
+                f"plug-in {spec!r} imports {name!r} from {beside}, and another plug-in has loaded {_neighbours[name]} under that name: "
+                "rename one of the two files"
+            )
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The top-level names that a file imports, wherever in it they stand; nothing of one that is not Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):  # importing it says so
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:

@@ -14,7 +14,7 @@ class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, ifeval, code, row, model, judge, or `path/to/file.py:function`."""
+    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, ifeval, code, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
     weight: float = 1.0
     """Its weight in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)

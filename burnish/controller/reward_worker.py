@@ -93,4 +93,6 @@ def _verdict(
 
 def _plain(result: Result | Failure) -> Result | Failure:
     """A result that can travel."""
-    return result if isinstance(result, Failure) else result._replace(parts=dict(result.parts))
+    return (
+        result if isinstance(result, Failure) else result._replace(parts=dict(result.parts), extra=dict(result.extra))
+    )

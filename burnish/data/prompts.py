@@ -43,6 +43,8 @@ class Draw:
     """The data source it came from,"""
     index: int = -1
     """and its place there: what `PromptStream.recall` finds it by."""
+    step: int = 0
+    """The training step it was drawn for, counted from 1; 0 outside of training."""
 
 
 class PromptStream:
@@ -89,13 +91,13 @@ class PromptStream:
         """The next k prompts."""
         return [self._next() for _ in range(k)]
 
-    def recall(self, source: str, index: int, visit: int) -> Draw:
+    def recall(self, source: str, index: int, visit: int, step: int = 0) -> Draw:
         """A draw made before, by its place; the stream stays where it is."""
         lane = next((lane for lane in self._lanes if lane.pool.name == source), None)
         prompt = None if lane is None else lane.pool.prompt(index)
         if prompt is None:
             raise UserError(f"cannot resume: prompt {index} of {source}, which was drawn before, is not there any more")
-        return Draw(prompt, visit, source, index)
+        return Draw(prompt, visit, source, index, step)
 
     def observe(self, trajectories: Iterable[Trajectory]) -> None:
         """Learn how prompts were answered, from all samples of a step; kept where the curriculum chooses by it."""
@@ -182,10 +184,10 @@ class _Lane:
             if prompt is None:
                 continue
             if self._curriculum is None and not callable(self._sampler):
-                return Draw(prompt, self._epoch, self.pool.name, index)
+                return Draw(prompt, self._epoch, self.pool.name, index, step)
             visit = self._visits.get(index, 0)
             self._visits[index] = visit + 1
-            return Draw(prompt, visit, self.pool.name, index)
+            return Draw(prompt, visit, self.pool.name, index, step)
         raise self.pool.all_overlong()
 
     def state(self) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
     completion: str | list[Message] | None = None
     messages: list[Message] | None = None
+    nested: tuple[str, ...] = ()
+    """Keys of `extra` that stood inside verl's `extra_info`: they are no columns of the row."""
 
 
 def source_name(source: Source) -> str:
@@ -114,7 +116,12 @@ def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
             raise UserError(f"{where}: extra_info should be an object, got {type(info).__name__}")
         others = {k: v for k, v in rest.items() if k not in ("reward_model", "extra_info")}
         return Row(
-            identity, text_or_messages(record["prompt"], "prompt", where), data_source, answer, {**others, **info}
+            identity,
+            text_or_messages(record["prompt"], "prompt", where),
+            data_source,
+            answer,
+            {**others, **info},
+            nested=tuple(info),
         )
     if "prompt" in record:
         # The answer's column stays in extra too: a TRL reward function takes its columns by their own names.

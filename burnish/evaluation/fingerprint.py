@@ -12,7 +12,7 @@ from typing import Any
 
 from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
-from burnish.config.plugins import is_plugin
+from burnish.config.plugins import is_plugin, plugin_source
 from burnish.data.files import find_files
 from burnish.models.digest import digest, model_digest
 from burnish.run.directory import flatten
@@ -35,10 +35,9 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
     plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
     for what, name in plugins:
         if is_plugin(name):
-            raw = name.rpartition(":")[0]
-            file = next((p for p in (base / raw, Path(raw)) if p.is_file()), None)
+            file = plugin_source(name, base)
             if file is None:
-                raise UserError(f"{what} {name}: there is no file {raw} in {base} or here")
+                raise UserError(f"{what} {name}: there is no {name.rpartition(':')[0]} in {base} or here")
             flat[f"{what}.content of {name}"] = digest([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain

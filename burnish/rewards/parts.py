@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from burnish.config.errors import UserError, unknown
 from burnish.config.fits import NO_VERDICT
 from burnish.config.plugins import is_plugin
 from burnish.config.reward import RewardPart
 from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.plugin import load_scorer, required_columns
+from burnish.rewards.plugin import UserScorer, load_scorer, required_columns
 from burnish.rewards.scorer_options import ScorerOptions
-from burnish.rewards.types import Result, Score, ScoreRequest
+from burnish.rewards.types import Result, Score, ScoreRequest, out_of_range
 from burnish.rewards.verifiers import VERIFIERS, check_verifier, needs_answer
 
 MODEL, JUDGE = "model", "judge"
@@ -30,6 +31,7 @@ class Part:
     is_batch: bool  # a user's function that takes many samples a call
     required: tuple[str, ...]  # columns of a row it cannot do without
     needs_answer: bool = False  # it compares with the row's expected answer
+    user: UserScorer | None = None  # a user's function
 
     @property
     def place(self) -> str:
@@ -54,18 +56,18 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
     """Everything that can be wrong with the parts before a run starts, found now."""
     if not parts:
         raise UserError(
-            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE} or path/to/file.py:function"
+            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE}, path/to/file.py:function or package.module:function"
         )
     checked: list[Part] = []
     for index, part in enumerate(parts):
         where = f"reward.parts[{index}] ({part.name})"
         if part.sources is not None and not part.sources:
             raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
+        user: UserScorer | None = None
         is_batch, required, compares = False, list(NEEDED_COLUMNS.get(part.name, ())), needs_answer(part.name)
         if is_plugin(part.name):
             user = load_scorer(part.name, base, part.options, where)
-            is_batch = user.is_batch
-            required = required_columns(user.function, part.options) if is_batch else []
+            is_batch, required = user.is_batch, required_columns(user, part.options)
         elif part.name in VERIFIERS:
             check_verifier(part.name, part.options, where)
         elif part.name == JUDGE:
@@ -73,10 +75,12 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
         elif part.name == MODEL:
             ScorerOptions.of(part.options, where)
         else:
-            raise unknown("reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function"])
+            raise unknown(
+                "reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function", "package.module:function"]
+            )
         name = part.name.rpartition(":")[2]
         same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
-        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), compares))
+        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), compares, user))
     return checked
 
 
@@ -86,20 +90,31 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
     details: dict[str, str] = {}
     reward, accuracy = 0.0, None
     steps: list[tuple[int, float]] = []
+    extra: dict[str, Any] = {}
+    errors, num_values = list(done.errors), 0
     for index, part in enumerate(parts):
         result = done.results.get(index)
-        if result is None or result.value is None:
+        if result is None:
             continue
-        values[part.label] = result.value
+        logged = {f"{part.label}/{key}": value for key, value in result.parts.items()}
+        extra |= {f"{part.label}/{key}": value for key, value in result.extra.items()}
         details |= {part.label: result.details} if result.details else {}
-        values |= {f"{part.label}/{key}": value for key, value in result.parts.items()}
+        if result.value is None:
+            values |= logged
+            continue
+        num_values += 1
+        values |= {part.label: result.value, **logged}
+        if wrong := out_of_range(result.value):
+            errors.append(f"reward part {part.label!r} of row {done.request.id!r}: {wrong}")
+            continue
         reward += part.config.weight * result.value
         steps += [(position, part.config.weight * value) for position, value in result.steps]
         if accuracy is None and part.config.name not in NO_VERDICT:
             accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
-    errors = done.errors
-    if not values and not errors:
+    if not num_values and not errors:
         errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
+    elif not errors and (wrong := out_of_range(reward)):
+        errors = [f"the weighted sum of row {done.request.id!r}: {wrong} (reward.parts.*.weight)"]
     if errors:
-        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details)
-    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details, steps)
+        return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details, extra=extra)
+    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details, steps, extra)

@@ -56,7 +56,12 @@ Outcomes = queue.SimpleQueue[Outcome | BaseException]
 
 
 def _result(
-    value: float | None, accuracy: float | None, parts: dict[str, float], details: str, timed_out: bool
+    value: float | None,
+    accuracy: float | None,
+    parts: dict[str, float],
+    details: str,
+    timed_out: bool,
+    extra: dict[str, Any],
 ) -> Result:
     """A result as a worker sent it; ValueError or TypeError if it is none."""
     as_floats = {key: float(number) for key, number in parts.items()}
@@ -66,7 +71,15 @@ def _result(
         as_floats,
         str(details),
         bool(timed_out),
+        extra={str(column): _plain(shown) for column, shown in extra.items()},
     )
+
+
+def _plain(shown: Any) -> Any:
+    """What a function logged beside a sample; ValueError for anything that is not a number, a truth value, null or a text."""
+    if shown is not None and not isinstance(shown, bool | int | float | str):
+        raise ValueError(f"a {type(shown).__name__} beside a sample")
+    return shown
 
 
 class Pool:

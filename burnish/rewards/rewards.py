@@ -29,7 +29,7 @@ from burnish.rewards.judge.endpoint import Asker
 from burnish.rewards.judge.judge import Judge
 from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.parts import JUDGE, MODEL, Open, Part, check_parts, combine
-from burnish.rewards.plugin import ROW_COLUMNS
+from burnish.rewards.plugin import ANSWERS, OPENRLHF, ROW_COLUMNS, VERL, VERL_BATCH, Convention, own, reserved_columns
 from burnish.rewards.pool import Outcome, Outcomes, Pool
 from burnish.rewards.process import Call
 from burnish.rewards.programs import read_tests
@@ -56,6 +56,10 @@ ANSWER_COLUMNS = (
 """Where the expected answer is likely to be, most likely first."""
 
 
+GIVES_ANSWER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
+"""The parameter of a convention that is always there, with or without an expected answer."""
+
+
 class AnyPool(Protocol):
     """Who computes calls; `Pool` says what each method means."""
 
@@ -69,12 +73,16 @@ class AnyPool(Protocol):
 class Rewards:
     """Scores requests in the background. Its methods are called from one thread; close it, or use it in `with`."""
 
-    def __init__(self, config: Reward, base: Path | None = None, is_elsewhere: bool = False) -> None:
-        """With `is_elsewhere` no process is started here: `employ` says who computes, before anything is submitted."""
+    def __init__(
+        self, config: Reward, base: Path | None = None, is_elsewhere: bool = False, max_steps: int = 0
+    ) -> None:
+        """With `is_elsewhere` no process is started here: `employ` says who computes, before anything is submitted. `max_steps` of the
+        run are told to functions that ask for the trainer's state."""
         self._config = config
         self._is_elsewhere = is_elsewhere
         self._parts = check_parts(config.parts, base)
         self._has_checked_sandbox = False
+        self._has_warned_of: set[str] = set()  # parts that are told None for an answer
         if any(part.config.name == "code" for part in self._parts):
             self._check_sandbox()
         self._by_source: dict[str, list[int]] = {}
@@ -98,7 +106,7 @@ class Rewards:
             specs = {i: PartSpec(part.name, part.options) for i, part in parts.items()}
             folder = None if base is None else str(Path(base).resolve())
             isolated = place == "verifiers"
-            setup = Setup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox)
+            setup = Setup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox, max_steps)
             self.setups[place] = setup
             if not is_elsewhere:
                 self._pools[place] = Pool(setup, config.workers, self._outcomes)
@@ -188,7 +196,11 @@ class Rewards:
                 self._model(index)
                 waiting[index] = [(t, r) for t, r, some in zip(tickets, whole, applying, strict=True) if index in some]
                 continue
-            given = [_whole(r) for r in whole] if part.config.name == MODEL else requests
+            given = requests
+            if part.config.name == MODEL:
+                given = [_whole(r) for r in whole]
+            elif part.user is not None and part.user.wants_tokens:
+                given = [replace(_whole(w), completion=r.completion) for w, r in zip(whole, requests, strict=True)]
             rows = [(t, r) for t, r, indexes in zip(tickets, given, applying, strict=True) if index in indexes]
             size = CHUNK if part.is_batch or part.config.name == MODEL else 1
             for at in range(0, len(rows), size):
@@ -238,8 +250,16 @@ class Rewards:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
 
     def _check_answer(self, index: int, row: Row) -> None:
-        """Refuse a row without an expected answer where a part compares with one, and name the likely column."""
+        """Refuse a row without an expected answer where a part compares with one, and name the likely column.
+
+        A user's function may have no use for an answer: of one that is told None, a line is logged.
+        """
         part = self._parts[index]
+        if part.user is not None:
+            name = GIVES_ANSWER.get(part.user.convention)
+            if name is not None and part.user.wants(name) and is_missing(own(row, "ground_truth")):
+                self._warn_of_none(part, name, row)
+            return
         needs = part.needs_answer or (part.config.name == "row" and needs_answer(str(row.extra["verifier"])))
         if not needs or not is_missing(row.answer):
             return
@@ -249,6 +269,19 @@ class Rewards:
             f"reward.parts[{index}] ({part.config.name}) compares with an expected answer, and row {row.id!r} of {row.data_source!r} has "
             f"none{has}: set answer_key of its data source to the column of the answer, such as data.train.0.answer_key={key or 'solution'}"
         )
+
+    def _warn_of_none(self, part: Part, name: str, row: Row) -> None:
+        """Once for each part."""
+        if part.label not in self._has_warned_of:
+            self._has_warned_of.add(part.label)
+            logger.warning(
+                "reward part %r: row %r has no expected answer, so %s is None there (it has: %s); where a column holds it, set answer_key "
+                "of the data source",
+                part.label,
+                row.id,
+                name,
+                ", ".join(row.extra) or "no columns",
+            )
 
     def _check_sandbox(self) -> None:
         """Refuse to start where programs cannot be run; once."""
@@ -275,13 +308,20 @@ class Rewards:
                 )
             self._by_source[source] = found
         for index in self._by_source[source]:
-            missing = [name for name in self._parts[index].required if name not in request.extra]
+            part = self._parts[index]
+            missing = [name for name in part.required if not _has(request, name)]
             if missing:
-                available = ", ".join([*request.extra, *ROW_COLUMNS])
+                made = [name for name in ROW_COLUMNS if name not in request.extra and _has(request, name)]
+                available = ", ".join([*request.extra, *made])
                 hint = "; 'task' scores only rows of generated tasks" if missing == ["task"] else ""
                 raise UserError(
                     f"reward.parts[{index}] ({self._parts[index].config.name}) needs a column {missing[0]!r}, which row "
                     f"{request.id!r} of {source!r} does not have (it has: {available}){hint}"
+                )
+            if part.user is not None and (clash := [n for n in reserved_columns(part.user) if n in request.extra]):
+                raise UserError(
+                    f"reward.parts[{index}] ({part.config.name}): row {request.id!r} of {source!r} has a column {clash[0]!r}, and the "
+                    f"function gets what {part.user.convention.name} calls so: rename the column"
                 )
         return self._by_source[source]
 
@@ -329,10 +369,18 @@ class Rewards:
                 self._done[ticket] = combine(self._parts, self._open.pop(ticket))
 
 
+def _has(request: ScoreRequest | Row, name: str) -> bool:
+    """Whether a function can be given a column of a row."""
+    if name in request.extra or name in ("data_source", "truncated"):
+        return True
+    return name in ANSWERS and not is_missing(request.answer)
+
+
 def _whole(request: ScoreRequest) -> ScoreRequest:
-    """A request with its tokens, as it travels to a model."""
-    tokens = None if request.tokens is None else list(request.tokens)
-    return replace(request, tokens=tokens, written=None if request.written is None else list(request.written))
+    """A request with its tokens as plain numbers, as it travels to a model or to a function that asks for tokens."""
+    tokens = None if request.tokens is None else [int(token) for token in request.tokens]
+    written = None if request.written is None else [bool(one) for one in request.written]
+    return replace(request, tokens=tokens, written=written)
 
 
 def _twice(part: Part) -> str:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+MAX_REWARD = 1e9
+"""The largest size of a reward, of a part of it and of what a turn earns.
+
+Statistics of rewards add up squares, partly in float32, which ends at 3e38: squares of 1e18 leave room for any number of samples,
+for returns summed over tokens and for a critic's squared errors. Past that a standard deviation becomes inf and advantages 0.
+"""
+
+
+def out_of_range(value: float) -> str | None:
+    """What is wrong with a number as a reward; None if nothing is."""
+    if math.isfinite(value) and abs(value) <= MAX_REWARD:
+        return None
+    return f"{value:g} is no reward that can be computed with: it must be finite and at most {MAX_REWARD:g} in size; scale it down"
 
 
 def is_missing(answer: Any) -> bool:
@@ -35,8 +50,10 @@ class ScoreRequest:
     answer: Any  # the expected answer; a task or a plug-in may need none
     extra: dict[str, Any]  # the row's other columns
     truncated: bool = False  # the completion stopped at its length limit; plug-ins see it
+    nested: tuple[str, ...] = ()  # keys of extra that stood inside verl's extra_info: they are no columns of the row
+    step: int = 0  # the training step it was drawn for, counted from 1; 0 outside of training
     tokens: Iterable[int] | None = field(default=None, compare=False)
-    """What the policy read and wrote, for a model with the same tokenizer; processes that verify text are not sent them."""
+    """What the policy read and wrote, for a model with the same tokenizer and functions that ask for tokens; others are not sent them."""
     written: Iterable[bool] | None = field(default=None, compare=False)
     """Which of the tokens it wrote."""
 
@@ -58,6 +75,7 @@ class Score:
     error: str | None = None
     details: dict[str, str] = field(default_factory=dict)  # what a part has to say about its value, by part
     steps: list[tuple[int, float]] = field(default_factory=list)  # what of the reward belongs to tokens before the last
+    extra: dict[str, Any] = field(default_factory=dict)  # what functions log beside the sample, by part and column
 
 
 class Result(NamedTuple):
@@ -69,6 +87,7 @@ class Result(NamedTuple):
     details: str = ""  # why, for whoever looks at the sample
     timed_out: bool = False  # a program of the answer did not come to an end
     steps: tuple[tuple[int, float], ...] = ()  # the tokens that parts of the value belong to, and those parts
+    extra: Mapping[str, Any] = MappingProxyType({})  # texts, numbers and truth values to show beside the sample
 
 
 class Failure(NamedTuple):
@@ -84,5 +103,5 @@ HandedIn = Callable[[Sequence[ScoreRequest]], Sequence[Result | Failure]]
 class PartSpec(NamedTuple):
     """A part as a worker process has to load it."""
 
-    name: str  # a verifier's name, or path/to/file.py:function
+    name: str  # a verifier's name, path/to/file.py:function or package.module:function
     options: dict[str, Any]

@@ -21,7 +21,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin
 from burnish.rewards import code, limits
-from burnish.rewards.plugin import load_scorer, score_batch, score_single
+from burnish.rewards.plugin import load_scorer, score
 from burnish.rewards.types import PartSpec, Result, ScoreRequest
 from burnish.rewards.verifiers import VERIFIERS, warm_up
 from burnish.rewards.wire import Frames, Setup, frame
@@ -30,14 +30,12 @@ Scorer = Callable[[list[ScoreRequest]], list[Result]]
 MAX_TRACEBACK_CHARS = 8_000
 
 
-def load(part: PartSpec, base: str | None) -> Scorer:
+def load(part: PartSpec, base: str | None, max_steps: int = 0) -> Scorer:
     """The function that scores the requests of one call: one request, or a chunk for a batch function."""
     if is_plugin(part.name):
         where = f"reward part {part.name!r}"
         user = load_scorer(part.name, Path(base) if base is not None else None, part.options, where)
-        if user.is_batch:
-            return functools.partial(score_batch, user.function, options=part.options)
-        return lambda requests: [score_single(user.function, r, part.options) for r in requests]
+        return functools.partial(score, user, options=part.options, max_steps=max_steps)
     warm_up(part.name)
     verifier = VERIFIERS[part.name]
     return lambda requests: [_result(verifier(r.completion, r.answer, r.extra, **part.options)) for r in requests]
@@ -51,7 +49,9 @@ def answer(scorer: Scorer, payload: bytes) -> dict[str, Any]:
     """One call: the results, or the traceback of whatever the scorer raised."""
     try:
         results = scorer(pickle.loads(payload))
-        return {"results": [(r.value, r.accuracy, dict(r.parts), r.details, r.timed_out) for r in results]}
+        return {
+            "results": [(r.value, r.accuracy, dict(r.parts), r.details, r.timed_out, dict(r.extra)) for r in results]
+        }
     except BaseException as error:  # noqa: BLE001 - a scorer may even call sys.exit: the pool retries, then reports
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -89,7 +89,7 @@ def main() -> None:
     limits.limit_resources(setup.memory_gib)
     code.set_up(setup.timeout_s, setup.memory_gib, setup.sandbox != "unsafe")
     try:
-        scorers = {index: load(part, setup.base) for index, part in setup.parts.items()}
+        scorers = {index: load(part, setup.base, setup.max_steps) for index, part in setup.parts.items()}
     except UserError as error:
         channel.sendall(frame(json.dumps({"failed": str(error)}).encode()))
         return

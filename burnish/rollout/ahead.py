@@ -112,7 +112,7 @@ class AheadSource(SyncSource):
         step = int(tickets[0][3])
         plan = self.plans(step)
         assert plan is not None, "the run would be complete"
-        draws = [self.stream.recall(source, index, visit) for source, index, visit, _ in tickets]
+        draws = [self.stream.recall(source, index, visit, step) for source, index, visit, _ in tickets]
         place = Place(step, 0, [group_id(draw) for draw in draws])
         self.journal.append("drawn", **place._asdict())  # what it said of steps after the checkpoint counts no more
         self._start(_Coming(draws, place), plan)

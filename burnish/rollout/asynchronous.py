@@ -126,7 +126,7 @@ class AsyncSource:
         for source, index, visit, step in tickets:
             plan = self.plans(step)
             assert plan is not None, "a step that was made"
-            self._line_up(Group(self.stream.recall(source, index, visit), plan, step, self._num_drawn))
+            self._line_up(Group(self.stream.recall(source, index, visit, step), plan, step, self._num_drawn))
 
     def close(self) -> None:
         self.pump.close(CLOSING_S)

@@ -21,6 +21,7 @@ from burnish.core.keys import sample_key
 from burnish.core.trajectory import Finish, TokenSequence, Trajectory, TurnSpan
 from burnish.data.prompts import Draw
 from burnish.environments.base import Done, Environment, Turn
+from burnish.rewards.types import out_of_range
 
 if TYPE_CHECKING:
     from burnish.rollout.driver import Driver
@@ -257,6 +258,8 @@ class Flight:
                 f"the environment gave turns of {one.draw.prompt.row.id} a reward and none at the end ({finish}): give Done a reward, and "
                 "for trajectories that are cut off the class `gives_rewards = True`"
             )
+        if wrong := out_of_range(earned):
+            raise UserError(f"the environment's rewards of {one.draw.prompt.row.id}, added up over its turns: {wrong}")
         reward = earned if is_scored else None
         sequence = TokenSequence(
             tokens=np.array(one.context, dtype=np.int64),
@@ -294,4 +297,6 @@ def _reward(value: object) -> float:
     """A reward that an environment gave."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"the environment gave a turn the reward {value!r}; expected a finite number")
+    if wrong := out_of_range(float(value)):
+        raise UserError(f"the environment gave a turn a reward out of range: {wrong}")
     return float(value)

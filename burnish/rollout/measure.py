@@ -26,10 +26,17 @@ def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOpti
 
 
 def measure(
-    driver: Driver, rewards: Rewards, prompts: Sequence[Prompt], n: int, sampling: SamplingOptions, progress: Progress
+    driver: Driver,
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingOptions,
+    progress: Progress,
+    step: int = 0,
 ) -> Scored:
-    """`n` scored completions of each prompt. The noise is that of the `eval` stream: the same at every step of a run."""
-    return rollout_and_score(driver, rewards, [Draw(p, 0) for p in prompts], n, sampling, "eval", progress)
+    """`n` scored completions of each prompt. The noise is that of the `eval` stream: the same at every step of a run.
+    `step` is the one that would come next."""
+    return rollout_and_score(driver, rewards, [Draw(p, 0, step=step) for p in prompts], n, sampling, "eval", progress)
 
 
 def summary(scored: Scored, by: str | None = None) -> dict[str, float]:

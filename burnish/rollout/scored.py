@@ -199,6 +199,8 @@ def score_request(trajectory: Trajectory, draw: Draw) -> ScoreRequest:
         answer=row.answer,
         extra=row.extra,
         truncated=trajectory.truncated,
+        nested=row.nested,
+        step=draw.step,
         tokens=trajectory.sequences[-1].tokens,
         written=trajectory.sequences[-1].action_mask,
     )
@@ -211,5 +213,7 @@ def apply_score(trajectory: Trajectory, score: Score) -> None:
     trajectory.metadata["timed_out"] = score.timed_out
     if score.steps:
         trajectory.metadata[STEP_REWARDS] = [[position, value] for position, value in score.steps]
+    if score.extra:
+        trajectory.metadata["extra"] = score.extra
     if score.details:
         trajectory.metadata["details"] = "\n".join(f"{part}: {text}" for part, text in score.details.items())

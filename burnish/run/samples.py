@@ -3,7 +3,7 @@
 One parquet file a step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`), all with the same columns, so that
 any tool reads them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each token the model wrote (in
 the last of its sequences, where an agent's context was rewritten). `turns` is JSON where an environment answered: who said what, in
-which state and for what reward. A value that does not exist (the advantage of a validation sample,
+which state and for what reward. `extra` is JSON of what reward functions log beside a sample, by part and column. A value that does not exist (the advantage of a validation sample,
 those of tokens where all share their sample's, the reward where the scorer failed) is null, never a number.
 """
 
@@ -46,12 +46,13 @@ COLUMNS = {
     "gap": "floats",
     "turns": "string",
     "details": "string",
+    "extra": "string",
     "error": "string",
 }
 
 
 def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]) -> Path:
-    """Write one table, whole or not at all. `step` and `kind` are filled in, `parts` may be a dictionary, a missing column is null."""
+    """Write one table, whole or not at all. `step` and `kind` are filled in, `parts` and `extra` may be dictionaries, a missing column is null."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

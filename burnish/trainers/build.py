@@ -262,7 +262,7 @@ def build_validation(
         for name, mode in config.validation.modes.items():
             run.display.phase(f"validation, {name}")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
-            scored = measure(driver, rewards, prompts, mode.n, options, run.display.phase)
+            scored = measure(driver, rewards, prompts, mode.n, options, run.display.phase, step + 1)
             if scored.failed:
                 text = f"{len(scored.failed)} of {len(scored.trajectories)} held-out samples could not be scored"
                 if step == 0 and len(scored.failed) == len(scored.trajectories):

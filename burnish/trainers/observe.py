@@ -183,6 +183,7 @@ def sample_rows(
                 **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
                 "turns": dialogue(t, tokenizer),
                 "details": t.metadata.get("details"),
+                "extra": t.metadata.get("extra"),
                 "error": t.error,
             }
         )

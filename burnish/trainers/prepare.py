@@ -27,6 +27,7 @@ from burnish.config.slots import Plugin
 from burnish.config.slots.curriculum import HardOnlyCurriculum
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
+from burnish.rewards.types import out_of_range
 from burnish.trainers.correct import GapReport, acts_before_advantages, corrected, gap_report
 from burnish.trainers.functions import filter_function, function_of, options_of, policy_loss
 from burnish.trainers.process import ProcessRewards
@@ -94,6 +95,9 @@ class Recipe:
                     f"shaper {name} returned nan or inf for {strange} of {result.numel()}; expected a tensor of finite numbers"
                 )
             result = result.double()
+            largest = result.abs().max() if result.numel() else torch.zeros(())
+            if wrong := out_of_range(float(largest)):
+                raise UserError(f"shaper {name} returned a reward out of range: {wrong}")
             if result.shape == (batch.num_sequences,):
                 batch = batch.with_sequence(reward=result)
             elif result.shape == (batch.num_tokens,):
@@ -273,9 +277,9 @@ def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:
     """Advantages as the column they are: one a sequence, or one a token."""
     if not isinstance(advantages, Tensor):
         raise UserError(f"advantage {name} returned {type(advantages).__name__}; expected a tensor")
-    if not bool(torch.isfinite(advantages).all()):
+    if not bool(torch.isfinite(advantages.float().square()).all()):  # statistics and losses square them in float32
         raise UserError(
-            f"advantage {name} gave values that are not finite; rewards were {batch.sequence['reward'].tolist()[:8]}..."
+            f"advantage {name} gave values that are not finite, or too large to be squared in float32; rewards were {batch.sequence['reward'].tolist()[:8]}..."
         )
     if advantages.shape == (batch.num_sequences,):
         return batch.with_sequence(advantages=advantages.detach())

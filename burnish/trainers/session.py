@@ -39,7 +39,10 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
     check_trackers(config.run.trackers)
     place = _place(config, name)
     elsewhere = scores_elsewhere(config.placement)
-    with RunDirectory.claim(*place) as directory, Rewards(config.reward, base, elsewhere) as rewards:
+    with (
+        RunDirectory.claim(*place) as directory,
+        Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
+    ):
         check_placement(config.placement)
         sources = [*config.data.train, *config.data.validation]
         is_here = config.placement.name == "local"

@@ -26,6 +26,9 @@ def jitter(data_source, solution_str, ground_truth, extra_info):
 def sizes(prompts, completions, **columns):
     return [float(len(completions))] * len(completions)
 
+def sized(data_source, solution_str, ground_truth, extra_info):
+    return {"score": extra_info["size"], "also": 1.0}
+
 def only_code(completions, kind):
     return [1.0 if k == "code" else None for k in kind]
 """
@@ -127,6 +130,17 @@ def test_a_row_without_an_answer_is_refused_before_sampling_and_fails_alone_afte
     assert right.reward == 1.0
     with Rewards(Reward(parts=["format"], workers=1)) as rewards:
         rewards.check([row])
+
+
+def test_rewards_that_cannot_be_computed_with_fail_with_the_reason(folder):
+    parts = [{"name": "mine.py:sized", "weight": 0.5}, {"name": "mine.py:sized", "weight": 2.0}]
+    with Rewards(Reward(parts=parts, workers=1), base=folder) as rewards:
+        scores = rewards.score([request(str(k), size=s) for k, s in enumerate((4e8, 1e307, -2e9, 5e8, float("inf")))])
+    assert [score.reward for score in scores] == [1e9, None, None, None, None]
+    said = "1e+307 is no reward that can be computed with: it must be finite and at most 1e+09 in size; scale it down"
+    assert scores[1].error == "\n".join(f"reward part {part!r} of row '1': {said}" for part in ("sized", "sized_2"))
+    assert "the weighted sum of row '3': 1.25e+09 is no reward" in (scores[3].error or "")
+    assert "must be finite, got inf" in (scores[4].error or "")
 
 
 def test_poll_returns_what_is_done_and_score_leaves_the_rest_to_it(folder):

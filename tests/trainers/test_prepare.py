@@ -231,12 +231,20 @@ def test_a_users_advantage_may_be_one_a_sequence_or_one_a_token(plug_in: Callabl
         ("return torch.ones(3)", r"advantage .*mine\.py:f returned shape \(3,\); .*\[6\] or a token \[17\]"),
         ("return torch.ones(6, 1)", r"returned shape \(6, 1\)"),
         ("return batch.sequence['reward'] / 0", r"advantage .*mine\.py:f gave values that are not finite.*1\.0, 0\.0"),
+        ("return batch.sequence['reward'] * 1e30", "too large to be squared in float32"),
     ],
 )
 def test_a_users_advantage_that_cannot_be_used_is_named(plug_in: Callable[[str], str], body: str, message: str) -> None:
     it = recipe({"advantage": plug_in(f"def f(batch):\n    {body}\n")})
     with pytest.raises(UserError, match=message):
         prepared(it, example())
+
+
+@pytest.mark.parametrize("body", ["batch.sequence['reward'] * 1e307", "-1e10 * batch.action_mask.double()"])
+def test_a_users_shaper_that_leaves_the_range_of_rewards_is_named(plug_in: Callable[[str], str], body: str) -> None:
+    it = recipe({"shaping": [plug_in(f"def f(batch, step):\n    return {body}\n")]})
+    with pytest.raises(UserError, match=r"shaper .*mine\.py:f returned a reward out of range: 1e\+"):
+        it.shape(example(), 1, 8)
 
 
 def test_an_advantage_never_carries_a_gradient(plug_in: Callable[[str], str]) -> None:

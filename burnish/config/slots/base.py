@@ -46,7 +46,7 @@ class Plugin(Slot):
     """A user's own function for a slot."""
 
     name: str
-    """`path/to/file.py:function`."""
+    """`path/to/file.py:function` or `package.module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
