@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,10 @@ def plugin_source(spec: str, base: str | Path | None = None) -> Path | None:
     if is_plugin_file(spec):
         return next((path for path in _candidates(spec, base) if path.is_file()), None)
     _make_importable(base, Path.cwd())
+    name = spec.partition(":")[0]
+    _refuse_mixed(name.partition(".")[0], [Path(base or "."), Path()], spec)
     try:
-        found = importlib.util.find_spec(spec.partition(":")[0])
+        found = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a package around it is not there, or is a plain module
         return None
     return Path(found.origin) if found is not None and found.origin is not None and found.has_location else None
@@ -81,17 +83,23 @@ def _find_file(spec: str, base: str | Path | None) -> Path:
     return path.resolve()
 
 
+_folders: set[Path] = set()
+"""Folders of plug-ins on `sys.path`."""
+
+
 def _make_importable(*folders: str | Path | None) -> None:
     """Put folders at the end of `sys.path`, where they stay for imports inside functions; what is installed comes first."""
     for folder in folders:
-        if folder is not None and (text := str(Path(folder).resolve())) not in sys.path:
-            sys.path.append(text)
+        if folder is not None and str(place := Path(folder).resolve()) not in sys.path:
+            sys.path.append(str(place))
+            _folders.add(place)
     importlib.invalidate_caches()
 
 
 def _import_module(spec: str, base: str | Path | None) -> Any:
     name = spec.partition(":")[0]
     _make_importable(base, Path.cwd())
+    _refuse_mixed(name.partition(".")[0], [Path(base or "."), Path()], spec)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -110,8 +118,9 @@ def _import_file(path: Path, spec: str) -> Any:
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"plug-in {spec!r}: {path} cannot be imported as Python")
     module = importlib.util.module_from_spec(module_spec)
-    _claim_neighbours(path, spec)
     _make_importable(path.parent)
+    for imported in _imported(path):
+        _refuse_mixed(imported, [path.parent], spec)
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
@@ -128,23 +137,22 @@ def _import_failed(spec: str, what: str, error: BaseException) -> UserError:
     return UserError(f"plug-in {spec!r}: importing {what} failed: {type(error).__name__}: {error}{hint}")
 
 
-_neighbours: dict[str, Path] = {}
-"""Files beside plug-ins that they import, by the name they are imported under."""
-
-
-def _claim_neighbours(path: Path, spec: str) -> None:
-    """Refuse a plug-in whose neighbour has the name of another plug-in's: a process holds one module of a name, so one would get the other's."""
-    for name in _imported(path):
-        beside = next(
-            (p for p in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if p.is_file()), None
+def _refuse_mixed(name: str, folders: Sequence[Path], spec: str) -> None:
+    """Refuse a plug-in that would get another plug-in's file: a process holds one module of a name."""
+    files = [folder / path for folder in folders for path in (f"{name}.py", f"{name}/__init__.py")]
+    wanted = next((file.resolve() for file in files if file.is_file()), None)
+    try:
+        found = importlib.util.find_spec(name) if wanted is not None else None
+    except (ImportError, ValueError):  # loaded by other means: importing it says more
+        return
+    if found is None or found.origin is None or not found.has_location:
+        return
+    origin = Path(found.origin).resolve()
+    folder = origin.parents[1] if origin.name == "__init__.py" else origin.parent
+    if origin != wanted and folder in _folders:
+        raise UserError(
+            f"plug-in {spec!r} needs {wanted} under the name {name!r}, which is that of {origin}, of another plug-in: rename one of the two"
         )
-        if beside is None or name in sys.stdlib_module_names:
-            continue
-        if _neighbours.setdefault(name, beside) != beside:
-            raise UserError(
-                f"plug-in {spec!r} imports {name!r} from {beside}, and another plug-in has loaded {_neighbours[name]} under that name: "
-                "rename one of the two files"
-            )
 
 
 def _imported(path: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
-from burnish.config.plugins import is_plugin, plugin_source
+from burnish.config.plugins import is_plugin, is_plugin_file, plugin_source
 from burnish.data.files import find_files
 from burnish.models.digest import digest, model_digest
 from burnish.run.directory import flatten
@@ -37,7 +37,8 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
         if is_plugin(name):
             file = plugin_source(name, base)
             if file is None:
-                raise UserError(f"{what} {name}: there is no {name.rpartition(':')[0]} in {base} or here")
+                kind = "file" if is_plugin_file(name) else "module"
+                raise UserError(f"{what} {name}: there is no {kind} {name.rpartition(':')[0]} in {base} or here")
             flat[f"{what}.content of {name}"] = digest([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain

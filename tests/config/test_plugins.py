@@ -84,8 +84,16 @@ def test_two_plugins_with_different_neighbours_of_one_name_are_refused(tmp_path:
         (tmp_path / folder / "same_name_twice.py").write_text(f"WHERE = {folder!r}\n")
         (tmp_path / folder / "scorer.py").write_text("from same_name_twice import WHERE\n")
     assert load_plugin("one/scorer.py:WHERE", tmp_path) == "one"
-    with pytest.raises(UserError, match=r"another plug-in has loaded .*one/same_name_twice.py under that name: rename"):
+    with pytest.raises(UserError, match=r"is that of .*one/same_name_twice.py, of another plug-in: rename"):
         load_plugin("two/scorer.py:WHERE", tmp_path)
+    for folder in ("one", "two"):
+        (tmp_path / folder / "module_twice.py").write_text(f"WHERE = {folder!r}\n")
+    assert load_plugin("module_twice:WHERE", tmp_path / "one") == "one"
+    for ask in (load_plugin, plugin_source):
+        with pytest.raises(
+            UserError, match=r"'module_twice:WHERE' needs .*two/module_twice.py .* rename one of the two"
+        ):
+            ask("module_twice:WHERE", tmp_path / "two")
 
 
 @pytest.mark.parametrize("text", ["grpo", "a b:c", "http://host:8000", "x.py", "1a:b", "a.:b", "C:\\x:y", "a:b:c"])

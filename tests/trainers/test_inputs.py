@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def test_new_code_is_told_of_once(tmp_path: Path, loaded: Loaded[TrainConfig]) -
     (note,) = keep_inputs(loaded)
     assert note == "mine.py has changed since the run was begun: from here on the new code counts"
     assert keep_inputs(loaded) == []
+
+
+def test_new_code_of_a_module_is_told_of(
+    tmp_path: Path, loaded: Loaded[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = tmp_path / "module_that_changes.py"
+    module.write_text("def judge(): ...\n")
+    again = load(TrainConfig, tmp_path / "recipe.yaml", ["reward.parts=module_that_changes:judge"])
+    assert keep_inputs(again) == []
+    module.write_text("def judge(): return 1\n")
+    (note,) = keep_inputs(again)
+    assert note.startswith("module_that_changes has changed since the run was begun")
 
 
 def test_what_is_not_there_is_for_others_to_say(tmp_path: Path, loaded: Loaded[TrainConfig]) -> None:
