@@ -174,5 +174,5 @@ def _reward_of_rows(data: str) -> list[dict[str, Any]]:
         return [{"name": "row"}]
     names = ", ".join(name for name in VERIFIERS if name != "task")
     raise UserError(
-        f"how are answers to {data} to be judged? give --reward with one of {names}, path/to/file.py:function or package.module:function"
+        f"how are answers to {data} to be judged? give --reward with one of {names}, or path/to/file.py:function or package.module:function"
     )

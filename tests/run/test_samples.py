@@ -31,6 +31,7 @@ def row(**changes: object) -> dict[str, object]:
         "gap": None,
         "turns": None,
         "details": None,
+        "extra": {"mine/expected": "7"},
         "error": None,
     } | changes
 
@@ -40,7 +41,7 @@ def test_rows_read_back_with_step_and_kind(tmp_path: Path) -> None:
     assert path.name == "train-000010.parquet"
     first, second = read_samples(tmp_path)
     assert list(first) == list(COLUMNS)
-    assert first == row() | {"step": 10, "kind": "train", "parts": '{"task": 1.0}'}
+    assert first == row() | {"step": 10, "kind": "train", "parts": '{"task": 1.0}', "extra": '{"mine/expected": "7"}'}
     assert second["reward"] is None
     assert second["error"] == "Traceback"
 
