@@ -242,6 +242,7 @@ class Rewards:
             names = [self._parts[index].config.name for index in applying]
             for index in applying:
                 self._check_answer(index, row)
+                self._warn_of_none(self._parts[index], row)
             if "code" in names or ("row" in names and row.extra["verifier"] == "code"):
                 self._check_sandbox()
                 try:
@@ -250,16 +251,8 @@ class Rewards:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
 
     def _check_answer(self, index: int, row: Row) -> None:
-        """Refuse a row without an expected answer where a part compares with one, and name the likely column.
-
-        A user's function may have no use for an answer: of one that is told None, a line is logged.
-        """
+        """Refuse a row without an expected answer where a part compares with one, and name the likely column."""
         part = self._parts[index]
-        if part.user is not None:
-            name = GIVES_ANSWER.get(part.user.convention)
-            if name is not None and part.user.wants(name) and is_missing(own(row, "ground_truth")):
-                self._warn_of_none(part, name, row)
-            return
         needs = part.needs_answer or (part.config.name == "row" and needs_answer(str(row.extra["verifier"])))
         if not needs or not is_missing(row.answer):
             return
@@ -270,9 +263,12 @@ class Rewards:
             f"none{has}: set answer_key of its data source to the column of the answer, such as data.train.0.answer_key={key or 'solution'}"
         )
 
-    def _warn_of_none(self, part: Part, name: str, row: Row) -> None:
-        """Once for each part."""
-        if part.label not in self._has_warned_of:
+    def _warn_of_none(self, part: Part, row: Row) -> None:
+        """Log a line, once for each part, where a user's function is told None for an answer: it may have no use for one."""
+        name = None if part.user is None else GIVES_ANSWER.get(part.user.convention)
+        if part.user is None or name is None or not part.user.wants(name) or part.label in self._has_warned_of:
+            return
+        if is_missing(own(row, "ground_truth")):
             self._has_warned_of.add(part.label)
             logger.warning(
                 "reward part %r: row %r has no expected answer, so %s is None there (it has: %s); where a column holds it, set answer_key "
