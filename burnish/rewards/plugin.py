@@ -88,12 +88,12 @@ CONVENTIONS = (VERL, VERL_BATCH, TRL, OPENRLHF)
 
 
 class TrainerState(NamedTuple):
-    """What TRL calls the trainer's state, as far as a reward may go by it."""
+    """What TRL calls the trainer's state, as far as a reward may go by it. Outside of training it is that of a finished run of one step."""
 
-    global_step: int
-    """Steps that are complete: 0 while the first one is sampled, and outside of training."""
-    max_steps: int
-    """Steps of the run; 0 outside of training."""
+    global_step: int = 1
+    """Steps that are complete: 0 while the first one is sampled."""
+    max_steps: int = 1
+    """Steps of the run."""
 
 
 class UserScorer(NamedTuple):
@@ -284,7 +284,7 @@ def _score_trl(
             for r in requests
         ],
         "completion_ids": [_completion_ids(r) for r in requests] if scorer.wants_tokens else [],
-        "trainer_state": TrainerState(max(0, requests[0].step - 1), max_steps),
+        "trainer_state": TrainerState(requests[0].step - 1, max_steps) if max_steps else TrainerState(),
         "log_extra": logs.log_extra,
         "log_metric": logs.log_metric,
     }

@@ -24,7 +24,7 @@ class Setup(NamedTuple):
     isolated: bool  # no network and a CPU limit: for built-in verifiers, never for a user's function
     memory_gib: float
     sandbox: str = "namespaces"  # or unsafe: where programs of answers run
-    max_steps: int = 0  # of the run, for functions that ask for the trainer's state
+    max_steps: int = 0  # of the run, for functions that ask for the trainer's state; 0 outside of training
 
 
 def frame(body: bytes) -> bytes:

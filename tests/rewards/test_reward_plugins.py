@@ -195,6 +195,9 @@ def test_trl_functions_get_tokens_progress_and_ways_to_log(load):
     ]
     first, second = score(load("asked"), rows, {}, max_steps=9)
     assert (first.value, second.value) == (903.0, None)
+    assert (
+        score(load("asked"), rows, {})[0].value == 101.0
+    )  # an evaluation: progress is complete, and no division by zero
     assert first.parts == second.parts == {"mean": 2.0}
     assert [dict(one.extra) for one in (first, second)] == [
         {"ids": "[6, 7, 8]", "flag": True},
