@@ -38,12 +38,8 @@ def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
         if path is not None and not is_reference(path) and not places(path, loaded.base, Path.is_file):
             yield f"no such file: {path} {looked}"
     for text in plugins_of(loaded.resolved):
-        if not places(text.rpartition(":")[0], loaded.base, Path.is_file):
-            yield f"plug-in {text!r}: no such file {looked}"
-    if isinstance(loaded.config, TrainConfig):
-        for part in loaded.config.reward.parts:
-            if is_plugin_module(part.name) and plugin_source(part.name, loaded.base) is None:
-                yield f"plug-in {part.name!r}: no such module (it is neither installed nor in {loaded.base} or here)"
+        if plugin_source(text, loaded.base) is None:
+            yield f"plug-in {text!r}: no such {'file' if is_plugin_file(text) else 'module'} {looked}"
 
 
 def directories_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
@@ -78,8 +74,19 @@ def _sources(value: Any) -> Iterator[Source]:
 
 
 def plugins_of(resolved: dict[str, Any]) -> list[str]:
-    """The plug-ins a config names, as `file.py:name`."""
-    return [text for text in _texts(resolved) if is_plugin_file(text)]
+    """The plug-ins a config names, as `file.py:name`; of a reward also as `package.module:name`, which elsewhere may be any text."""
+    files = [text for text in _texts(resolved) if is_plugin_file(text)]
+    parts = resolved.get("reward", {}).get("parts", [])
+    names = [
+        part.get("name") if isinstance(part, dict) else part for part in (parts if isinstance(parts, list) else [parts])
+    ]
+    return files + [name for name in names if isinstance(name, str) and is_plugin_module(name)]
+
+
+def plugin_files(resolved: dict[str, Any], base: Path) -> dict[str, Path]:
+    """The files of the plug-ins a config names that are there, by their path or module."""
+    found = {spec.rpartition(":")[0]: plugin_source(spec, base) for spec in sorted(plugins_of(resolved))}
+    return {name: file for name, file in found.items() if file is not None}
 
 
 def _texts(tree: Any) -> Iterator[str]:

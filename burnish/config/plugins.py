@@ -67,6 +67,8 @@ def plugin_source(spec: str, base: str | Path | None = None) -> Path | None:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a package around it is not there, or is a plain module
         return None
+    except (Exception, SystemExit) as error:
+        raise _import_failed(spec, f"the package of {name}", error) from error
     return Path(found.origin) if found is not None and found.origin is not None and found.has_location else None
 
 

@@ -231,11 +231,11 @@ def _score_verl_batch(
 def _said(returned: Any, what: str) -> Result:
     """A result in verl's form: a number, or a dict with "score", perhaps "acc", numbers to log and other things to show."""
     if not isinstance(returned, Mapping):
-        return Result(_finite(returned, what))
+        return Result(_finite(returned, what), verdict(returned))
     if "score" not in returned:
         raise ValueError(f"the dict returned has no 'score', only {', '.join(map(repr, returned)) or 'nothing'}")
     others = {str(key): value for key, value in returned.items() if key not in ("score", "acc")}
-    accuracy = returned.get("acc")
+    accuracy = returned.get("acc", verdict(returned["score"]))
     return Result(
         _finite(returned["score"], "'score'"),
         None if accuracy is None else _finite(accuracy, "'acc'"),
@@ -292,7 +292,8 @@ def _score_trl(
     return [
         Result(
             None if value is None else _finite(value, f"score {i}"),
-            parts=logs.numbers,
+            verdict(value),
+            logs.numbers,
             extra={column: values[i] for column, values in logs.extra.items()},
         )
         for i, value in enumerate(returned)
@@ -333,7 +334,7 @@ def _score_openrlhf(
     return [
         Result(
             _finite(value, f"reward {i}"),
-            None if scores is None else min(1.0, max(0.0, _finite(scores[i], f"score {i}"))),
+            verdict(value) if scores is None else min(1.0, max(0.0, _finite(scores[i], f"score {i}"))),
             {name: float(values[i]) for name, values in logged.items() if _is_number(values[i])},
             extra={name: _shown(values[i]) for name, values in logged.items() if not _is_number(values[i])},
         )
@@ -361,6 +362,12 @@ def _is_number(value: Any) -> bool:
     """Python's and numpy's numbers, and one-element tensors without importing what they come from."""
     is_scalar_array = getattr(value, "shape", None) == () and not isinstance(value, str | bytes)
     return isinstance(value, numbers.Real) or is_scalar_array
+
+
+def verdict(value: Any) -> float | None:
+    """The accuracy that a value states by its type: a truth value (Python's, numpy's or a tensor's) is a verdict, a number is none."""
+    is_truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    return float(value) if is_truth else None
 
 
 def _finite(value: Any, what: str) -> float:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.config.named_files import directories_of, places, plugins_of
-from burnish.config.plugins import is_plugin_module, plugin_source
+from burnish.config.named_files import directories_of, places, plugin_files
 from burnish.config.schema import TrainConfig
 from burnish.models.digest import digest, model_digest
 from burnish.run.files import atomic_write
@@ -38,12 +37,7 @@ def keep_inputs(folder: Path, config: TrainConfig, resolved: dict[str, Any], bas
 def inputs(config: TrainConfig, resolved: dict[str, Any], base: Path) -> dict[str, dict[str, str]]:
     """A digest of each model directory by its key, and of each plug-in's file by its name; what is not there is for others to say."""
     models = {key: places(path, base, Path.is_dir) for key, path in directories_of(config)}
-    files = {name.rpartition(":")[0] for name in plugins_of(resolved)}
-    plugins = {name: places(name, base, Path.is_file) for name in sorted(files)}
-    for part in config.reward.parts:
-        if is_plugin_module(part.name) and (source := plugin_source(part.name, base)) is not None:
-            plugins[part.name.partition(":")[0]] = [source]
     return {
         "models": {key: model_digest(found[0]) for key, found in models.items() if found},
-        "plugins": {name: digest([found[0].read_bytes()]) for name, found in plugins.items() if found},
+        "plugins": {name: digest([file.read_bytes()]) for name, file in plugin_files(resolved, base).items()},
     }

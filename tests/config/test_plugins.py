@@ -66,6 +66,11 @@ def test_a_module_is_loaded_by_its_name_with_its_relative_imports(tmp_path: Path
     assert load_plugin(spec, tmp_path)([]) == 3
     assert plugin_source(spec, tmp_path) == package / "inner" / "scoring.py"
     assert plugin_source("no_such_package.of_anyone:score", tmp_path) is None
+    (tmp_path / "package_that_fails").mkdir()
+    (tmp_path / "package_that_fails" / "__init__.py").write_text("raise SystemExit(0)\n")
+    for ask in (plugin_source, load_plugin):
+        with pytest.raises(UserError, match=r"importing .*package_that_fails.* failed: SystemExit: 0"):
+            ask("package_that_fails.inner:score", tmp_path)
     for wrong, message in (
         ("package_of_a_user.inner.scoring:scores", "did you mean 'score'"),
         ("package_of_a_user.other:score", "there is no module 'package_of_a_user.other'"),

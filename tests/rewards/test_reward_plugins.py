@@ -227,6 +227,14 @@ def test_a_list_of_the_wrong_length_raises_and_none_means_not_applicable(tmp_pat
         score(of(lambda completions, log_metric: log_metric("c", "x"), tmp_path), [request()], {})
 
 
+def test_truth_values_are_verdicts_and_numbers_are_not(tmp_path):
+    kinds = [True, np.bool_(False), torch.tensor(True), 1.0, np.float32(1.0), 1, None]
+    said = score(of(lambda completions: kinds, tmp_path), [request()] * len(kinds), {})
+    assert [one.accuracy for one in said] == [1.0, 0.0, 1.0, None, None, None, None]
+    assert score(of(lambda solution_str: {"score": True}, tmp_path), [request()], {}) == [Result(1.0, 1.0)]
+    assert score(of(lambda queries: np.array([True]), tmp_path), [request()], {}) == [Result(1.0, 1.0)]
+
+
 def test_openrlhf_functions_return_a_tensor_or_a_dict_of_them(load, tmp_path):
     rows = [request("ab", answer="1"), request("c", answer="2", prompt=[{"role": "user", "content": "hello"}])]
     assert [r.value for r in score(load("reward_func"), rows, {})] == [3 + 10 + 100, 6 + 50 + 200]
