@@ -97,7 +97,7 @@ def of_run(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Pa
         raise UserError(f"run {source} has no checkpoint with a score, so none is best: use --step last")
     if step == "last" or best is None:
         return folders[max(folders)], "its last" + ("" if step == "last" else ", none has a score")
-    return best.path, f"its best, {best.score:.3f}"
+    return best.path, f"its best: {best.score_text}"
 
 
 def others(path: Path) -> str:

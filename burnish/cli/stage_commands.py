@@ -14,11 +14,11 @@ from burnish.cli.stage_plan import Plan, Ready, product
 from burnish.config.load import Loaded, plain_values
 from burnish.config.references import resolved
 from burnish.core.workers import WorkerLost
-from burnish.run.checkpoints import Checkpoints, read_manifest
+from burnish.run.checkpoints import Checkpoint, Checkpoints, read_manifest
 from burnish.run.directory import RunDirectory
 from burnish.run.files import atomic_directory
 from burnish.run.heartbeat import FILE, Heartbeat
-from burnish.run.metrics import read
+from burnish.run.metrics import held_out_figures, read
 from burnish.run.stage_index import Outcome, sums_of, write_outcome
 from burnish.run.supervise import LOST
 
@@ -100,22 +100,24 @@ def _trained_outcome(plan: Plan, ready: Ready, config: Any) -> Outcome | None:
     assert manifest is not None, "a checkpoint that was found whole has one"
     names = [file for file, entry in manifest["files"].items() if entry["of"] == "model"]
     rows = read(run.metrics)
-    before, after = _accuracies(command, config, rows, chosen.score)
+    before, after = _figures(command, config, rows, chosen)
     loss = rows[-1].get(f"{section}/loss")
     note = f"{total:,} {key}" + (f", loss {loss:.3f}" if loss is not None else "")
     path = str(chosen.path.relative_to(plan.folder))
     return Outcome(path, sums_of(chosen.path, names), note, before, after)
 
 
-def _accuracies(
-    command: str, config: Any, rows: list[dict[str, float]], score: float | None
+def _figures(
+    command: str, config: Any, rows: list[dict[str, float]], chosen: Checkpoint
 ) -> tuple[float | None, float | None]:
-    """Held-out accuracy before the first step, and of the model that was chosen."""
+    """Held-out accuracy, or the mean of graded rewards, before the first step and of the model that was chosen."""
     kinds = [next(iter(config.validation.modes))] if command == "train" else ["pairs", "answers"]
+    measured = {name: figure for row in rows for name, figure in held_out_figures(row).items()}
     for kind in kinds:
-        values = {row["step"]: row[name] for row in rows if (name := f"validation/{kind}/accuracy") in row}
-        if values:
-            return values.get(0), score if score is not None else values[max(values)]
+        if kind in measured:
+            name = f"validation/{kind}/{measured[kind]}"
+            values = {row["step"]: row[name] for row in rows if name in row}
+            return values.get(0), values.get(chosen.step, values[max(values)])
     return None, None
 
 
@@ -162,7 +164,8 @@ def _shown_outcome(command: str, target: Path) -> dict[str, Any]:
         result = json.loads(target.with_suffix(".json").read_text())
         length = result["length"]["mean"]
         note = f"{result['num_prompts']:,} prompts x {result['n']}, {length:.1f} tokens each"
-        return {"note": note, "after": result["accuracy"]}
+        is_graded = result["accuracy"] is None and result["reward"] is not None
+        return {"note": note, "after": result["reward"]["value"] if is_graded else result["accuracy"]}
     if command.startswith("data "):
         manifest = json.loads(target.with_name(target.name + ".manifest.json").read_text())
         return {"note": f"{manifest['output']['rows']:,} rows"}

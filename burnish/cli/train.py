@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import UserError
 from burnish.config.load import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import TrainConfig
+from burnish.config.text import parse
 from burnish.core.workers import WorkerLost
 from burnish.run.directory import run_name
 from burnish.run.supervise import LOST, is_possible, supervise
@@ -83,7 +84,7 @@ def _step_number(word: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the last lines are the held-out accuracy before and after RL."""
+    """Train; the last lines are the held-out accuracy, or the mean of graded rewards, before and after RL."""
     loaded, name = load_recipe(TrainConfig, args)
     if args.dry_run:
         check_controls(args, loaded.config)
@@ -202,36 +203,43 @@ def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind
 
 
 def finish(run: Run) -> None:
-    """Report, curves, and the numbers a person wants to see last."""
+    """Report, curves, and the numbers a person wants to see last: of all validation modes, of the first once more at the end."""
     from burnish.report.curves import write_curves
     from burnish.report.html import write_report
-    from burnish.run.metrics import read
+    from burnish.run.metrics import FIGURES, held_out_figures, read
 
     print(f"curves: {write_curves(run.directory.path)}")
     print(f"report: {write_report(run.directory.path)}")
-    best = run.checkpoints.best() or run.checkpoints.latest()
-    if best is not None:
-        print(f"model:  {best.path}")
+    best = run.checkpoints.best()
+    model = best or run.checkpoints.latest()
+    if model is not None:
+        why = "the last, none has a score" if best is None else f"step {best.step} is the best: {best.score_text}"
+        print(f"model:  {model.path}\n        {why}")
     measured = [row for row in read(run.directory.metrics) if any(k.startswith("validation/") for k in row)]
     if not measured:
         return
     before, after = measured[0], measured[-1]
-    modes = [
-        k.split("/")[1] for k in after if k.startswith("validation/") and k.count("/") == 2 and k.endswith("/accuracy")
-    ]
-    for mode in modes:
-        _print_table(mode, before, after)
-    if not modes:
+    figures = held_out_figures(after)
+    if not figures:
         print("held-out accuracy: none, not one held-out sample could be scored")
         return
-    main = f"validation/{modes[0]}/accuracy"
+    modes = parse(run.directory.config.read_text(), str(run.directory.config))["validation"]["modes"]  # in their order
+    there = [mode for mode in modes if mode in figures]
+    for mode in there:
+        _print_table(mode, figures[mode], before, after)
+    mode, figure = there[0], figures[there[0]]
+    name = f"validation/{mode}/{figure}"
     if before["step"] == 0:
-        print(f"held-out accuracy before RL: {before.get(main, float('nan')):.3f}")
-    print(f"held-out accuracy after RL: {after[main]:.3f}")
+        print(f"{FIGURES[figure]} before RL: {before.get(name, float('nan')):.3f}")
+    print(f"{FIGURES[figure]} after RL: {after[name]:.3f}")
 
 
-def _print_table(mode: str, before: dict[str, float], after: dict[str, float]) -> None:
-    prefix = f"validation/{mode}/accuracy"
+def _print_table(mode: str, figure: str, before: dict[str, float], after: dict[str, float]) -> None:
+    """The first and the last value of a mode's figure, of all rows and by column."""
+    from burnish.run.metrics import FIGURES
+
+    prefix = f"validation/{mode}/{figure}"
+    print(f"  {FIGURES[figure] + ', ' + mode:<32} step {before['step']} -> step {after['step']}")
     for key in [k for k in after if k == prefix or k.startswith(prefix + "/")]:
-        label = f"{mode}, {key.removeprefix(prefix).lstrip('/') or 'all'}"
-        print(f"  {label:<24} {before.get(key, float('nan')):.3f} -> {after[key]:.3f}")
+        label = key.removeprefix(prefix).lstrip("/") or "all"
+        print(f"    {label:<30} {before.get(key, float('nan')):.3f} -> {after[key]:.3f}")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from burnish.config.demonstrations import check_demonstrations_fit
 from burnish.config.distillation import check_distillation_fits
+from burnish.config.plugins import is_plugin
+from burnish.config.reward import RewardPart
 from burnish.config.slots.advantages import ADVANTAGES
 
 if TYPE_CHECKING:
@@ -15,6 +17,17 @@ TEXT_ONLY = ("format", "think_format", "language")
 """Rewards that look at how an answer is written: they say nothing about right or wrong."""
 NO_VERDICT = (*TEXT_ONLY, "model")
 """All rewards that say nothing about right or wrong: the score of a model has no zero."""
+
+
+def is_verdict(part: RewardPart) -> bool:
+    """Whether a part is known to tell correct from wrong answers before it is called: a built-in verifier, or one with `correct_at`."""
+    graded = part.name in (*NO_VERDICT, "judge") or is_plugin(part.name)
+    return part.correct_at is not None or not graded
+
+
+def may_judge(part: RewardPart) -> bool:
+    """Whether a part may tell correct from wrong answers: also a function or a judge, which say so with each value."""
+    return is_verdict(part) or part.name not in NO_VERDICT
 
 
 def check_algorithm_fits(config: TrainConfig) -> None:
@@ -57,10 +70,10 @@ def check_algorithm_fits(config: TrainConfig) -> None:
         *algorithm.needs("accuracy"),
         *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
     ]
-    if judged and all(part.name in NO_VERDICT for part in config.reward.parts):
+    if judged and not any(may_judge(part) for part in config.reward.parts):
         raise ValueError(
             f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in config.reward.parts)} says neither: "
-            "add a reward part that judges the answer"
+            "add a reward part that judges the answer, or set correct_at of one to the value from which an answer is correct"
         )
     check_demonstrations_fit(config)
     check_distillation_fits(config)

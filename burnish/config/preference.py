@@ -10,7 +10,7 @@ from burnish.config.data import Sources, Template
 from burnish.config.model import Model, check_trainable
 from burnish.config.optimizer import Optimizer, check_optimizer_fits
 from burnish.config.parallel import Parallel, check_parallel_fits
-from burnish.config.schema import Activations, Run
+from burnish.config.schema import Activations, Run, check_best_by
 from burnish.config.slots import Record
 from burnish.config.slots.losses import DpoLoss, PreferenceSlot
 
@@ -82,6 +82,8 @@ class PreferConfig(Record):
             raise ValueError(
                 "run.keep_best=false has no effect without preference.held_out_every: no model but the last is measured"
             )
+        kind = "answers" if stage.loss.name == "kto" else "pairs"
+        check_best_by(self.run.best_by, [kind] if stage.held_out else [], ("accuracy", "margin", "loss"))
         if not stage.data:
             raise ValueError("no data: give preference.data (a file, a task or a plug-in)")
         return self

@@ -6,6 +6,7 @@ paper would do otherwise.
 
 from __future__ import annotations
 
+from burnish.config.load import from_preset
 from burnish.config.schema import TrainConfig
 from burnish.config.slots import Plugin
 
@@ -41,13 +42,18 @@ def _algorithm(config: TrainConfig) -> list[str]:
             "algorithm.kl is both in the loss and in the reward: the policy pays twice for leaving the reference"
         )
     one_update = training.mini_batches * training.epochs == 1
-    clipped = not isinstance(algorithm.clip, Plugin) and algorithm.clip.name in ("ppo", "log_geo", "is_weight")
+    # A preset's own clip is part of what it is called; only one that was set by hand was meant to act.
+    is_set = algorithm.clip != from_preset(algorithm.preset).clip
+    clipped = (
+        is_set and not isinstance(algorithm.clip, Plugin) and algorithm.clip.name in ("ppo", "log_geo", "is_weight")
+    )
     is_old = (
         config.rollout.source.name != "sync" and algorithm.correction.name == "bypass"
     ) or algorithm.replay is not None  # the ratio to older weights
     if one_update and algorithm.ratio.name != "none" and clipped and not is_old:
         found.append(
-            "one update a batch: the ratio is 1 and the clip never acts; training.mini_batches or training.epochs above 1 would use it"
+            "algorithm.clip has no effect with one update a batch: the policy that learns is the one that sampled, so its ratio is 1 and never "
+            "reaches the clip; training.mini_batches or training.epochs above 1 would use it"
         )
     if algorithm.ratio.name == "sequence" and algorithm.advantage.name in BY_TOKEN:
         found.append(

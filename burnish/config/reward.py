@@ -17,6 +17,9 @@ class RewardPart(Record):
     """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, ifeval, code, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
     weight: float = 1.0
     """Its weight in the sum."""
+    correct_at: float | None = None
+    """Values of this or more count as correct: accuracy, pass@k and filters by accuracy go by it. null: 1 for the built-in verifiers; a function says it
+    itself (it returns True or False, or a dict with `acc`), and any other function, `model` and a judge's score are graded: no answer counts as correct."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier, such as `pattern` for format."""
     sources: list[str] | None = None

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from burnish.config.data import Sources, Template
 from burnish.config.model import Model, check_trainable
 from burnish.config.optimizer import Optimizer, check_optimizer_fits
-from burnish.config.schema import Activations, Run
+from burnish.config.schema import Activations, Run, check_best_by
 from burnish.config.slots import Record
 
 
@@ -69,4 +69,5 @@ class RewardModelConfig(Record):
             raise ValueError("reward_model.held_out_every has no effect without reward_model.held_out")
         if not self.run.keep_best and not stage.held_out_every:
             raise ValueError("run.keep_best=false has no effect without reward_model.held_out_every")
+        check_best_by(self.run.best_by, ["pairs"] if stage.held_out else [], ("accuracy", "margin", "loss"))
         return self

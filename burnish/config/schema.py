@@ -5,6 +5,7 @@ The docstring under a field is its documentation: `burnish train --help` and doc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -12,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from burnish.config.algorithm import Algorithm
 from burnish.config.data import Data, Sources, Template
 from burnish.config.environment import Environment, check_environment_fits
+from burnish.config.errors import nearest
 from burnish.config.fits import check_algorithm_fits
 from burnish.config.lists import named
 from burnish.config.model import Model, check_trainable
@@ -78,9 +80,9 @@ class Validation(Record):
     limit: int | None = Field(None, ge=1)
     """Most prompts; null means all. A generated task needs it."""
     modes: dict[str, ValidationMode] = Field(default_factory=lambda: {"greedy": ValidationMode()}, min_length=1)
-    """Named ways of sampling; the first one's accuracy chooses the best checkpoint. max_tokens unset follows rollout."""
+    """Named ways of sampling; the first one chooses the best checkpoint (run.best_by). max_tokens unset follows rollout."""
     by: str | None = None
-    """Also report accuracy by this column of the rows."""
+    """Also report the accuracy, or the mean of graded rewards, by this column of the rows."""
 
 
 class Sft(Record):
@@ -119,12 +121,43 @@ class Run(Record):
     """Newest checkpoints kept, besides the best one."""
     keep_best: bool = True
     """Save at every validation too, so that the best policy measured is kept; false saves only every save_every steps."""
+    best_by: str | None = None
+    """The metric that says which checkpoint is best, such as validation/greedy/reward_mean; with a leading minus (-validation/greedy/length_mean)
+    the lowest is best. null: the held-out accuracy of the first mode, or its reward_mean where rewards are graded and there is no accuracy."""
     samples_every: int = Field(10, ge=1)
     """Steps between tables of samples."""
     trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
     """Also send metrics there (extra: track)."""
     threads: int | None = Field(None, ge=1)
     """CPU threads for arithmetic; null leaves torch's choice."""
+
+
+MEASURED = (
+    "accuracy",
+    "reward_mean",
+    "length_mean",
+    "truncated",
+    "failed",
+    "turns_mean",
+    "process_accuracy",
+    "process_ranking",
+)
+"""What a validation of a policy may measure, in each of its modes."""
+
+
+def check_best_by(best_by: str | None, kinds: Sequence[str], measured: Sequence[str]) -> None:
+    """Refuse a `run.best_by` that no validation of the run has; `kinds` are what its metrics are called after."""
+    if best_by is None:
+        return
+    if not kinds:
+        raise ValueError(f"run.best_by={best_by} has no effect: this run measures nothing on held-out data")
+    first, kind, name = [*best_by.removeprefix("-").split("/", 2), "", ""][:3]
+    if first != "validation" or kind not in kinds or name.split("/")[0] not in measured:
+        known = [f"validation/{kind}/{name}" for kind in kinds for name in measured]
+        raise ValueError(
+            f"run.best_by={best_by}: no such metric{nearest(best_by.removeprefix('-'), known)}; expected one of {', '.join(known)}, "
+            "with a leading minus where the lowest is best"
+        )
 
 
 class TrainConfig(Record):
@@ -191,6 +224,7 @@ class TrainConfig(Record):
             raise ValueError(
                 "run.keep_best=false has no effect without validation.every: no policy but the last is measured"
             )
+        check_best_by(self.run.best_by, list(self.validation.modes) if self.data.validation else [], MEASURED)
         for source in self.data.validation:
             if source.task is not None and self.validation.limit is None and source.limit is None:
                 raise ValueError("a generated task has no end: set validation.limit (or the source's limit)")
@@ -220,6 +254,7 @@ class SftConfig(Record):
         check_optimizer_fits(self.sft.optimizer, "sft.optimizer", self.model.dtype, self.model.device)
         if not self.run.keep_best:
             raise ValueError("run.keep_best=false has no effect on sft, which measures no policy between its updates")
+        check_best_by(self.run.best_by, [], ())
         if not self.sft.data:
             raise ValueError("no data: give sft.data (a file, a task or a plug-in)")
         return self

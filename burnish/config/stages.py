@@ -40,7 +40,7 @@ class Stage(Record):
     start: str | None = None
     """The model to begin with: base, previous (the last stage before it that made a policy, or base), or a stage's name. null is previous."""
     take: Literal["best", "last"] = "best"
-    """Which checkpoint of a training stage is its model: the best by held-out accuracy (the last where none was measured), or the last."""
+    """Which checkpoint of a training stage is its model: the best by its run.best_by (the last where nothing was measured), or the last."""
     recipe: str | None = None
     """A YAML file of the command to begin the config with, relative to this one (training stages)."""
     config: dict[str, Any] = Field(default_factory=dict)

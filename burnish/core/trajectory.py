@@ -6,7 +6,7 @@ numpy array, so a trajectory can cross a process or lie in a file without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +65,7 @@ class Trajectory:
     reward: float | None = None
     """None: not scored yet, or the scorer failed; then it has no place in the loss or in group statistics."""
     accuracy: float | None = None
+    """1 for a correct answer, 0 for a wrong one; None where the reward does not tell the two apart."""
     parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +92,15 @@ class Trajectory:
     @property
     def num_actions(self) -> int:
         return sum(s.num_actions for s in self.sequences)
+
+
+def judged(trajectories: Iterable[Trajectory]) -> list[tuple[Trajectory, float]]:
+    """The scored trajectories whose reward tells correct from wrong, each with its accuracy.
+
+    A call that timed out counts as wrong. Where no other call gave an accuracy the reward is graded, and there is none at all.
+    """
+    found = [(t, t.accuracy) for t in trajectories if t.reward is not None and t.accuracy is not None]
+    return found if any(not t.metadata.get("timed_out") for t, _ in found) else []
 
 
 def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:

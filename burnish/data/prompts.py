@@ -106,8 +106,8 @@ class PromptStream:
         scored = [t for t in trajectories if t.reward is not None]
         if scored and all(t.accuracy is None for t in scored):
             raise UserError(
-                "the curriculum chooses prompts by how often they are answered right, but no part of the reward says "
-                "right or wrong; add one, or set the curriculum to none"
+                "the curriculum chooses prompts by how often they are answered right, but no part of the reward says right or wrong: "
+                "set correct_at of a part to the value from which an answer is right, or set the curriculum to none"
             )
         for prompt_id, right, total in visits(scored):
             self._statistics.observe(prompt_id, right, total)

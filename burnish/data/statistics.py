@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.core.trajectory import Trajectory
+from burnish.core.trajectory import Trajectory, judged
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class PromptStatistics:
 def visits(trajectories: Iterable[Trajectory]) -> list[tuple[str, float, int]]:
     """(prompt id, right, judged) of each visit among the trajectories, in the order they first appear."""
     found: dict[tuple[str, int], tuple[float, int]] = {}
-    for t in trajectories:
-        if t.reward is not None and t.accuracy is not None:
-            right, total = found.get((t.prompt_id, t.visit), (0.0, 0))
-            found[t.prompt_id, t.visit] = right + t.accuracy, total + 1
+    for t, accuracy in judged(trajectories):
+        right, total = found.get((t.prompt_id, t.visit), (0.0, 0))
+        found[t.prompt_id, t.visit] = right + accuracy, total + 1
     return [(prompt_id, right, total) for (prompt_id, _), (right, total) in found.items()]

@@ -48,6 +48,9 @@ class Environment(Protocol):
 
     One that gives all rewards itself may say so by an attribute `gives_rewards = True`: then a trajectory that is cut off (too
     many turns, too many tokens) has what it earned until then; without it the configured reward scores it.
+
+    Its rewards are graded unless an attribute `correct_at` says from which reward on a trajectory counts as correct. Accuracy, pass@k and filters
+    by accuracy go by that.
     """
 
     def start(self) -> Turn:

@@ -20,6 +20,7 @@ class GuessNumber:
     """One number to be guessed. A completion's guess is the last number in it; one without any changes nothing."""
 
     gives_rewards = True
+    correct_at = 1.0
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
         row = prompt.row

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from burnish.config.fits import NO_VERDICT
+from burnish.config.fits import may_judge
 from burnish.config.reward import RewardPart
 from burnish.rewards.verifiers import answer_block, answered_number, chosen_letter, last_boxed
 
@@ -44,7 +44,7 @@ def read_answer(kind: str, completion: str) -> Answer:
 def kind_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[str, Any]) -> str:
     """The verifier that decides whether a row's answer is right: of the parts that apply to it the first that judges."""
     for part in parts:
-        if part.name in NO_VERDICT or (part.sources is not None and data_source not in part.sources):
+        if not may_judge(part) or (part.sources is not None and data_source not in part.sources):
             continue
         if part.name == "rule_scores":
             return str(part.options.get("checker", "number"))

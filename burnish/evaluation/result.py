@@ -48,7 +48,7 @@ class Result:
     n: int
     """Samples a question."""
     accuracy: Estimate | None
-    """mean@n; None where no sample has an accuracy: every scorer failed, or the only reward is `format`."""
+    """mean@n; None where no sample has an accuracy: every scorer failed, or the reward is graded (`format`, a function that gives numbers)."""
     reward: Estimate | None
     pass_at: dict[int, Estimate]
     maj_at: dict[int, Estimate]
@@ -81,7 +81,7 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
     if not rows:
         raise ValueError("no completions")
     groups = by_question(rows)
-    scored = by_question([row for row in rows if row["accuracy"] is not None])
+    scored = by_question(judged(rows))
     n = max(map(len, groups.values()))
     accuracies = [[row["accuracy"] for row in group] for group in scored.values()]
     graded = by_question([row for row in rows if row["reward"] is not None])
@@ -115,6 +115,12 @@ def by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(row["id"], []).append(row)
     return groups
+
+
+def judged(rows: Sequence[Row]) -> list[Row]:
+    """The rows whose reward tells correct from wrong. A call that timed out counts as wrong, unless no other row has an accuracy: then rewards are graded."""
+    found = [row for row in rows if row["accuracy"] is not None]
+    return found if any(not row["timed_out"] for row in found) else []
 
 
 # --- what choosing among k gives -------------------------------------------------------------------------------------

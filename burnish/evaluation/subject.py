@@ -55,7 +55,7 @@ def _of_run(run: RunDirectory) -> Subject:
     chosen = best or checkpoints.latest()
     if chosen is None:
         raise UserError(f"run {run.path} has no checkpoint yet; wait for its first one (run.save_every)")
-    why = "the newest checkpoint, none has a score" if chosen.score is None else f"its best, {chosen.score:.3f}"
+    why = "the newest checkpoint, none has a score" if chosen.score is None else f"its best: {chosen.score_text}"
     config = parse(run.config.read_text(encoding="utf-8"), str(run.config))
     if not isinstance(config, dict):
         raise UserError(f"{run.config}: expected `key: value` lines")

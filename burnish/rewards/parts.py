@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, unknown
-from burnish.config.fits import NO_VERDICT
+from burnish.config.fits import is_verdict, may_judge
 from burnish.config.plugins import is_plugin
 from burnish.config.reward import RewardPart
 from burnish.rewards.judge.options import JudgeOptions
@@ -84,6 +84,23 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
     return checked
 
 
+def accuracy_of(part: RewardPart, result: Result) -> float | None:
+    """Whether a part calls an answer correct; None where its value is graded, so that no value of it means correct.
+
+    A threshold in the config decides first, then what the part itself says. The built-in verifiers give 1 to correct answers alone. The
+    scale of a user's function is not known: a 1 may be the best or the worst of it.
+    """
+    if result.value is None or not may_judge(part):
+        return None
+    if result.timed_out:
+        return 0.0
+    if part.correct_at is not None:
+        return float(result.value >= part.correct_at)
+    if result.accuracy is not None:
+        return result.accuracy
+    return float(result.value >= 1) if is_verdict(part) else None
+
+
 def combine(parts: Sequence[Part], done: Open) -> Score:
     """The score of a request all of whose parts have an outcome; sums in the order of the config."""
     values: dict[str, float] = {}
@@ -109,8 +126,8 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
             continue
         reward += part.config.weight * result.value
         steps += [(position, part.config.weight * value) for position, value in result.steps]
-        if accuracy is None and part.config.name not in NO_VERDICT:
-            accuracy = float(result.value >= 1) if result.accuracy is None else result.accuracy
+        if accuracy is None:
+            accuracy = accuracy_of(part.config, result)
     if not num_values and not errors:
         errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
     elif not errors and (wrong := out_of_range(reward)):

@@ -353,7 +353,7 @@ class Rewards:
             elif outcome.timed_out:
                 self._counters["answer_timeout"] += 1
                 item.timed_out = True
-                item.results[index] = Result(0.0, 0.0)
+                item.results[index] = Result(0.0, timed_out=True)
             else:
                 self._counters["scorer_failed"] += 1
                 shown = item.request.completion[-SHOWN_CHARS:]

@@ -69,7 +69,9 @@ class Score:
 
     id: str
     reward: float | None
-    accuracy: float | None  # None too when only `format` applies
+    accuracy: (
+        float | None
+    )  # 1 correct, 0 wrong; None too where no part tells the two apart (`format`, a graded function)
     parts: dict[str, float] = field(default_factory=dict)  # raw values by part, before weights
     timed_out: bool = False
     error: str | None = None
@@ -82,7 +84,7 @@ class Result(NamedTuple):
     """What one part says of one request."""
 
     value: float | None  # None: a batch function says that it does not apply to this row (TRL's convention)
-    accuracy: float | None = None
+    accuracy: float | None = None  # 1 correct, 0 wrong; None: `parts.accuracy_of` decides by the value
     parts: Mapping[str, float] = MappingProxyType({})  # further numbers to log
     details: str = ""  # why, for whoever looks at the sample
     timed_out: bool = False  # a program of the answer did not come to an end

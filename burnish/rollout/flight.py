@@ -275,12 +275,18 @@ class Flight:
             finish=finish,
             completion=self.driver.tokenizer.decode(one.context[one.prompt_length :]),
             reward=reward,
-            accuracy=None if reward is None else float(reward >= 1),
+            accuracy=_accuracy(one.environment, reward),
             parts={} if reward is None else {"environment": reward},
             error=error,
             metadata={"prompt_length": one.prompt_length},
             turns=one.turns,
         )
+
+
+def _accuracy(environment: object, reward: float | None) -> float | None:
+    """Whether what an environment gave means success, which only the environment knows; None where it does not say."""
+    threshold = getattr(environment, "correct_at", None)
+    return None if reward is None or threshold is None else float(reward >= threshold)
 
 
 def _asked(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:

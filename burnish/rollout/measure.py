@@ -1,4 +1,4 @@
-"""Measuring a policy on held-out prompts: accuracy, by a column of the rows if asked, and lengths."""
+"""Measuring a policy on held-out prompts: accuracy or mean reward, by a column of the rows if asked, and lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from burnish.config.rollout import Sampling
 from burnish.core.engine import SamplingOptions
+from burnish.core.trajectory import judged
 from burnish.data.prompts import Draw, Prompt
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
@@ -40,17 +41,18 @@ def measure(
 
 
 def summary(scored: Scored, by: str | None = None) -> dict[str, float]:
-    """accuracy, reward_mean, length_mean, truncated, failed, turns_mean where there are several; and accuracy/<by>=<value> for each value of a column.
+    """accuracy, reward_mean, length_mean, truncated, failed, and turns_mean where there are several turns.
 
-    An accuracy is of the samples that have one: `format` alone says nothing about right or wrong.
+    The accuracy is of the samples that have one. A graded reward gives none: then reward_mean is the figure. With `by` that figure also stands
+    for each value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
     """
     trajectories = [t for t in scored.trajectories if t.reward is not None]
     values = {"failed": float(len(scored.trajectories) - len(trajectories))}
     if not trajectories:
         return values
-    judged = [(t, t.accuracy) for t in trajectories if t.accuracy is not None]
-    if judged:
-        values["accuracy"] = _mean([accuracy for _, accuracy in judged])
+    verdicts = judged(trajectories)
+    if verdicts:
+        values["accuracy"] = _mean([accuracy for _, accuracy in verdicts])
     values["reward_mean"] = _mean([float(t.reward or 0.0) for t in trajectories])
     values["length_mean"] = _mean([t.num_actions for t in trajectories])
     values["truncated"] = _mean([t.truncated and t.finish != "turns" for t in trajectories])
@@ -58,10 +60,12 @@ def summary(scored: Scored, by: str | None = None) -> dict[str, float]:
         values["turns_mean"] = _mean([len(t.turns) for t in trajectories])
     if by is not None:
         column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in scored.draws}
+        graded = [(t, float(t.reward or 0.0)) for t in trajectories]
         parts = defaultdict(list)
-        for t, accuracy in judged:
-            parts[column[t.prompt_id]].append(accuracy)
-        values.update({f"accuracy/{by}={value}": _mean(parts[value]) for value in sorted(parts, key=str)})
+        for t, figure in verdicts or graded:
+            parts[column[t.prompt_id]].append(figure)
+        name = "accuracy" if verdicts else "reward_mean"
+        values.update({f"{name}/{by}={value}": _mean(parts[value]) for value in sorted(parts, key=str)})
     return values
 
 

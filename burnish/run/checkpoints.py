@@ -1,7 +1,7 @@
 """Checkpoints: which exist, which are whole, which stay.
 
 A checkpoint is a folder `step-000050`, written under a temporary name and renamed. Its manifest `burnish.json`, written
-last, holds the step, the score, and of every file its size, its CRC-32 and whether it is part of the model or of what
+last, holds the step, the score with the name of its metric, and of every file its size, its CRC-32 and whether it is part of the model or of what
 training needs besides; so a damaged one is found before it is loaded.
 The newest `keep_last` and the best stay; the others go, and only after the new one is on disk. `index.json` says the
 same for people and other tools; the manifests are what counts.
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,20 @@ class Checkpoint:
     path: Path
     step: int
     score: float | None
+    metric: str | None = None
+    """The metric the score is the value of; a leading minus says that lower is better. None in checkpoints that do not tell."""
+
+    @property
+    def score_text(self) -> str:
+        """The score with what it is: `validation/greedy/accuracy 0.500`."""
+        if self.score is None:
+            return "no score"
+        name = "score" if self.metric is None else self.metric.removeprefix("-")
+        return f"{name} {self.score:.3f}" + (", lower is better" if self.is_lower_better else "")
+
+    @property
+    def is_lower_better(self) -> bool:
+        return self.metric is not None and self.metric.startswith("-")
 
 
 def damage(path: Path, contents: bool = True, of: str | None = None) -> str | None:
@@ -57,9 +71,26 @@ def damage(path: Path, contents: bool = True, of: str | None = None) -> str | No
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The highest score; of equals the earlier, which needed less training."""
+    """The best score; of equals the earlier, which needed less training.
+
+    Values of different metrics cannot be compared: those of the metric that the newest scored checkpoint has are.
+    """
     scored = [c for c in checkpoints if c.score is not None]
-    return max(scored, key=lambda c: (c.score, -c.step), default=None)
+    alike = [c for c in scored if c.metric == scored[-1].metric]
+    return max(alike, key=lambda c: (-_number(c) if c.is_lower_better else _number(c), -c.step), default=None)
+
+
+def _number(checkpoint: Checkpoint) -> float:
+    assert checkpoint.score is not None
+    return checkpoint.score
+
+
+def score_by(best_by: str | None, defaults: Sequence[str], measured: Mapping[str, float]) -> tuple[float, str] | None:
+    """The score of a checkpoint with its metric: that of `run.best_by`, or the first of the defaults that was measured; None without one."""
+    for metric in (best_by,) if best_by is not None else defaults:
+        if (value := measured.get(metric.removeprefix("-"))) is not None:
+            return value, metric
+    return None
 
 
 def print_to_stderr(text: str) -> None:
@@ -75,8 +106,8 @@ class Checkpoints:
         self.keep_last = keep_last
         self.report = report
 
-    def write(self, step: int, snapshot: Snapshot, score: float | None = None) -> Path:
-        """Make a snapshot the checkpoint of `step`, then prune. Returns its path.
+    def write(self, step: int, snapshot: Snapshot, score: float | None = None, metric: str | None = None) -> Path:
+        """Make a snapshot the checkpoint of `step`, then prune. Returns its path. `metric` is what the score is a value of.
 
         Checkpoints of later steps go too: a run that writes step 40 has turned back from them. Of several processes
         each calls this with its part, and the first, which also prunes, returns when the checkpoint is whole.
@@ -85,13 +116,13 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         if snapshot.part.count == 1:
             with atomic_directory(path, replace=True) as folder:
-                _write_manifest(folder, step, score, snapshot.write(folder))
+                _write_manifest(folder, step, score, metric, snapshot.write(folder))
         else:
             write_part(path, snapshot)
             if snapshot.part.index != 0:
                 return path
             with whole_folder(path, snapshot.part) as (folder, sums):
-                _write_manifest(folder, step, score, sums)
+                _write_manifest(folder, step, score, metric, sums)
         kept = self._kept(step)
         self._write_index(kept)
         for old in self.folders():
@@ -104,7 +135,7 @@ class Checkpoints:
         found = []
         for path in self.folders():
             if manifest := read_manifest(path):
-                found.append(Checkpoint(path, manifest["step"], manifest["score"]))
+                found.append(Checkpoint(path, manifest["step"], manifest["score"], manifest.get("metric")))
         return found
 
     def latest(self) -> Checkpoint | None:
@@ -127,7 +158,7 @@ class Checkpoints:
         return None
 
     def best(self) -> Checkpoint | None:
-        """The whole checkpoint with the highest score, or None where none has a score."""
+        """The whole checkpoint with the best score, or None where none has a score."""
         candidates = self.all()
         while (best := best_of(candidates)) is not None:
             reason = damage(best.path)
@@ -144,8 +175,9 @@ class Checkpoints:
 
     def _write_index(self, kept: list[Checkpoint]) -> None:
         best = best_of(kept)
-        rows = [{"step": c.step, "score": c.score, "folder": c.path.name} for c in kept]
-        index = {"checkpoints": rows, "latest": kept[-1].step, "best": best.step if best else None}
+        rows = [{"step": c.step, "score": c.score, "metric": c.metric, "folder": c.path.name} for c in kept]
+        best_by = best.metric if best else None
+        index = {"checkpoints": rows, "latest": kept[-1].step, "best": best.step if best else None, "best_by": best_by}
         atomic_write(self.folder / "index.json", json.dumps(index, indent=1) + "\n")
 
     def folders(self) -> list[Path]:
@@ -156,9 +188,10 @@ class Checkpoints:
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
-def _write_manifest(folder: Path, step: int, score: float | None, sums: Sums) -> None:
+def _write_manifest(folder: Path, step: int, score: float | None, metric: str | None, sums: Sums) -> None:
     finite = score if score is not None and math.isfinite(score) else None
-    manifest = {"step": step, "score": finite, "files": dict(sorted(sums.items()))}
+    named = None if finite is None else metric
+    manifest = {"step": step, "score": finite, "metric": named, "files": dict(sorted(sums.items()))}
     write_file(folder, MANIFEST, [json.dumps(manifest, indent=1).encode()])
 
 

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "run.save_every",
     "run.keep_last",
     "run.keep_best",
+    "run.best_by",
     "run.samples_every",
     "run.trackers",
     "reward.workers",

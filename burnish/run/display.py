@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from burnish.run.metrics import FIGURES, held_out_figures
 from burnish.run.panel import Panel, View
 
 LINE_EVERY_S = 2.0
@@ -31,11 +32,9 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def summarise(values: dict[str, Any]) -> dict[str, float]:
-    """The few numbers worth a line, by the names people say."""
-    accuracies = [n for n in values if n.startswith("validation/") and n.endswith("/accuracy")]
+    """The few numbers of a training step that are worth a line, by the names people say."""
     names = {
         "reward": ("reward/mean",),
-        "accuracy": tuple(accuracies),
         "loss": ("sft/loss", "reward_model/loss", "preference/loss", "loss"),
         "length": ("rollout/length_mean",),
         "entropy": ("actor/entropy",),
@@ -47,6 +46,14 @@ def summarise(values: dict[str, Any]) -> dict[str, float]:
     }
     found = {label: next((values[n] for n in options if n in values), None) for label, options in names.items()}
     return {label: float(value) for label, value in found.items() if isinstance(value, int | float)}
+
+
+def held_out(step: int, values: dict[str, Any]) -> str:
+    """What a validation measured, with the step whose weights it is of: `held-out accuracy 0.412 at step 50 (greedy)`; empty without one."""
+    for mode, figure in held_out_figures(values).items():
+        value = values[f"validation/{mode}/{figure}"]
+        return f"{FIGURES[figure]} {value:.3f} {'before step 1' if step == 0 else f'at step {step}'} ({mode})"
+    return ""
 
 
 def duration(seconds: float) -> str:
@@ -87,6 +94,7 @@ class Display:
         self._total = self._first = self._step = 0
         self._started = self._last_line = clock()
         self._values: dict[str, float] = {}
+        self._held_out = ""  # of the last validation
         self._seen: deque[tuple[int, float]] = deque([(0, self._started)], maxlen=SPEED_OVER)
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._phase = ""
@@ -99,6 +107,7 @@ class Display:
         title = printable(title)
         self._title, self._total, self._first, self._step = title, total_steps, first_step, first_step
         self._values, self._phase, self._started, self._is_first = {}, "", self._clock(), True
+        self._held_out = ""
         self._seen.clear()
         self._seen.append((first_step, self._started))
         self._history.clear()
@@ -114,23 +123,30 @@ class Display:
             self._seen.append((step, self._clock()))
         if self._followed in (fresh := summarise(values)):
             self._history.append(fresh[self._followed])
-        line = self._line()
+        measured = held_out(step, values)
+        self._held_out = measured or self._held_out
+        line = self._line(measured)
         self._write_log(line)
         if self._live is not None:
             return
         now = self._clock()
         is_first, self._is_first = self._is_first, False
-        if is_first or self._total <= FEW_STEPS or step >= self._total or now - self._last_line >= LINE_EVERY_S:
+        is_due = self._total <= FEW_STEPS or step >= self._total or now - self._last_line >= LINE_EVERY_S
+        if is_first or measured or is_due:
             self._unshown = ""
             self._print(line)
         else:
             self._unshown = line
 
-    def phase(self, text: str) -> None:
-        """What is going on inside the step, such as `rollout 312/512`. Cheap: call it as often as you like."""
-        self._phase = text = printable(text)
+    def phase(self, text: str, of: str | None = None) -> None:
+        """What is going on, such as `rollout 312/512`. Cheap: call it as often as you like.
+
+        It is part of the next step, unless `of` names something else, such as `validation before step 1`.
+        """
+        text = printable(text)
+        self._phase = text if of is None else f"{of}: {text}"
         if self._live is None and self._clock() - self._last_line >= PHASE_EVERY_S:
-            line = f"step {self._step + 1}/{self._total}: {text}"
+            line = f"{of or f'step {self._step + 1}/{self._total}'}: {text}"
             self._write_log(line)
             self._print(line)
 
@@ -153,7 +169,7 @@ class Display:
             except Exception as error:  # noqa: BLE001 -- whatever rich meets in a strange terminal, the run goes on
                 self._write_log(f"live display: {type(error).__name__}: {error}")
             if self._step > self._first:
-                self._print(self._line())
+                self._print(self._line(self._held_out))
         elif self._unshown:
             self._print(self._unshown)
         self._unshown = ""
@@ -166,10 +182,16 @@ class Display:
     ) -> None:
         self.stop()
 
-    def _line(self) -> str:
+    def _line(self, measured: str) -> str:
+        """The step with its own numbers, then what was measured on held-out data, which says by itself of which step it is."""
+        if self._step == 0:
+            return measured or f"step 0/{self._total}"
         shown = [f"{label} {number(label, value)}" for label, value in self._values.items()]
         left = self._time_left()
-        return "  ".join([f"step {self._step}/{self._total}", *shown, *([f"left {duration(left)}"] if left else [])])
+        ending = [f"left {duration(left)}"] if left else []
+        return "  ".join([f"step {self._step}/{self._total}", *shown, *ending]) + (
+            f"  | {measured}" if measured else ""
+        )
 
     def _time_left(self) -> float | None:
         if len(self._seen) < 2 or self._step >= self._total:
@@ -241,5 +263,6 @@ class Display:
             history_name=self._followed,
             phase=self._phase,
             can_draw=encoding.startswith("utf"),
+            held_out=self._held_out,
         )
         return Panel(view)

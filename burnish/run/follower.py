@@ -34,10 +34,10 @@ class Follower(Run):
         """A checkpoint that could not be written since the last step is an error here."""
         self.saving.collect(wait=False)
 
-    def checkpoint(self, step: int, take: Take, score: float | None) -> None:
+    def checkpoint(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
         """Take this process's part of a snapshot and have it written."""
         self.wait()
-        self.saving.begin(step, take, score)
+        self.saving.begin(step, take, score, metric)
 
     def wait(self) -> None:
         """Return when nothing is being written any more."""

@@ -89,6 +89,6 @@ class BeatingDisplay(Display):
         self._heartbeat.beat(min(step + 1, self._last), "" if step < self._last else "all steps are done")
         super().step(step, values)
 
-    def phase(self, text: str) -> None:
-        self._heartbeat.beat(self._at + 1, text)
-        super().phase(text)
+    def phase(self, text: str, of: str | None = None) -> None:
+        self._heartbeat.beat(self._at + 1, text if of is None else f"{of}: {text}")
+        super().phase(text, of)

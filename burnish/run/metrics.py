@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ Value = float | int | str
 MEASURED = ("time/", "performance/", "memory/", "controller/")
 """Of the machine, not of the computation."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+FIGURES = {"accuracy": "held-out accuracy", "reward_mean": "held-out reward"}
+"""What a validation is summed up by, the first that was measured, with what people are told it is."""
+
+
+def held_out_figures(names: Iterable[str]) -> dict[str, str]:
+    """The figure of each validation mode among the names of metrics: `{"greedy": "accuracy"}`, or `reward_mean` where rewards are graded."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        if match := re.fullmatch(r"validation/([^/]+)/([^/]+)", name):
+            found.setdefault(match[1], set()).add(match[2])
+    return {mode: next(f for f in FIGURES if f in there) for mode, there in found.items() if there & FIGURES.keys()}
 
 
 def format_line(step: int, values: dict[str, Value]) -> str:

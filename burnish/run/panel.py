@@ -27,6 +27,8 @@ class View:
     phase: str = ""
     can_draw: bool = True
     """Whether the terminal has more letters than ASCII."""
+    held_out: str = ""
+    """What the last validation measured, and at which step: a line of its own, since it is older than the numbers."""
 
 
 def spark(values: Sequence[float], width: int) -> str:
@@ -55,6 +57,8 @@ class Panel:
         """Texts of rich, each a line that fits."""
         view = self.view
         found = [_fitting(view.title, width, "bold"), self._progress(width), *self._numbers(width)]
+        if view.held_out:
+            found.append(_fitting(f" {view.held_out}", width, "cyan"))
         room = min(60, width - len(view.history_name) - 3)
         if view.can_draw and room >= 10 and (drawn := spark(view.history, room)):
             found.append(_joined([(f" {view.history_name} ", "dim"), (drawn, "green")]))

@@ -72,12 +72,12 @@ class Run:
         """A table of samples."""
         write_samples(self.directory.samples, step, kind, rows)
 
-    def checkpoint(self, step: int, take: Take, score: float | None) -> None:
-        """Take a snapshot and have it written; the journal hears of it when it is on disk (`wait`, or a later step)."""
+    def checkpoint(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
+        """Take a snapshot and have it written, with its score and the metric that is of; the journal hears of it when it is on disk (`wait`, or a later step)."""
         started = time.perf_counter()
         self.worst_tokens.sync()
         self.wait()
-        self.saving.begin(step, take, score)
+        self.saving.begin(step, take, score, metric)
         if not self.saving.in_background:
             self.wait()
         self._cost["time/checkpoint_blocked_s"] = time.perf_counter() - started

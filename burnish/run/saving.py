@@ -65,13 +65,13 @@ class Saving:
         self._work: Background[Saved] = Background()
         self._step = -1
 
-    def begin(self, step: int, take: Take, score: float | None) -> None:
+    def begin(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
         """Take the snapshot of a step and start writing it; the one before must have been collected."""
         stage = HostCopy() if self.in_background else leave
         snapshot = take(stage)
         wait_for_devices()
         self._step = step
-        self._work.start(lambda: self._write(step, snapshot, score), f"checkpoint of step {step}")
+        self._work.start(lambda: self._write(step, snapshot, score, metric), f"checkpoint of step {step}")
         if isinstance(stage, HostCopy) and stage.is_short:
             self.in_background = False
             found = free_memory()
@@ -103,10 +103,10 @@ class Saving:
                 size = found
                 self.phase(f"writing the checkpoint of step {self._step}, {size / GIB:.1f} GiB are on disk")
 
-    def _write(self, step: int, snapshot: Snapshot, score: float | None) -> Saved:
+    def _write(self, step: int, snapshot: Snapshot, score: float | None, metric: str | None) -> Saved:
         started = time.perf_counter()
         try:
-            path = self.checkpoints.write(step, snapshot, score)
+            path = self.checkpoints.write(step, snapshot, score, metric)
         except OSError as error:
             where = self.checkpoints.folder if error.filename is None else error.filename
             raise UserError(

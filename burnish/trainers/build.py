@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -259,16 +260,20 @@ def build_validation(
 
     def validate(step: int) -> dict[str, float]:
         values: dict[str, float] = {}
+        when = "before step 1" if step == 0 else f"after step {step}"
         for name, mode in config.validation.modes.items():
-            run.display.phase(f"validation, {name}")
+            progress = partial(run.display.phase, of=f"validation {when}, {name}")
+            progress("starting")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
-            scored = measure(driver, rewards, prompts, mode.n, options, run.display.phase, step + 1)
+            scored = measure(driver, rewards, prompts, mode.n, options, progress, step + 1)
             if scored.failed:
                 text = f"{len(scored.failed)} of {len(scored.trajectories)} held-out samples could not be scored"
                 if step == 0 and len(scored.failed) == len(scored.trajectories):
                     raise UserError(f"before the first step {text}; mend the reward. First: {scored.failed[0].error}")
                 run.display.note(f"step {step}: {text} and do not count; first: {scored.failed[0].error}")
             found = summary(scored, config.validation.by) | judge(scored)
+            if step == 0 and not values and (hint := observe.might_be_verdicts(config, scored)):
+                run.display.note(hint)
             values |= {f"validation/{name}/{k}": v for k, v in found.items()}
             run.samples(step, f"{kind}{name}", observe.sample_rows(scored, None, policy.tokenizer))
         return values

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from burnish.config.schema import TrainConfig
-from burnish.core.trajectory import Trajectory
+from burnish.core.trajectory import Trajectory, judged
 from burnish.data.prompts import Draw, PromptStream
 from burnish.data.traces import Traces
 from burnish.models.policy import PolicyModel
@@ -37,7 +37,7 @@ def demonstration_values(rollouts: Scored) -> dict[str, float]:
     """Of a step whose groups may have demonstrations: how many, their tokens, their mean reward and accuracy, and the prompts without."""
     found = rollouts.demonstrations
     rewards = [t.reward for t in found if t.reward is not None]
-    judged = [t.accuracy for t in found if t.accuracy is not None]
+    verdicts = [accuracy for _, accuracy in judged(found)]
     groups = {(t.prompt_id, t.visit) for t in found}
     values = {
         "demonstrations/number": float(len(found)),
@@ -45,4 +45,4 @@ def demonstration_values(rollouts: Scored) -> dict[str, float]:
         "demonstrations/missing": float(len(rollouts.draws) - len(groups)),
     }
     values |= {"demonstrations/reward": sum(rewards) / len(rewards)} if rewards else {}
-    return values | ({"demonstrations/accuracy": sum(judged) / len(judged)} if judged else {})
+    return values | ({"demonstrations/accuracy": sum(verdicts) / len(verdicts)} if verdicts else {})

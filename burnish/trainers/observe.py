@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.demonstrations import sampled
+from burnish.config.plugins import is_plugin
+from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
-from burnish.core.trajectory import Trajectory
+from burnish.core.trajectory import Trajectory, judged
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
 from burnish.run.visits import Visit
@@ -72,12 +74,25 @@ def reward_values(rollouts: Scored) -> dict[str, float]:
     if rollouts.continued:
         values["rollout/continued"] = float(len(rollouts.continued))
         values["reward/continued_failed"] = float(sum(t.reward is None for t in rollouts.continued))
-    if judged := [t.accuracy for t in scored if t.accuracy is not None]:
-        values["reward/accuracy"] = sum(judged) / len(judged)
+    if verdicts := judged(scored):
+        values["reward/accuracy"] = sum(accuracy for _, accuracy in verdicts) / len(verdicts)
     for name in sorted({k for t in scored for k in t.parts}):
         part = [t.parts[name] for t in scored if name in t.parts]
         values[f"reward/part/{name}"] = sum(part) / len(part)
     return values
+
+
+def might_be_verdicts(config: TrainConfig, scored: Scored) -> str | None:
+    """A hint where a user's function gives only 0 and 1 to held-out samples without saying that 1 is correct."""
+    own = [i for i, part in enumerate(config.reward.parts) if is_plugin(part.name) and part.correct_at is None]
+    rewards = {t.reward for t in scored.trajectories if t.reward is not None}
+    if not own or judged(scored.trajectories) or rewards != {0.0, 1.0}:
+        return None
+    part = own[0]
+    return (
+        f"every held-out reward is 0 or 1; if 1 means correct, reward.parts.{part}.correct_at=1 (or True and False in place of 1 and 0) gives "
+        "accuracy and pass@k, and filters by accuracy work"
+    )
 
 
 def num_timed_out(rollouts: Scored) -> int:
@@ -136,13 +151,14 @@ def used_ids(rollouts: Scored, batch: Batch | None) -> list[str]:
 def visits(rollouts: Scored) -> list[Visit]:
     """How each prompt of the step was answered, with those that a filter dropped; one nobody could score has no scores."""
     groups: dict[tuple[str, int], list[Trajectory]] = {}
+    verdicts = {t.id: accuracy for t, accuracy in judged(rollouts.trajectories)}
     for t in rollouts.trajectories:
         groups.setdefault((t.prompt_id, t.visit), []).append(t)
     found = []
     for (prompt_id, visit), samples in groups.items():
         rewards = [t.reward for t in samples if t.reward is not None]
-        judged = [t.accuracy for t in samples if t.reward is not None and t.accuracy is not None]
-        found.append(Visit(prompt_id, visit, len(rewards), sum(rewards), len(judged), sum(judged)))
+        known = [verdicts[t.id] for t in samples if t.id in verdicts]
+        found.append(Visit(prompt_id, visit, len(rewards), sum(rewards), len(known), sum(known)))
     return found
 
 

@@ -24,7 +24,7 @@ from burnish.trainers import preference, updates
 from burnish.trainers.cached_reference import cached_means
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.preference import References, Unit
-from burnish.trainers.updates import Outcome, RowsJob
+from burnish.trainers.updates import Outcome, RowsJob, validation_name
 from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.join import join
@@ -50,7 +50,7 @@ class PreferenceJob(RowsJob[Unit]):
         every = self.config.preference.held_out_every
         if not self.held_out or not (update in (0, self.total) or (every and update % every == 0)):
             return {}
-        self.run.display.phase("measuring on held-out rows")
+        self.run.display.phase("measuring on held-out rows", of=validation_name(update))
         found = preference.measure(self.learner, self.held_out, self.loss, self.references["held_out"])
         return {f"validation/{self.kind}/{name}": value for name, value in found.items()}
 

@@ -25,7 +25,7 @@ from burnish.run.trackers import check_trackers
 from burnish.trainers import reward_model, updates
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.reward_model import Measured
-from burnish.trainers.updates import Outcome, RowsJob
+from burnish.trainers.updates import Outcome, RowsJob, validation_name
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO
 
@@ -77,7 +77,7 @@ class ScorerJob(RowsJob[Pair]):
         due = update in (0, self.total) or update % save_every == 0 or (every and update % every == 0)
         if not self.held_out or not due:
             return {}
-        self.run.display.phase("measuring on held-out pairs")
+        self.run.display.phase("measuring on held-out pairs", of=validation_name(update))
         self.scorer.measured = reward_model.measure(
             self.learner, self.held_out, self.scorer.tokenizer.pad_id, self.config.reward_model
         )

@@ -25,10 +25,12 @@ from burnish.algorithms.demonstrations import sampled
 from burnish.algorithms.losses import NllLoss
 from burnish.algorithms.replay import is_replayed, new_ones, replay_drift
 from burnish.config.errors import UserError
+from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.core.trajectory import pack
 from burnish.rollout.scored import Scored
+from burnish.run.checkpoints import score_by
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.trainers import observe
 from burnish.trainers.demonstrated import demonstration_values
@@ -49,7 +51,9 @@ def train(job: Job) -> bool:
     total = config.training.steps
     run.display.start(f"{config.algorithm.preset} on {run.directory.name}: {job.policy.note}", total, job.state.step)
     if job.state.step == 0 and config.validation.before and config.data.validation:
-        run.commit(0, job.validate(0), [])
+        measured = job.validate(0)
+        refuse_unmeasured(config, measured)
+        run.commit(0, measured, [])
     with StopOnInterrupt(run.display.note) as stop:
         for step in range(job.state.step + 1, total + 1):
             started = time.perf_counter()
@@ -200,7 +204,9 @@ def finish_step(
     if due or step == config.training.steps:
         measured = job.validate(step)
         values |= measured
-        score = measured.get(f"validation/{next(iter(config.validation.modes), None)}/accuracy")
+        score = score_by(config.run.best_by, default_metrics(config), measured)
+        if measured and score is None:
+            note(job, step, f"this checkpoint has no score: {no_score(config, measured)}")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
         rows = observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
         run.samples(step, "train", rows)
@@ -219,10 +225,30 @@ def finish_step(
     stopping = stop.requested
     measured_best = config.run.keep_best and score is not None
     if stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0:
-        run.checkpoint(step, lambda stage: snapshot(job, stage), score)
+        run.checkpoint(step, lambda stage: snapshot(job, stage), *(score or (None, None)))
     if stopping or step == config.training.steps:
         run.wait()
     return stopping
+
+
+def default_metrics(config: TrainConfig) -> list[str]:
+    """What the best checkpoint is chosen by: accuracy in the first mode, or the mean reward where rewards are graded and there is none."""
+    mode = next(iter(config.validation.modes))
+    return [f"validation/{mode}/accuracy", f"validation/{mode}/reward_mean"]
+
+
+def refuse_unmeasured(config: TrainConfig, measured: dict[str, float]) -> None:
+    """Refuse, before the first step, a `run.best_by` that validation does not measure."""
+    if measured and score_by(config.run.best_by, default_metrics(config), measured) is None:
+        raise UserError(no_score(config, measured))
+
+
+def no_score(config: TrainConfig, measured: dict[str, float]) -> str:
+    """Why a validation gave no score to choose the best checkpoint by."""
+    wanted = config.run.best_by or " or ".join(default_metrics(config))
+    graded = " (the reward is graded, so there is no accuracy: reward.parts[].correct_at would say what is correct)"
+    hint = graded if wanted.endswith("/accuracy") and not any("/accuracy" in name for name in measured) else ""
+    return f"run.best_by: {wanted} was not measured{hint}; measured are {', '.join(sorted(measured))}"
 
 
 def recording(job: Job, step: int) -> AbstractContextManager[None]:

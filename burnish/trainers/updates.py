@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from burnish.config.load import dump
 from burnish.config.schema import Run as RunConfig
 from burnish.config.slots import Record
+from burnish.run.checkpoints import score_by
 from burnish.run.contents import Blob, Content, Part, Snapshot
 from burnish.run.directory import RunDirectory, run_name
 from burnish.run.follower import Follower
@@ -88,8 +89,8 @@ class UpdateJob:
         """Metrics on held-out data, where they are due after this update."""
         return {}
 
-    def score(self, values: dict[str, float]) -> float | None:
-        """By which the best checkpoint is chosen, where an update was measured."""
+    def score(self, values: dict[str, float]) -> tuple[float, str] | None:
+        """By which the best checkpoint is chosen, with the name of its metric, where an update was measured."""
         return None
 
 
@@ -122,9 +123,14 @@ class RowsJob(UpdateJob, Generic[Row]):
     def used(self, update: int) -> Sequence[str]:
         return [self.rows[i].id for i in self.order[(update - 1) * self.batch_size : update * self.batch_size]]
 
-    def score(self, values: dict[str, float]) -> float | None:
-        """Held-out accuracy."""
-        return values.get(f"validation/{self.kind}/accuracy")
+    def score(self, values: dict[str, float]) -> tuple[float, str] | None:
+        """`run.best_by`, or the held-out accuracy."""
+        return score_by(self.settings.best_by, [f"validation/{self.kind}/accuracy"], values)
+
+
+def validation_name(update: int) -> str:
+    """A validation by its place in the run, for the display."""
+    return "validation before update 1" if update == 0 else f"validation after update {update}"
 
 
 def open_run(config: Record, settings: RunConfig, resolved: dict[str, Any], name: str, seed: int, ranks: Ranks) -> Run:
@@ -164,7 +170,7 @@ def train(job: UpdateJob, loop: Callable[[OnUpdate, Around], None]) -> None:
             stopping = job.learner.ranks.anyone(stop.requested)  # asked once, so that a run that stops has saved
             due = update % job.settings.save_every == 0 or (bool(measured) and job.settings.keep_best)
             if stopping or update == job.total or due:
-                job.run.checkpoint(update, lambda stage: snapshot(job, stage), job.score(measured))
+                job.run.checkpoint(update, lambda stage: snapshot(job, stage), *(job.score(measured) or (None, None)))
             if stopping or update == job.total:
                 job.run.wait()
             return stopping

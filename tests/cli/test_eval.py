@@ -23,7 +23,7 @@ from burnish.run.contents import Snapshot
 from burnish.run.staging import leave
 
 FAILING = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise RuntimeError('broken judge')\n"
-YES = "def yes(data_source, solution_str, ground_truth, extra_info=None):\n    return float(ground_truth == 'yes')\n"
+YES = "def yes(data_source, solution_str, ground_truth, extra_info=None):\n    return ground_truth == 'yes'\n"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_part_of_the_reward_may_choose_and_parquet_is_shown_again(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("p.py").write_text(
-        "def even(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 2 == 0)\n"
+        "def even(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 2 == 0\n"
         "def short(data_source, solution_str, ground_truth, extra_info=None):\n    return -0.1 * len(solution_str)\n"
     )
     Path("d.jsonl").write_text("".join(json.dumps({"question": f"{i}>", "answer": "1"}) + "\n" for i in range(6)))
@@ -123,7 +123,7 @@ def test_a_run_is_measured_at_its_best_checkpoint(model: Path, capsys: pytest.Ca
     for step, score in ((1, 0.5), (2, 0.1)):
         Checkpoints(run / "checkpoints", 5).write(step, Snapshot(copy.contents(leave)), score)
     assert main(["eval", "runs/mine", "task:sort_digits", "--limit", "3", "--out", "o.jsonl"]) == 0
-    assert "runs/mine is a run: taking step-000001 (its best, 0.500)" in capsys.readouterr().err
+    assert "runs/mine is a run: taking step-000001 (its best: score 0.500)" in capsys.readouterr().err
     assert max(json.loads(line)["length"] for line in Path("o.jsonl").read_text().splitlines()) <= 7
 
 
@@ -345,7 +345,7 @@ def test_two_results_are_compared_question_by_question(model: Path, capsys: pyte
     Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, rule in (("a", "len(solution_str) % 2"), ("b", "len(solution_str) > 3")):
         Path(f"{name}.py").write_text(
-            f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return float({rule})\n"
+            f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return bool({rule})\n"
         )
         command = ["eval", str(model), "d.jsonl", "--reward", f"{name}.py:f", "--temperature", "1", "--out", name]
         assert main([*command, "--max-tokens", "8", "reward.workers=1"]) == 0

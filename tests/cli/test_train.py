@@ -474,3 +474,35 @@ def test_an_unreadable_recipe_is_refused(
 ) -> None:
     (here / "bad.yaml").write_bytes(content)
     assert message in refused(capsys, "bad.yaml")
+
+
+def test_the_last_lines_of_a_graded_reward_tell_its_mean_and_what_the_best_was_chosen_by(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graded = ("reward.parts=plug.py:count_zeros", "validation.limit=4", "validation.modes.again={}")
+    assert train("files.yaml", *graded) == 0
+    shown = capsys.readouterr().out
+    assert "accuracy" not in shown
+    assert "        step 2 is the best: validation/greedy/reward_mean " in shown
+    assert "held-out reward, greedy          step 0 -> step 2" in shown
+    last = [line.split(": ")[0] for line in shown.splitlines()[-2:]]
+    assert last == ["held-out reward before RL", "held-out reward after RL"]
+    assert main(["export", "runs/r", "out"]) == 0
+    assert "(its best: validation/greedy/reward_mean " in capsys.readouterr().out
+
+
+def test_a_function_that_gives_only_zeros_and_ones_is_told_how_to_say_that_one_is_correct(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("sign.py").write_text(
+        "def sign(data_source, solution_str, ground_truth, extra_info):\n    return float(int(ground_truth) % 2)\n"
+    )
+    assert train("files.yaml", "reward.parts=sign.py:sign", "training.steps=1") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("if 1 means correct, reward.parts.0.correct_at=1") == 1
+    assert (
+        train("files.yaml", "reward.parts={name: sign.py:sign, correct_at: 1}", "run.name=s", "training.steps=1") == 0
+    )
+    shown = capsys.readouterr().out
+    assert "correct_at" not in shown
+    assert "held-out accuracy after RL: 0." in shown

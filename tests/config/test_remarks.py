@@ -23,7 +23,10 @@ def said(*overrides: str) -> list[str]:
         (["algorithm.curriculum={name: hard_only, start: 200}"], "hard_only begins at start=199"),
         (["algorithm.curriculum={name: prioritised, warmup_steps: 100}"], "warmup_steps=100, but training.steps=100"),
         (["algorithm.kl.reward.coef=0.1"], "pays twice"),
-        (["training.mini_batches=1"], "the clip never acts"),
+        (
+            ["training.mini_batches=1", "algorithm.clip.high=0.28"],
+            "algorithm.clip has no effect with one update a batch",
+        ),
         (["rollout.source=ahead"], "weights one step old, and algorithm.correction=none does nothing about it"),
         (["rollout.source={name: async, max_staleness: 3}"], "weights up to 3 steps old"),
         (["algorithm=ppo", "algorithm.clip=ppo", "algorithm.ratio=sequence"], "seq_token keeps it with its token"),
@@ -37,6 +40,7 @@ def test_it_says_so(overrides: list[str], words: str) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "vapo", "t1", "gspo_token", "pacs"])
 def test_sensible_settings_stay_quiet(name: str) -> None:
     assert said(f"algorithm={name}") == []
+    assert said(f"algorithm={name}", "training.mini_batches=1") == [], "a preset's own clip was not set by the user"
 
 
 @pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip", "budget"])

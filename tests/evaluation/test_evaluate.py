@@ -20,7 +20,7 @@ EVEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if "77" in solution_str:
         raise RuntimeError("seven twice")
-    return float(len(solution_str) % 2 == 0)
+    return len(solution_str) % 2 == 0
 """
 PARTS = [RewardPart(name="even.py:compute_score")]
 

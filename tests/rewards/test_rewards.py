@@ -29,6 +29,16 @@ def sizes(prompts, completions, **columns):
 def sized(data_source, solution_str, ground_truth, extra_info):
     return {"score": extra_info["size"], "also": 1.0}
 
+def rated(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str)
+
+def right(data_source, solution_str, ground_truth, extra_info):
+    return solution_str == ground_truth
+
+def right_in_numpy(completions, answer):
+    import numpy
+    return numpy.array(completions) == numpy.array(answer)
+
 def only_code(completions, kind):
     return [1.0 if k == "code" else None for k in kind]
 """
@@ -74,6 +84,30 @@ def test_parts_are_chosen_by_data_source(folder):
 def test_a_format_part_alone_says_nothing_about_accuracy():
     with Rewards(Reward(parts=["format"], workers=1)) as rewards:
         assert rewards.score([request("1")])[0].accuracy is None
+
+
+@pytest.mark.parametrize(
+    ("part", "accuracies"),
+    [
+        ({"name": "mine.py:rated"}, [None, None, None]),
+        ({"name": "mine.py:rated", "correct_at": 8}, [0.0, 0.0, 1.0]),
+        ({"name": "mine.py:right"}, [1.0, 0.0, 0.0]),
+        ({"name": "mine.py:right_in_numpy"}, [1.0, 0.0, 0.0]),
+        ({"name": "number"}, [1.0, 0.0, 0.0]),
+    ],
+    ids=["graded", "graded with a threshold", "True and False", "numpy's bools", "built in"],
+)
+def test_only_a_verdict_is_an_accuracy(folder, part, accuracies):
+    with Rewards(Reward.model_validate({"parts": [part], "workers": 1}), base=folder) as rewards:
+        scores = rewards.score([request(str(k), text) for k, text in enumerate(("1", "0", "9.5"))])
+    assert [s.accuracy for s in scores] == accuracies
+
+
+def test_of_several_parts_the_first_with_a_verdict_says_what_is_correct(folder):
+    parts = [{"name": "mine.py:rated"}, {"name": "number", "weight": 0.5}]
+    with Rewards(Reward.model_validate({"parts": parts, "workers": 1}), base=folder) as rewards:
+        scores = rewards.score([request("1", "1"), request("2", "9.5")])
+    assert [(s.reward, s.accuracy) for s in scores] == [(1.5, 1.0), (9.5, 0.0)]
 
 
 def test_long_completions_are_cut_to_their_end():

@@ -40,4 +40,16 @@ def test_a_failed_scorer_counts_in_failed_and_in_nothing_else() -> None:
 def test_a_reward_that_says_neither_right_nor_wrong_gives_no_accuracy() -> None:
     values = summary(measured((0.2, None), (0.4, None)), "length")
     assert {k for k in values if k.startswith("accuracy")} == set()
+    assert {k: v for k, v in values.items() if k.startswith("reward_mean/")} == {
+        "reward_mean/length=4": 0.2,
+        "reward_mean/length=5": 0.4,
+    }
     assert summary(measured((0.2, None), (1.0, 1.0)))["accuracy"] == 1.0
+
+
+def test_a_call_that_timed_out_is_wrong_only_where_others_are_right_or_wrong() -> None:
+    graded, judged = measured((7.0, None), (0.0, 0.0)), measured((1.0, 1.0), (0.0, 0.0))
+    for scored in (graded, judged):
+        scored.trajectories[1].metadata["timed_out"] = True
+    assert "accuracy" not in summary(graded)
+    assert summary(judged)["accuracy"] == 0.5

@@ -69,6 +69,23 @@ def test_pruning_keeps_exactly_the_policys_checkpoints(
     assert set(steps(checkpoints)) == expected
 
 
+def test_scores_are_compared_with_those_of_the_same_metric(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=9)
+    checkpoints.write(1, snapshot("w"), 1.0, "validation/greedy/accuracy")
+    for step, score in [(2, 3.0), (3, 7.5), (4, 5.0)]:
+        checkpoints.write(step, snapshot("w"), score, "validation/greedy/reward_mean")
+    best = checkpoints.best()
+    assert best is not None
+    assert (best.step, best.score_text) == (3, "validation/greedy/reward_mean 7.500")
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert (index["best"], index["best_by"]) == (3, "validation/greedy/reward_mean")
+    for step, score in [(5, 12.0), (6, 9.0), (7, 10.0)]:
+        checkpoints.write(step, snapshot("w"), score, "-validation/greedy/length_mean")
+    best = checkpoints.best()
+    assert best is not None
+    assert (best.step, best.score_text) == (6, "validation/greedy/length_mean 9.000, lower is better")
+
+
 def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.write(1, snapshot("w"), 0.2)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from burnish.run.display import Display, duration, summarise
+from burnish.run.panel import Panel, View
 
 VALUES = {
     "reward/mean": 0.5,
-    "validation/greedy/accuracy": 0.25,
-    "validation/sampled/accuracy": 0.125,
     "rollout/length_mean": 6.54,
     "time/tokens_per_s": 12345.6,
 }
@@ -44,11 +43,11 @@ def run(tmp_path: Path, total: int, seconds: float, first: int = 0, stop_at: int
     return stream.getvalue().splitlines()
 
 
-def test_a_line_says_step_reward_accuracy_length_speed_and_time_left(tmp_path: Path) -> None:
+def test_a_line_says_step_reward_length_speed_and_time_left(tmp_path: Path) -> None:
     lines = run(tmp_path, 3, 60.0)
     assert lines[0] == "grpo"
-    assert lines[2] == "step 1/3  reward 0.500  accuracy 0.250  length 6.5  tokens/s 12,346  left 2m00s"
-    assert lines[-1] == "step 3/3  reward 0.500  accuracy 0.250  length 6.5  tokens/s 12,346"
+    assert lines[2] == "step 1/3  reward 0.500  length 6.5  tokens/s 12,346  left 2m00s"
+    assert lines[-1] == "step 3/3  reward 0.500  length 6.5  tokens/s 12,346"
 
 
 def test_slow_steps_each_have_a_line(tmp_path: Path) -> None:
@@ -64,12 +63,44 @@ def test_fast_steps_have_a_line_every_two_seconds_and_always_the_first_and_the_l
     assert len([line for line in log if "reward" in line]) == 1001
 
 
-def test_a_validation_at_step_zero_is_the_first_line(tmp_path: Path) -> None:
+def test_a_held_out_figure_says_its_step_and_stands_only_in_the_line_of_that_step(tmp_path: Path) -> None:
     stream = io.StringIO()
     display = Display(tmp_path / "log.txt", stream, Clock())
     display.start("grpo", 1000)
-    display.step(0, {"validation/greedy/accuracy": 0.25})
-    assert stream.getvalue().splitlines()[1:] == ["step 0/1000  accuracy 0.250"]
+    display.step(0, {"validation/greedy/accuracy": 0.25, "validation/greedy/reward_mean": 0.5})
+    display.step(1, VALUES)
+    display.step(2, VALUES | {"validation/sampled/reward_mean": 7.25})
+    display.step(3, VALUES)
+    display.stop()
+    numbers = "reward 0.500  length 6.5  tokens/s 12,346"
+    log = (tmp_path / "log.txt").read_text().splitlines()[1:]
+    assert [line.split("  ", 1)[1] for line in log] == [
+        "held-out accuracy 0.250 before step 1 (greedy)",
+        f"step 1/1000  {numbers}",
+        f"step 2/1000  {numbers}  | held-out reward 7.250 at step 2 (sampled)",
+        f"step 3/1000  {numbers}",
+    ]
+    shown = stream.getvalue().splitlines()
+    assert "held-out accuracy 0.250 before step 1 (greedy)" in shown
+    assert any(line.endswith("at step 2 (sampled)") for line in shown), (
+        "a validation is shown even where steps are fast"
+    )
+
+
+def test_what_happens_in_a_validation_is_not_told_as_the_next_step(tmp_path: Path) -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = Display(tmp_path / "log.txt", stream, clock)
+    display.start("grpo", 2)
+    clock.now += 40.0
+    display.phase("rollout 3/8", of="validation before step 1, greedy")
+    assert stream.getvalue().splitlines()[1:] == ["validation before step 1, greedy: rollout 3/8"]
+
+
+def test_the_live_view_has_the_held_out_figure_on_a_line_of_its_own() -> None:
+    view = View(values=[("reward", "0.500")], held_out="held-out accuracy 0.250 at step 50 (greedy)")
+    lines = [line.plain.strip() for line in Panel(view).lines(80)]
+    assert "reward 0.500" in lines
+    assert "held-out accuracy 0.250 at step 50 (greedy)" in lines
 
 
 def test_an_interrupted_run_shows_where_it_was(tmp_path: Path) -> None:

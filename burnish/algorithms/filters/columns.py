@@ -21,13 +21,14 @@ def judged_accuracy(batch: Batch, user: str) -> Tensor:
     if unjudged:
         raise UserError(
             f"{user} needs to know right from wrong, but {unjudged} of {accuracy.numel()} samples have no accuracy: "
-            "add a reward part that judges the answer (exact, number, choice, math, task) for every data source"
+            "add a reward part that judges the answer (exact, number, choice, math, task) for every data source, or set correct_at of a "
+            "graded part (your own function) to the value from which an answer is correct"
         )
     return accuracy
 
 
 def is_correct(batch: Batch, user: str) -> Tensor:
-    """[S] bool: the accuracy is 1, as everywhere else."""
+    """[S] bool: the accuracy is 1; what counts as correct is said by the reward (`rewards.parts.accuracy_of`)."""
     return judged_accuracy(batch, user) >= 1
 
 

@@ -112,9 +112,11 @@ class Judge:
         said = "\n---\n".join(seen)[-SHOWN_CHARS:]
         if not votes:
             self._count("judge_parse_fail")
-            return Result(0.0, 0.0, numbers, said)
+            return Result(0.0, 0.0 if options.parser == "verdict" else None, numbers, said)
         value, disagreement = settle(votes)
-        accuracy = float(value > 0.5) if options.parser == "verdict" else None
+        accuracy = (
+            float(value > 0.5) if options.parser == "verdict" else None
+        )  # a score is graded, and an even vote is no yes
         return Result(value, accuracy, numbers | {"disagreement": disagreement}, said)
 
     def _answer(self, question: str, vote: int, attempt: int, deadline: float) -> str:
