@@ -477,7 +477,7 @@ def test_an_unreadable_recipe_is_refused(
 
 
 def test_the_last_lines_of_a_graded_reward_tell_its_mean_and_what_the_best_was_chosen_by(
-    capsys: pytest.CaptureFixture[str],
+    model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graded = ("reward.parts=plug.py:count_zeros", "validation.limit=4", "validation.modes.again={}")
     assert train("files.yaml", *graded) == 0
@@ -492,7 +492,7 @@ def test_the_last_lines_of_a_graded_reward_tell_its_mean_and_what_the_best_was_c
 
 
 def test_a_function_that_gives_only_zeros_and_ones_is_told_how_to_say_that_one_is_correct(
-    capsys: pytest.CaptureFixture[str],
+    model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("sign.py").write_text(
         "def sign(data_source, solution_str, ground_truth, extra_info):\n    return float(int(ground_truth) % 2)\n"
