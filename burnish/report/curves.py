@@ -23,6 +23,7 @@ Point = tuple[int, float]
 CHARTS = (
     ("Reward", r"reward/(?!.*(timeout|fail|error|drop|std)).*"),
     ("Held-out accuracy", r"validation/[^/]+/accuracy"),
+    ("Held-out reward", r"validation/[^/]+/reward_mean"),
     ("Completion length (tokens)", r"rollout/length_mean|validation/[^/]+/length_mean"),
     ("Entropy", r"[^/]+/entropy"),
     ("KL to the reference", r"[^/]+/kl_ref"),
@@ -64,10 +65,16 @@ def charts(rows: list[dict[str, Any]]) -> list[Chart]:
     lines = series(rows)
     built = []
     for title, pattern in CHARTS:
-        names = [name for name in lines if re.fullmatch(pattern, name)]
+        names = [name for name in lines if re.fullmatch(pattern, name) and not _is_accuracy_again(name, lines)]
         if names:
             built.append(Chart(title, {name: lines[name] for name in sorted(names, key=_mean_first)}))
     return built
+
+
+def _is_accuracy_again(name: str, lines: dict[str, list[Point]]) -> bool:
+    """Whether a held-out reward has the very values of the accuracy, as that of a single verifier has."""
+    mode, _, last = name.rpartition("/")
+    return last == "reward_mean" and lines[name] == lines.get(f"{mode}/accuracy")
 
 
 def other_charts(rows: list[dict[str, Any]], shown: Iterable[Chart]) -> list[Chart]:

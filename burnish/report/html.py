@@ -20,10 +20,13 @@ from burnish.report.embed import embed, squeeze
 from burnish.report.gap import is_profile, profile_charts, worst_table
 from burnish.report.rollouts import collect
 from burnish.run import metrics
+from burnish.run.checkpoints import Checkpoint, Checkpoints, best_of
 from burnish.run.display import duration
 from burnish.run.files import atomic_write
 
 POINTS, OTHER_POINTS = 400, 120
+KEPT_POINTS, OTHER_KEPT_POINTS = 2000, 400
+"""Of a line, in what the script draws when it zooms in."""
 MAX_OTHER_CHARTS = 60
 MAX_NOTES = 200
 MAX_HEALTH = 20
@@ -42,9 +45,14 @@ def write_report(run: Path) -> Path:
     name = run.resolve().name
     shown = charts(rows)
     samples, blocks = samples_part(run / "samples")
+    best = best_of(Checkpoints(run / "checkpoints", keep_last=1).all())
     parts = [
-        ("overview", "Overview", f"<h1>{escape(name)}</h1>{headline(rows)}{health(run / 'log.txt')}{breakdown(rows)}"),
-        ("curves", "Curves", f'<h2>Curves</h2><div class="charts">{_figures(shown, POINTS, drawn)}</div>'),
+        (
+            "overview",
+            "Overview",
+            f"<h1>{escape(name)}</h1>{headline(rows, best)}{health(run / 'log.txt')}{breakdown(rows)}",
+        ),
+        ("curves", "Curves", f"<h2>Curves</h2>{page.static('curves.html')}{_charts(shown, drawn)}"),
         ("other", "", other_part(rows, shown, drawn)),
         ("mismatch", "Sampler against trainer", gap_part(run / "samples" / "worst_tokens.jsonl", rows, drawn)),
         ("samples", "Samples", samples),
@@ -100,21 +108,22 @@ def other_part(rows: list[dict[str, Any]], shown: list[Chart], drawn: list[dict[
     others = [chart for chart in other_charts(rows, shown) if not is_profile(chart.title)][:MAX_OTHER_CHARTS]
     if not others:
         return ""
-    return _fold("Every other metric", f'<div class="charts">{_figures(others, OTHER_POINTS, drawn)}</div>')
+    return _fold("Every other metric", _charts(others, drawn, OTHER_POINTS, OTHER_KEPT_POINTS))
 
 
-def headline(rows: list[dict[str, Any]]) -> str:
-    """Held-out accuracy at the first and the last validation of each mode, steps done, and the time they took."""
+def headline(rows: list[dict[str, Any]], best: Checkpoint | None = None) -> str:
+    """The held-out figure of each mode at its first and last validation, the best checkpoint, steps done, and the time they took."""
     lines = series(rows)
     boxes = []
-    for name, points in lines.items():
-        if match := re.fullmatch(r"validation/([^/]+)/accuracy", name):
-            (first, before), (last, after) = points[0], points[-1]
-            label = f"held-out accuracy, {match[1]}"
-            if len(points) == 1:
-                boxes.append((label, f"{after:.3f}", f"at step {last}"))
-            else:
-                boxes.append((label, f"{before:.3f} → {after:.3f}", f"step {first} → step {last}"))
+    for mode, figure in _figures(rows).items():
+        points = lines[f"validation/{mode}/{figure}"]
+        (first, before), (last, after) = points[0], points[-1]
+        label = f"{metrics.FIGURES[figure]}, {mode}"
+        if len(points) == 1:
+            boxes.append((label, f"{after:.3f}", f"at step {last}"))
+        else:
+            boxes.append((label, f"{before:.3f} → {after:.3f}", f"step {first} → step {last}"))
+    boxes += [("best checkpoint", f"step {best.step}", f"by {best.score_text}")] if best is not None else []
     if rewards := lines.get("reward/mean"):
         boxes.append(("mean reward", f"{rewards[0][1]:.3f} → {rewards[-1][1]:.3f}", "first step → last step"))
     boxes.append(("steps", f"{max(row['step'] for row in rows):,}", ""))
@@ -129,16 +138,24 @@ def headline(rows: list[dict[str, Any]]) -> str:
 
 
 def breakdown(rows: list[dict[str, Any]]) -> str:
-    """Held-out accuracy by a column of the rows, where the run measured it."""
-    cells = []
+    """The held-out figure by a column of the rows, where the run measured it."""
+    figures, cells = _figures(rows), []
     for name, points in series(rows).items():
-        if match := re.fullmatch(r"validation/([^/]+)/accuracy/(.+)", name):
-            values = (match[1], match[2], f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}")
+        match = re.fullmatch(r"validation/([^/]+)/([^/]+)/(.+)", name)
+        if match and figures.get(match[1]) == match[2]:
+            (first, before), (last, after) = points[0], points[-1]
+            values = (match[1], match[3], f"{before:.3f} (step {first})", f"{after:.3f} (step {last})")
             cells.append("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in values) + "</tr>")
     if not cells:
         return ""
+    title = " and ".join(dict.fromkeys(metrics.FIGURES[figure].capitalize() for figure in figures.values()))
     head = "<tr><th>mode</th><th>rows</th><th>before</th><th>after</th></tr>"
-    return f'<h2>Held-out accuracy by part</h2><div class="scroll"><table>{head}{"".join(cells)}</table></div>'
+    return f'<h2>{title} by part</h2><div class="scroll"><table>{head}{"".join(cells)}</table></div>'
+
+
+def _figures(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The figure of each validation mode: accuracy, or the mean reward where the last validation of the mode has no accuracy."""
+    return {mode: figure for row in rows for mode, figure in metrics.held_out_figures(row).items()}
 
 
 def gap_part(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[str, object]]) -> str:
@@ -146,7 +163,7 @@ def gap_part(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[str, obj
     profiles, worst = profile_charts(rows), worst_table(tokens)
     if not profiles and not worst:
         return ""
-    figures = f'<div class="charts">{_figures(profiles, POINTS, drawn)}</div>' if profiles else ""
+    figures = _charts(profiles, drawn) if profiles else ""
     return f"<h2>Sampler against trainer</h2>{figures}{worst}"
 
 
@@ -165,13 +182,13 @@ def _lines(log: Path) -> list[str]:
     return log.read_text(errors="replace").splitlines() if log.exists() else []
 
 
-def _figures(shown: list[Chart], points: int, drawn: list[dict[str, object]]) -> str:
+def _charts(shown: list[Chart], drawn: list[dict[str, object]], points: int = POINTS, kept: int = KEPT_POINTS) -> str:
     figures = []
     for chart in shown:
-        image, scale = svg.draw(chart, points)
+        image, scale = svg.draw(chart, points, kept)
         figures.append(svg.figure(chart, len(drawn), image))
         drawn.append(scale)
-    return "".join(figures)
+    return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def _fold(title: str, inner: str) -> str:

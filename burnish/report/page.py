@@ -13,7 +13,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-SCRIPTS = ("base.js", "charts.js", "store.js", "tokens.js", "list.js", "filter.js", "samples.js")
+SCRIPTS = ("base.js", "scale.js", "charts.js", "store.js", "tokens.js", "list.js", "filter.js", "samples.js")
 
 
 @cache

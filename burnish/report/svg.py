@@ -33,8 +33,11 @@ def bounds(values: list[float]) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def draw(chart: Chart, limit: int) -> tuple[str, dict[str, object]]:
-    """The SVG of a chart, and what the script needs to show values: names, points, and the scale of both axes."""
+def draw(chart: Chart, limit: int, kept: int) -> tuple[str, dict[str, object]]:
+    """The SVG of a chart, and what the script needs to show values and to draw it anew: names, points, the place of the axes.
+
+    The SVG has about `limit` points of each line, the script about `kept`, so that there is more to see where it zooms in.
+    """
     lines = {name: thin(points, limit) for name, points in chart.series.items()}
     x_low, x_high = bounds([float(x) for points in lines.values() for x, _ in points])
     y_low, y_high = bounds([y for points in lines.values() for _, y in points])
@@ -60,9 +63,15 @@ def draw(chart: Chart, limit: int) -> tuple[str, dict[str, object]]:
         if len(points) <= 20:
             parts += [f'<circle class="dot {colour}" cx="{x_of(x)}" cy="{y_of(y)}" r="2.5"/>' for x, y in points]
     parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>')
-    shown = {name: [[x, float(f"{y:.6g}")] for x, y in points] for name, points in lines.items()}
-    scale = {"x": [x_low, x_high], "left": LEFT, "right": RIGHT, "width": WIDTH}
-    return "".join(parts), {"series": shown, "hints": chart.hints, **scale}
+    shown = {n: [[x, float(f"{y:.6g}")] for x, y in thin(points, kept)] for n, points in chart.series.items()}
+    sizes = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "width": WIDTH, "height": HEIGHT}
+    return "".join(parts), {
+        "series": shown,
+        "hints": chart.hints,
+        "places": chart.places,
+        "x": [x_low, x_high],
+        **sizes,
+    }
 
 
 def figure(chart: Chart, index: int, svg: str) -> str:
@@ -72,4 +81,5 @@ def figure(chart: Chart, index: int, svg: str) -> str:
         names = enumerate(chart.series)
         legend = "".join(f'<span><i class="swatch c{i % COLOURS}"></i>{escape(name)}</span>' for i, name in names)
     title = f"<figcaption>{escape(chart.title)}</figcaption>"
-    return f'<figure class="chart" data-chart="{index}" tabindex="0">{title}{svg}<div class="legend">{legend}</div><output></output></figure>'
+    kind = "chart several" if legend else "chart"
+    return f'<figure class="{kind}" data-chart="{index}" tabindex="0">{title}{svg}<div class="legend">{legend}</div><output></output></figure>'

@@ -5,6 +5,7 @@ What `performance.py` adds and names starting with `time/` are the only ones tha
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
 from burnish.core.trajectory import Trajectory, judged
+from burnish.data.rows import Row
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scored import Scored
 from burnish.run.visits import Visit
@@ -28,18 +30,21 @@ from burnish.trainers.turns import dialogue, turn_values
 from burnish.training.learner import Update
 
 MAX_SAMPLES = 64
+ANSWER_COLUMNS = ("solution", "ground_truth", "label", "target", "final_answer", "expected_answer", "reference_answer")
+"""Where rows of other systems keep what is expected, for a reward function that takes it by that name."""
 PREPARED = {"vf_explained_var": "critic/vf_explained_var"}
 
 
-def step_values(rollouts: Scored, learned: Learned, step_s: float) -> dict[str, Any]:
-    """All metrics of a training step."""
+def step_values(rollouts: Scored, learned: Learned, step_s: float, is_shaped: bool = False) -> dict[str, Any]:
+    """All metrics of a training step; `is_shaped` where shapers change its rewards."""
     values = reward_values(rollouts) | rollout_values(rollouts)
     batch, updates = learned.batch, learned.updates
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
         rewards = sampled(batch).sequence["reward"]
-        values["reward/shaped"] = float(rewards.mean()) if rewards.numel() else 0.0
+        if is_shaped and rewards.numel():
+            values["reward/shaped"] = float(rewards.mean())
     values["actor/updates"] = sum(u.skipped is None for u in updates)
     values |= {name if "/" in name else f"actor/{name}": value for name, value in mean_stats(updates).items()}
     values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
@@ -186,7 +191,7 @@ def sample_rows(
                 "data_source": prompt.row.data_source,
                 "prompt": prompt.text,
                 "completion": t.completion,
-                "answer": "" if prompt.row.answer is None else str(prompt.row.answer),
+                "answer": expected_answer(prompt.row),
                 "reward": t.reward,
                 "accuracy": t.accuracy,
                 "parts": t.parts,
@@ -204,6 +209,13 @@ def sample_rows(
             }
         )
     return table
+
+
+def expected_answer(row: Row) -> str:
+    """What a row expects, to be shown beside what was answered: its answer, or the column in which its reward function looks for one."""
+    found = (row.answer, *(row.extra.get(name) for name in ANSWER_COLUMNS))
+    answer = next((one for one in found if one is not None), "")
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
 def worst_rows(rollouts: Scored, worst: Sequence[WorstToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -66,7 +66,10 @@ def train(job: Job) -> bool:
                 learned = learn(job, step, batch) if batch is not None else Learned()
                 settle(job, step, rollouts, learned)
                 speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
-            values = observe.step_values(rollouts, learned, time.perf_counter() - started) | speed
+            values = observe.step_values(
+                rollouts, learned, time.perf_counter() - started, bool(config.algorithm.shaping)
+            )
+            values |= speed
             values |= job.source.values(rollouts, step - 1)
             values |= demonstration_values(rollouts) if config.data.demonstrations_per_group else {}
             if job.memory is not None:

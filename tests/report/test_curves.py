@@ -44,6 +44,14 @@ def test_each_metric_is_in_its_chart_and_the_rest_in_charts_of_their_own() -> No
     ]
 
 
+def test_a_held_out_reward_that_is_the_accuracy_again_has_no_chart_of_its_own() -> None:
+    rows = [{"step": step, "validation/a/accuracy": 0.5, "validation/a/reward_mean": 0.5} for step in range(3)]
+    graded = [{"step": step, "validation/a/reward_mean": 7.0} for step in range(3)]
+    both = [row | {"validation/a/reward_mean": 1.5} for row in rows]
+    found = [[chart.title for chart in charts(each)] for each in (rows, graded, both)]
+    assert found == [["Held-out accuracy"], ["Held-out reward"], ["Held-out accuracy", "Held-out reward"]]
+
+
 def test_points_are_by_step_and_finite() -> None:
     lines = series(ROWS)
     assert lines["validation/greedy/accuracy"] == [(0, 0.4), (2, 0.9)]

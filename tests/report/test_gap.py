@@ -77,7 +77,7 @@ def test_names_under_an_axis_thin_out_where_there_are_many() -> None:
 def test_a_chart_of_places_has_their_names_under_its_axis(num: int) -> None:
     buckets = {f"_{2**k - 1}": (0.1 * k, 1.0) for k in range(num)}
     (chart,) = profile_charts([profile(1, "position", **buckets)])
-    image, scale = draw(chart, 100)
+    image, scale = draw(chart, 100, 200)
     assert image.count('text-anchor="middle"') == num
     assert f'text-anchor="middle">{2 ** (num - 1) - 1}<' in image
     assert scale["hints"] == chart.hints

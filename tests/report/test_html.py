@@ -16,6 +16,8 @@ from burnish.report.gap import visible
 from burnish.report.html import write_report
 from burnish.report.page import SCRIPTS, script, static
 from burnish.report.svg import bounds, ticks
+from burnish.run.checkpoints import Checkpoints
+from burnish.run.contents import Blob, Snapshot
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
 from burnish.run.worst_tokens import WorstTokens
@@ -121,7 +123,47 @@ def test_the_headline_shows_before_and_after_steps_and_time(tmp_path: Path) -> N
     assert "mean reward0.250 → 0.500" in text
     assert "steps2" in text
     assert "time in steps1m30s" in text
-    assert "greedylength=40.8001.000" in text.replace("\n", "")
+    assert "greedylength=40.800 (step 0)1.000 (step 2)" in text.replace("\n", "")
+
+
+def test_a_graded_run_is_told_by_its_mean_reward_and_the_metric_of_its_best_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "metrics.jsonl").unlink()
+    metrics = Metrics(run / "metrics.jsonl")
+    name = "validation/greedy/reward_mean"
+    for step, value in ((0, 1.0), (1, 6.5), (2, 4.0)):
+        metrics.append(step, {name: value, f"{name}/kind=a": value} | ({"reward/mean": value} if step else {}))
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=3)
+    for step, score in ((1, 6.5), (2, 4.0)):
+        checkpoints.write(step, Snapshot([Blob("w", "w")]), score, name)
+    page = parse(run)
+    assert "held-out reward, greedy1.000 → 4.000step 0 → step 2" in page.text
+    assert f"best checkpointstep 1by {name} 6.500" in page.text
+    assert "greedykind=a1.000 (step 0)4.000 (step 2)" in page.text
+    assert "accuracy" not in page.text
+    titles = [label for label in page.values if label in ("Held-out reward", "Held-out accuracy", "Reward")]
+    assert titles == ["Reward", "Held-out reward"]
+
+
+def test_the_script_has_more_points_to_zoom_into_than_are_drawn(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    rows = [{"step": step, "reward/mean": step % 7, "odd/a": 1.0} for step in range(1, 3001)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = parse(run)
+    charts = {next(iter(chart["series"])): chart for chart in json.loads(page.scripts[0])}
+    assert 1000 < len(charts["reward/mean"]["series"]["reward/mean"]) <= 2002
+    drawn = max((value.split(" ") for value in page.values), key=len)
+    assert len(drawn) <= 402
+
+
+def test_the_parts_that_links_lead_to_and_the_controls_of_the_curves_are_there(tmp_path: Path) -> None:
+    page = parse(make_run(tmp_path))
+    links = {value[1:] for value in page.values if re.fullmatch("#[a-z]+", value)}
+    assert {"overview", "curves", "samples", "notes", "config"} <= links
+    assert links <= set(page.values), "each link has the section of its name"
+    assert {"smoothing", "log-scale", "zoom-low", "zoom-high", "zoom-in", "zoom-out"} <= set(page.values)
+    content = write_report(tmp_path / "run-1").read_text()
+    assert '<section id="config"><details>' in content, "what the script unfolds when its link is used"
 
 
 def test_config_and_notes_are_in_the_page_and_step_lines_are_not(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_filters_by_reward_step_ending_and_stream_work_together(browser: Browser
     assert enter(browser, kind="1").startswith("50 of")
     assert enter(browser, finish="0").startswith("10 of")
     assert enter(browser, search="needle").startswith("0 of")
-    browser.run("document.querySelector('button[type=reset]').click()")
+    browser.run("document.querySelector('#filters button[type=reset]').click()")
     browser.wait("byId('count').textContent.startsWith('2,000 of')")
     enter(browser, order="worst")
     assert browser.run("document.querySelector('.row .chip').textContent") == "0"
@@ -204,6 +204,80 @@ def test_keys_move_through_samples_and_tokens(browser: Browser, page: Path) -> N
     browser.run("document.querySelector('figure.chart').focus()")
     browser.key("End")
     assert browser.run("document.querySelector('figure.chart output').textContent") == "step 50: 1"
+
+
+OUTPUTS = "[...document.querySelectorAll('#curves output')].map((node) => node.textContent)"
+
+
+def mouse(browser: Browser, kind: str, share: float, **options: Any) -> None:
+    """Move or press the mouse over the first chart, at a share of its width."""
+    place = browser.run("document.querySelector('figure.chart svg').getBoundingClientRect().toJSON()")
+    x, y = place["left"] + share * place["width"], place["top"] + place["height"] / 2
+    browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)
+
+
+def line(browser: Browser, kind: str) -> list[list[float]]:
+    """The corners of a line of the first chart."""
+    points = browser.run(f"document.querySelector('figure.chart {kind}').getAttribute('points')")
+    return [[float(number) for number in point.split(",")] for point in points.split()]
+
+
+def test_one_cursor_stands_in_all_charts_of_steps(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    mouse(browser, "mouseMoved", 0.5)
+    browser.wait(f"{OUTPUTS}.every((text) => text.startsWith('step 2'))")
+    steps = browser.run(f"{OUTPUTS}.map((text) => text.split(':')[0])")
+    assert len(steps) == 2
+    assert len(set(steps)) == 1
+    places = browser.run("[...document.querySelectorAll('#curves .cursor')].map((node) => node.getAttribute('x1'))")
+    assert len(set(places)) == 1, "both charts have the same steps, so the same place"
+    assert float(places[0]) > 62
+    assert browser.problems == []
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_all_steps_again(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    button = {"button": "left", "buttons": 1, "clickCount": 1}
+    mouse(browser, "mousePressed", 0.5, **button)
+    for share in (0.55, 0.6, 0.7, 0.75):
+        mouse(browser, "mouseMoved", share, **button)
+    assert browser.run("Boolean(document.querySelector('figure.chart rect.selected'))")
+    mouse(browser, "mouseReleased", 0.75, **button)
+    browser.wait("byId('zoom-low').value && byId('zoom-high').value && !document.querySelector('rect.selected')")
+    low, high = browser.run("[Number(byId('zoom-low').value), Number(byId('zoom-high').value)]")
+    assert 15 < low < 30 < high < 45
+    browser.wait("document.querySelectorAll('figure.chart polyline')[0].getAttribute('points').split(' ').length < 30")
+    assert browser.run("ofSteps.every((chart) => chart.range[0] === look.low && chart.range[1] === look.high)")
+    browser.run("document.querySelector('figure.chart').focus()")
+    browser.key("-")
+    browser.wait(f"Number(byId('zoom-low').value) < {low}")
+    browser.run("document.querySelector('figure.chart svg').dispatchEvent(new MouseEvent('dblclick'))")
+    browser.wait("byId('zoom-low').value === '' && look.low === -Infinity")
+    assert len(line(browser, "polyline")) == 50
+    assert browser.problems == []
+
+
+def test_curves_are_smoothed_and_drawn_on_a_logarithmic_scale_and_reset(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    before = line(browser, "polyline")
+    browser.run("byId('smoothing').value = 0.9; byId('smoothing').dispatchEvent(new Event('input'))")
+    browser.wait("document.querySelectorAll('figure.chart')[0].querySelectorAll('polyline').length === 2")
+    assert line(browser, "polyline.faint") == before, "the measured line stays, in the background"
+    assert line(browser, "polyline:not(.faint)")[-1][1] > before[-1][1], "a rising line lies above its average"
+    assert browser.run("byId('smoothing-value').textContent") == "0.9"
+    browser.run("byId('log-scale').click()")
+    browser.wait("document.querySelector('figure.chart .tick').textContent === '0.02'")
+    browser.run("document.querySelector('#controls button[type=reset]').click()")
+    browser.wait("document.querySelectorAll('figure.chart')[0].querySelectorAll('polyline').length === 1")
+    assert line(browser, "polyline") == before
+    assert browser.problems == []
+
+
+def test_the_link_to_the_config_opens_it(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    assert not browser.run("document.querySelector('#config details').open")
+    browser.run("document.querySelector('nav a[href=\"#config\"]').click()")
+    assert browser.run("document.querySelector('#config details').open")
 
 
 def test_a_group_is_shown_side_by_side(browser: Browser, page: Path) -> None:

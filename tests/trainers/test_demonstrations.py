@@ -115,7 +115,7 @@ def test_every_group_has_its_demonstration_whatever_the_source(source: str, tmp_
         assert row["demonstrations/missing"] == 0
         assert row["mismatch/max"] < (1e-3 if source == "sync" else 20)  # a demonstration taken for a sample is far off
         assert 0 < row["actor/demonstrated"] < 0.5
-        assert row["reward/shaped"] == pytest.approx(row["reward/mean"])  # nothing is shaped
+        assert "reward/shaped" not in row  # nothing is shaped
     assert min(row["reward/accuracy"] for row in rows) < 1  # of the policy's samples alone
     used = [e["ids"] for e in events(folder) if e["event"] == "used"]
     assert all(sum(name.endswith(".4") for name in ids) == 4 and len(ids) == 20 for ids in used)

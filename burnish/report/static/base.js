@@ -28,6 +28,15 @@ function visible(text) {
   });
 }
 
+// A link to a part that is folded unfolds it.
+function unfold(place) {
+  const folded = place && document.querySelector(place + " > details");
+  if (folded) folded.open = true;
+}
+
+for (const link of document.querySelectorAll("nav a")) link.addEventListener("click", () => unfold(link.hash));
+if (/^#[a-z]+$/.test(location.hash)) unfold(location.hash);
+
 // Calls that come faster than they can be answered: only the last one is, after a moment of quiet.
 function settled(delay, action) {
   let timer = 0;

@@ -1,52 +1,189 @@
-// The values under the pointer, or under a cursor that the arrow keys move.
+// Curves: one cursor over all charts of steps, zoom by dragging, smoothing, a logarithmic scale. The page comes with each chart drawn
+// plainly; a control draws them anew. Charts of places (buckets, not steps) have a cursor of their own and no zoom.
 
-const charts = JSON.parse(byId("charts").textContent);
+const FAR = 6; // pixels that a mouse moves before it selects steps instead of clicking
+const plain = () => ({ low: -Infinity, high: Infinity, weight: 0, isLog: false });
+let look = plain(); // the steps in sight and how they are drawn, the same for all charts
 
-function nearest(points, step) {
-  let low = 0, high = points.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (points[middle][0] > step) high = middle; else low = middle;
+class Chart {
+  constructor(figure, data) {
+    Object.assign(this, { figure, data, svg: figure.querySelector("svg"), at: null, output: figure.querySelector("output") });
+    this.isOfSteps = !data.places.length;
+    figure.querySelector("figcaption").append(this.note = make("span", "", "dim"));
+    this.lines = Object.entries(data.series);
+    const all = this.lines.flatMap(([, points]) => points.map((point) => point[0]));
+    this.steps = [...new Set(all)].sort((a, b) => a - b);
   }
-  return Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
+
+  get range() {
+    const [low, high] = this.data.x;
+    return this.isOfSteps ? [Math.max(low, look.low), Math.min(high, look.high)] : [low, high];
+  }
+
+  node(tag, attributes, name, text) {
+    const node = document.createElementNS(this.svg.namespaceURI, tag);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (name) node.setAttribute("class", name);
+    if (text !== undefined) node.textContent = text;
+    return node;
+  }
+
+  draw() {
+    const { width, height, left, right, top, bottom, places } = this.data, [low, high] = this.range;
+    const raw = this.lines.map(([, points]) => (this.isOfSteps ? inSight(points, low, high) : points));
+    const weight = this.isOfSteps ? look.weight : 0; // smoothed over all points, then cut to those in sight
+    const soft = this.lines.map(([, points], k) => (weight ? inSight(smoothed(points, weight), low, high) : raw[k]));
+    const values = [...raw, ...(weight ? soft : [])].flat().map((point) => point[1]), hidden = look.isLog ? raw.flat().filter((p) => !(p[1] > 0)).length : 0;
+    const span = high > low ? bounds(values, look.isLog) : null;
+    const cursor = this.node("line", { y1: top, y2: height - bottom, x1: -9, x2: -9 }, "cursor");
+    if (span === null) {
+      const why = values.length && high > low ? "no value above zero" : "no points in these steps";
+      this.note.textContent = "";
+      this.svg.replaceChildren(this.node("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "tick", why), cursor);
+      return;
+    }
+    const x = (step) => this.place(step).toFixed(1);
+    const y = (value) => (height - bottom - part(value, span, look.isLog) * (height - top - bottom)).toFixed(1);
+    const nodes = [];
+    for (const value of look.isLog ? logTicks(...span) : ticks(...span, 4)) {
+      nodes.push(this.node("line", { x1: left, x2: width - right, y1: y(value), y2: y(value) }, "grid"));
+      nodes.push(this.node("text", { x: left - 6, y: Number(y(value)) + 4, "text-anchor": "end" }, "tick", short(value)));
+    }
+    const names = places.length ? places.map((name, k) => [k, name]) : ticks(low, high, 5).filter(Number.isInteger).map((k) => [k, k]);
+    for (const [step, name] of names) nodes.push(this.node("text", { x: x(step), y: height - 8, "text-anchor": "middle" }, "tick", name));
+    const inner = this.node("svg", { x: left, y: 0, width: width - left - right, height, viewBox: [left, 0, width - left - right, height].join(" ") });
+    const shown = (points) => (look.isLog ? points.filter((point) => point[1] > 0) : points);
+    const line = (points, name) => inner.append(this.node("polyline", { points: shown(points).map((p) => x(p[0]) + "," + y(p[1])).join(" ") }, name));
+    raw.forEach((points, k) => {
+      const colour = "c" + k % 6;
+      line(points, "line " + colour + (weight ? " faint" : ""));
+      if (weight) line(soft[k], "line " + colour);
+      if (20 >= points.length) for (const p of shown(points)) inner.append(this.node("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.5 }, "dot " + colour + (weight ? " faint" : "")));
+    });
+    this.note.textContent = hidden ? " " + count(hidden) + (hidden === 1 ? " point" : " points") + " at or below 0 not shown" : "";
+    this.svg.replaceChildren(...nodes, inner, cursor);
+  }
+
+  place(step) {
+    const { left, right, width } = this.data;
+    return left + part(step, this.range, false) * (width - left - right);
+  }
+
+  stepAt(event) {
+    const box = this.svg.getBoundingClientRect(), { left, right, width } = this.data, [low, high] = this.range;
+    const share = ((event.clientX - box.left) / box.width * width - left) / (width - left - right);
+    return Math.min(high, Math.max(low, low + share * (high - low)));
+  }
+
+  // The step of a point of this chart that is nearest to a step.
+  snap(step) {
+    return nearest(this.steps.map((s) => [s]), step)[0];
+  }
+
+  // The cursor at a step, and under the chart what each line has there.
+  read(step) {
+    const { hints } = this.data, [low, high] = this.range, cursor = this.svg.querySelector(".cursor");
+    this.at = step;
+    const place = step >= low && high >= step ? this.place(step) : -9;
+    cursor.setAttribute("x1", place);
+    cursor.setAttribute("x2", place);
+    const several = this.lines.length > 1;
+    const texts = this.lines.map(([name, points]) => {
+      const [at, value] = nearest(points, step), soft = look.weight && this.isOfSteps ? smoothed(points, look.weight) : null;
+      const more = soft ? " (smoothed " + short(nearest(soft, step)[1]) + ")" : "";
+      return (several ? name + " " : "") + short(value) + more + (at === step || hints.length ? "" : " (step " + at + ")");
+    });
+    this.output.textContent = (hints.length ? hints[step] : "step " + step) + ": " + texts.join(", ");
+  }
 }
 
-function readChart(figure, chart, step) {
-  const inner = chart.width - chart.left - chart.right;
-  const found = [];
-  let at = null;
-  for (const [name, points] of Object.entries(chart.series)) {
-    const best = nearest(points, step);
-    if (at === null || Math.abs(best[0] - step) < Math.abs(at - step)) at = best[0];
-    found.push([name, best]);
+const drawn = JSON.parse(byId("charts").textContent);
+const allCharts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure, drawn[Number(figure.dataset.chart)]));
+const ofSteps = allCharts.filter((chart) => chart.isOfSteps);
+
+function point(chart, step) {
+  for (const one of chart.isOfSteps ? ofSteps : [chart]) {
+    one.output.setAttribute("aria-live", one === chart ? "polite" : "off"); // one voice, not that of every chart
+    one.read(step);
   }
-  const place = chart.left + (at - chart.x[0]) / (chart.x[1] - chart.x[0]) * inner;
-  const cursor = figure.querySelector(".cursor");
-  cursor.setAttribute("x1", place);
-  cursor.setAttribute("x2", place);
-  const head = chart.hints.length ? chart.hints[at] : "step " + at;
-  const several = found.length > 1;
-  figure.querySelector("output").textContent =
-    head + ": " + found.map(([name, point]) => (several ? name + " " : "") + point[1] + (point[0] === at || chart.hints.length ? "" : " (step " + point[0] + ")")).join(", ");
-  return at;
 }
 
-for (const figure of document.querySelectorAll("figure.chart")) {
-  const chart = charts[Number(figure.dataset.chart)];
-  const svg = figure.querySelector("svg");
-  const steps = [...new Set(Object.values(chart.series).flatMap((points) => points.map((point) => point[0])))].sort((a, b) => a - b);
-  let at = null;
+const redraw = settled(0, () => {
+  for (const chart of allCharts) {
+    chart.draw();
+    if (chart.at !== null) chart.read(chart.at);
+  }
+  byId("smoothing-value").textContent = look.weight;
+});
+
+// Whole steps from low to high in sight; all of them where that is everything or nothing.
+function zoom(from, to) {
+  const low = Math.floor(from), high = Math.ceil(to);
+  const first = Math.min(...ofSteps.map((chart) => chart.data.x[0])), last = Math.max(...ofSteps.map((chart) => chart.data.x[1]));
+  look.low = low > first ? low : -Infinity;
+  look.high = last > high ? high : Infinity;
+  if (!(look.high > look.low)) Object.assign(look, { low: -Infinity, high: Infinity });
+  byId("zoom-low").value = look.low === -Infinity ? "" : look.low;
+  byId("zoom-high").value = look.high === Infinity ? "" : look.high;
+  redraw();
+}
+
+// In or out by a factor, around the cursor where there is one.
+function zoomBy(factor, chart = ofSteps[0]) {
+  const [low, high] = chart.range, middle = chart.at !== null && chart.at >= low && high >= chart.at ? chart.at : (low + high) / 2;
+  if (1 / factor > (high - low) / 2) return; // fewer than two steps are no curve
+  zoom(middle - (middle - low) / factor, middle + (high - middle) / factor);
+}
+
+// Dragging with a mouse or a pen selects steps; a finger moves the cursor, and leaves scrolling up and down to the page.
+function listen(chart) {
+  const { svg, figure } = chart;
+  let start = null, box = null;
+  const end = () => { if (box) box.remove(); start = box = null; };
+  svg.addEventListener("pointerdown", (event) => {
+    point(chart, chart.snap(chart.stepAt(event)));
+    if (!chart.isOfSteps || event.pointerType === "touch" || event.button) return;
+    event.preventDefault(); // no text is selected
+    figure.focus({ preventScroll: true });
+    svg.setPointerCapture(event.pointerId);
+    start = [event.clientX, chart.stepAt(event)];
+  });
   svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const x = (event.clientX - box.left) / box.width * chart.width;
-    const inner = chart.width - chart.left - chart.right;
-    at = readChart(figure, chart, chart.x[0] + (x - chart.left) / inner * (chart.x[1] - chart.x[0]));
+    point(chart, chart.snap(chart.stepAt(event)));
+    if (start === null || FAR > Math.abs(event.clientX - start[0])) return;
+    if (!box) svg.append(box = chart.node("rect", { y: chart.data.top, height: chart.data.height - chart.data.top - chart.data.bottom }, "selected"));
+    const ends = [chart.place(start[1]), chart.place(chart.stepAt(event))].sort((a, b) => a - b);
+    box.setAttribute("x", ends[0]);
+    box.setAttribute("width", ends[1] - ends[0]);
   });
+  svg.addEventListener("pointerup", (event) => {
+    const ends = box && [start[1], chart.stepAt(event)].sort((a, b) => a - b);
+    end();
+    if (ends) zoom(...ends);
+  });
+  svg.addEventListener("pointercancel", end);
+  if (chart.isOfSteps) svg.addEventListener("dblclick", () => zoom(-Infinity, Infinity));
   figure.addEventListener("keydown", (event) => {
+    const zooms = { "+": () => zoomBy(2, chart), "=": () => zoomBy(2, chart), "-": () => zoomBy(0.5, chart), 0: () => zoom(-Infinity, Infinity) };
+    const steps = chart.steps.filter((step) => step >= chart.range[0] && chart.range[1] >= step);
     const move = { ArrowLeft: -1, ArrowRight: 1, Home: -steps.length, End: steps.length }[event.key];
-    if (!move) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || !(move && steps.length) && !(chart.isOfSteps && zooms[event.key])) return;
     event.preventDefault();
-    const now = at === null ? (move > 0 ? -1 : steps.length) : steps.indexOf(at);
-    at = readChart(figure, chart, steps[Math.min(steps.length - 1, Math.max(0, now + move))]);
+    if (!move) return zooms[event.key]();
+    const now = chart.at === null ? (move > 0 ? -1 : steps.length) : steps.indexOf(chart.snap(chart.at));
+    point(chart, steps[Math.min(steps.length - 1, Math.max(0, now + move))]);
   });
+}
+
+allCharts.forEach(listen);
+if (ofSteps.length) {
+  const field = (name) => Number(byId(name).value), bound = (name, none) => (byId(name).value === "" ? none : field(name));
+  byId("controls").hidden = false;
+  byId("smoothing").addEventListener("input", () => { look.weight = field("smoothing"); redraw(); });
+  byId("log-scale").addEventListener("input", () => { look.isLog = byId("log-scale").checked; redraw(); });
+  for (const name of ["zoom-low", "zoom-high"]) byId(name).addEventListener("change", () => zoom(bound("zoom-low", -Infinity), bound("zoom-high", Infinity)));
+  byId("zoom-in").addEventListener("click", () => zoomBy(2));
+  byId("zoom-out").addEventListener("click", () => zoomBy(0.5));
+  byId("controls").addEventListener("reset", () => { look = plain(); redraw(); });
+  byId("controls").addEventListener("submit", (event) => event.preventDefault());
 }

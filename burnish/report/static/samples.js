@@ -37,6 +37,7 @@ class Explorer {
     this.store.finishes.forEach((finish, k) => option("finish", k, visible(finish)));
     for (const [name, colouring] of Object.entries(COLOURINGS)) option("colour", name, colouring.label);
     byId("colour").value = "logp";
+    byId("right").parentElement.hidden = !this.store.samples.accuracy.some(isNumber); // graded rewards are neither right nor wrong
   }
 
   async refresh() {
