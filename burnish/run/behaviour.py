@@ -21,6 +21,10 @@ BEFORE = 25
 """Steps that are remembered."""
 
 
+ACCURACY = "reward/accuracy"
+"""Only where a reward says what is correct; a graded reward has no value that means solved."""
+
+
 class Past:
     """The numbers of a run, as far back as a judgement needs them."""
 
@@ -75,7 +79,12 @@ class Past:
     @property
     def goal(self) -> str:
         """The number that is meant to rise: how often answers are right, or the reward where nothing says so."""
-        return "reward/accuracy" if "reward/accuracy" in self._first else "reward/mean"
+        return ACCURACY if ACCURACY in self._first else "reward/mean"
+
+    @property
+    def scale(self) -> float:
+        """What a change of the goal is compared with: 1 for an accuracy, for graded rewards the largest that they were."""
+        return 1.0 if self.goal == ACCURACY else max(abs(self.start(self.goal)), abs(self.best(self.goal)))
 
     @property
     def names(self) -> list[str]:
@@ -104,10 +113,13 @@ def _moved(past: Past, name: str) -> str:
 def _collapsed(past: Past) -> str | None:
     """A fifth of the entropy is left, the task is not solved, and what was given up for it brought nothing lately."""
     start, now = past.top("actor/entropy"), past.now("actor/entropy", 3)
-    solved = past.now(past.goal) >= 0.9
-    gains = past.now(past.goal) > past.was(past.goal) + 0.03
+    solved = past.now(ACCURACY) >= 0.9
+    gains = past.now(past.goal) > past.was(past.goal) + 0.03 * past.scale
     if start >= 0.02 and now < 0.2 * start and not solved and not gains:
-        return f"actor/entropy went from {start:.2g} to {now:.2g} while {past.goal} is {past.now(past.goal):.2g}"
+        unknown = "" if past.goal == ACCURACY else " (graded: fine if that is the most there is)"
+        return (
+            f"actor/entropy went from {start:.2g} to {now:.2g} while {past.goal} is {past.now(past.goal):.2g}{unknown}"
+        )
     return None
 
 
@@ -126,9 +138,9 @@ def _falls(past: Past) -> bool:
 
 
 def _exploded(past: Past) -> str | None:
-    """Twice as long as at first, and not more often right."""
+    """Twice as long as at first, and not better."""
     start, now = past.bottom("rollout/length_mean"), past.now("rollout/length_mean", 3)
-    if now > 2 * start and not past.now(past.goal, 3) > past.start(past.goal) + 0.05:
+    if now > 2 * start and not past.now(past.goal, 3) > past.start(past.goal) + 0.05 * past.scale:
         return (
             f"rollout/length_mean went from {start:.3g} to {now:.3g} while {past.goal} is {past.now(past.goal, 3):.2g}"
         )
@@ -137,7 +149,7 @@ def _exploded(past: Past) -> str | None:
 
 def _hacked(past: Past) -> str | None:
     """A part of the reward rises while right answers fall. Of length the other rule speaks."""
-    if past.goal != "reward/accuracy" or not _falls(past) or _exploded(past):
+    if past.goal != ACCURACY or not _falls(past) or _exploded(past):
         return None
     parts = [name for name in past.names if name.startswith("reward/part/")] or ["reward/mean"]
     for name in parts:
@@ -149,13 +161,13 @@ def _hacked(past: Past) -> str | None:
 
 def _solved(past: Past) -> str | None:
     """Nearly all groups are all right."""
-    if past.now("rollout/zero_signal") >= 0.95 and past.now("reward/accuracy") >= 0.95:
+    if past.now("rollout/zero_signal") >= 0.95 and past.now(ACCURACY) >= 0.95:
         return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/accuracy {past.now('reward/accuracy'):.2g}"
     return None
 
 
 def _is_without_signal(past: Past) -> bool:
-    return past.now("rollout/zero_signal") >= 0.9 and not past.now("reward/accuracy") >= 0.5
+    return past.now("rollout/zero_signal") >= 0.9 and not past.now(ACCURACY) >= 0.5
 
 
 def _broken(past: Past) -> str | None:
@@ -168,15 +180,22 @@ def _broken(past: Past) -> str | None:
 
 def _hopeless(past: Past) -> str | None:
     """Nearly all groups are all wrong, as they were."""
-    if _is_without_signal(past) and not _broken(past) and past.best("reward/accuracy") < 0.05:
+    if _is_without_signal(past) and not _broken(past) and past.best(ACCURACY) < 0.05:
         return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/accuracy {past.now('reward/accuracy'):.2g}"
+    return None
+
+
+def _equal(past: Past) -> str | None:
+    """Nearly all groups earn one reward each, where nothing says whether that is the highest or the lowest."""
+    if past.goal != ACCURACY and past.now("rollout/zero_signal") >= 0.95 and not _broken(past):
+        return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/mean {past.now('reward/mean'):.2g}"
     return None
 
 
 def _lost(past: Past) -> str | None:
     """Two fifths of what was once reached are gone, and nothing above says why."""
     explained = _exploded(past) or _hacked(past) or _broken(past)
-    if past.now(past.goal) < 0.6 * past.peak and not explained:
+    if past.now(past.goal) < past.peak - 0.4 * abs(past.peak) and not explained:  # rewards may be negative
         return f"{past.goal} was {past.peak:.2g} and is {past.now(past.goal):.2g}"
     return None
 
@@ -198,7 +217,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "length explosion",
         _exploded,
-        "length explosion: answers grow, and are not more often right",
+        "length explosion: answers grow, and are not better",
         "look at the longest samples and at the parts of the reward that pay for length; algorithm.shaping=[soft_overlong], "
         "algorithm.aggregation=token-mean or algorithm=dr_grpo, which do not favour long wrong answers; a lower learning rate",
     ),
@@ -249,6 +268,14 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         _hopeless,
         "hardly any sample is right, so that there is nothing to compare",
         "easier prompts or more samples of each (rollout.n), a warm start; check the reward on a right answer of your own",
+        patience=10,
+    ),
+    Behaviour(
+        "equal rewards",
+        _equal,
+        "the samples of nearly every prompt all earn the same reward, so that there is nothing to compare",
+        "look at the samples: prompts that are all too easy or all too hard, or a reward that does not tell answers apart; more samples of "
+        "each prompt (rollout.n), a reward with more grades",
         patience=10,
     ),
     Behaviour(

@@ -96,11 +96,20 @@ def test_turns_know_where_they_begin_their_state_and_what_they_earned(model: Dec
         ]
         assert one.reward == 1.75
         assert one.parts == {"environment": 1.75}
+        assert one.accuracy is None, "the environment does not say which rewards mean success"
     batch = pack(play(model))
     assert batch.ragged["turn_reward"].values.tolist() == [0.25, 0.5, 1.0] * 4
     states = batch.ragged["turn_state"].values.reshape(4, 3)
     assert (states == states[0]).all()
     assert len(set(states[0].tolist())) == 3
+
+
+@pytest.mark.parametrize(("threshold", "accuracy"), [(1.0, 1.0), (2.0, 0.0)])
+def test_an_environment_may_say_from_which_reward_on_it_was_a_success(
+    model: Decoder, threshold: float, accuracy: float
+) -> None:
+    kind = type("Judging", (Game,), {"correct_at": threshold})
+    assert {one.accuracy for one in play(model, kind)} == {accuracy}
 
 
 def test_a_journal_has_the_turns(model: Decoder) -> None:

@@ -203,3 +203,30 @@ def test_an_episode_ends_only_after_many_healthy_steps() -> None:
 
     assert spoken(BACK_ON_COURSE - 2) == 1
     assert spoken(BACK_ON_COURSE + 5) == 2
+
+
+def graded(reward: Callable[[int], float], **others: Callable[[int], float]) -> Steps:
+    """Steps of a run whose rewards are graded: no accuracy."""
+    named = {"reward/mean": reward} | {name.replace("__", "/"): value for name, value in others.items()}
+    return [{"step": k} | {name: value(k) for name, value in named.items()} for k in range(1, 61)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (graded(lambda k: -3.0 + 0.01 * k, rollout__length_mean=lambda k: 40.0), []),
+        (
+            graded(lambda k: 1.0 + 0.001 * k, actor__entropy=lambda k: 2.0 * 0.9**k),
+            ["graded: fine if that is the most"],
+        ),
+        (graded(lambda k: 0.1 * k, actor__entropy=lambda k: 2.0 * 0.9**k), []),
+        (graded(lambda k: 3.0, rollout__zero_signal=lambda k: 1.0), ["all earn the same reward"]),
+        (graded(lambda k: 5.0 - 0.1 * k), ["has become worse than it was"]),
+    ],
+    ids=["negative and rising", "no gain, whatever 1 means", "rising", "all equal", "falling"],
+)
+def test_a_graded_reward_is_judged_by_its_own_scale(steps: Steps, expected: list[str]) -> None:
+    lines = [line for _, line in said_of(steps, Facts())]
+    assert len(lines) == len(expected), lines
+    for words, line in zip(expected, lines, strict=True):
+        assert words in line

@@ -20,6 +20,7 @@ from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Finish, TokenSequence, Trajectory
+from burnish.data.rows import Row
 from burnish.rollout.scored import Scored
 from burnish.rollout.sources import RolloutPlan
 from burnish.run.metrics import read
@@ -119,6 +120,28 @@ def test_kl_in_the_reward_is_among_the_metrics() -> None:
     assert values["actor/updates"] == 1
     assert values["mismatch/max"] == 0
     assert notes == []
+
+
+@pytest.mark.parametrize(("shaping", "is_logged"), [([], False), (["signed"], True)])
+def test_the_shaped_reward_is_logged_where_something_shapes(
+    tmp_path: Path, shaping: list[str], is_logged: bool
+) -> None:
+    run = run_of(tmp_path, TINY, [f"algorithm.shaping={shaping}", "training.steps=1"])
+    assert ["reward/shaped" in row for row in read(run / "metrics.jsonl")] == [is_logged]
+
+
+@pytest.mark.parametrize(
+    ("answer", "columns", "shown"),
+    [
+        ("7", {"solution": "long words, so 7"}, "7"),
+        (7, {}, "7"),
+        (None, {"solution": "\\boxed{7}", "level": 3}, "\\boxed{7}"),
+        (None, {"ground_truth": {"numbers": [1, 2]}}, '{"numbers": [1, 2]}'),
+        (None, {"level": 3}, ""),
+    ],
+)
+def test_the_expected_answer_is_shown_from_the_column_that_has_it(answer: Any, columns: Any, shown: str) -> None:
+    assert observe.expected_answer(Row("r", "q", "rows", answer, columns)) == shown
 
 
 @pytest.mark.parametrize(("finish", "identical"), [("stop", 1), ("length", 0)])

@@ -100,6 +100,15 @@ def test_a_judge_that_never_gives_a_verdict_scores_0_and_is_counted() -> None:
     assert len(endpoint.asked) == 2
 
 
+@pytest.mark.parametrize("said", ["no idea", "8", "10"])
+def test_a_score_of_a_judge_is_graded_and_no_verdict(said: str) -> None:
+    scale = {"parser": r"(?P<score>\d+)", "low": 0, "high": 10, "parse_retries": 0}
+    with serving(lambda body, number: Reply(said)) as endpoint:
+        (score,), _ = judged(endpoint, [request("a")], **scale)
+    assert score.reward == (int(said) / 10 if said.isdigit() else 0.0)
+    assert score.accuracy is None
+
+
 FAULTS = [
     Reply(status=500),
     Reply(status=429, headers={"Retry-After": "0"}),
