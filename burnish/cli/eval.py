@@ -54,6 +54,12 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
     )
     add("--limit", type=int, help="most prompts (default: all rows of a file, 1000 problems of a task)")
     add("--reward", action="append", metavar="NAME", help="what counts as right; may be repeated, the first decides")
+    add(
+        "--correct-at",
+        type=float,
+        metavar="VALUE",
+        help="values of the first --reward from here on count as right (default: 1 for verifiers; a function that returns numbers is graded)",
+    )
     add("--best-by", metavar="PART", help="best@k chooses the sample this part of the reward scores highest")
     add("--template", choices=("auto", "chat", "plain"), help="how a prompt becomes text")
     add("--system", help="a system message (chat templates)")
@@ -202,8 +208,20 @@ def flags(args: argparse.Namespace) -> dict[str, Any]:
         "sampling.top_p": args.top_p,
         "sampling.top_k": args.top_k,
         "sampling.max_tokens": args.max_tokens,
-        "reward.parts": args.reward,
+        "reward.parts": rewards_of(args),
     }
+
+
+def rewards_of(args: argparse.Namespace) -> list[Any] | None:
+    """The parts of the reward that the options name; the first one has the threshold."""
+    if args.correct_at is None:
+        return list(args.reward) if args.reward else None
+    if not args.reward:
+        raise UserError(
+            "--correct-at says from which value of --reward on an answer counts as right: give --reward too"
+        )
+    first, *others = args.reward
+    return [{"name": first, "correct_at": args.correct_at}, *others]
 
 
 def of_run(data: list[str]) -> str:

@@ -72,7 +72,9 @@ def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     ids = [question for question in there if question in here]
     _refuse_other_questions(there, here, ids)
     if not ids:
-        raise UserError("the two results have no question in common with an accuracy in both")
+        raise UserError(
+            "the two results have no question in common with an accuracy in both (graded rewards have one with --correct-at VALUE)"
+        )
     groups = [[[row["accuracy"] for row in side[question]] for question in ids] for side in (there, here)]
     means = [[sum(group) / len(group) for group in side] for side in groups]
     changes = [y - x for x, y in zip(*means, strict=True)]

@@ -37,7 +37,7 @@ def _by(column: str, shares: Mapping[str, Share]) -> str:
     return f"by {column}\n{lines(rows)}"
 
 
-NOTHING = "- (nothing that was scored says right or wrong)"
+NOTHING = "- (the rewards are graded: --correct-at VALUE says from which on an answer counts as right)"
 
 
 def lines(rows: Sequence[tuple[str, str]]) -> str:

@@ -78,6 +78,27 @@ def test_files_sources_and_pass_at_k(model: Path, capsys: pytest.CaptureFixture[
     assert Path("o.parquet").read_bytes()[:4] == b"PAR1"
 
 
+def test_numbers_of_a_function_are_graded_unless_a_value_is_said_to_be_right(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("g.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return float(ground_truth)\n"
+    )
+    rows = [{"question": f"{i}>", "answer": str(i)} for i in (1, 8, 10)]
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["eval", str(model), "d.jsonl", "--reward", "g.py:f", "--max-tokens", "2", "reward.workers=1"]
+    assert main([*command, "--out", "a"]) == 0
+    shown = capsys.readouterr().out
+    assert "accuracy     - (the rewards are graded: --correct-at VALUE" in shown
+    assert "mean reward  6.333" in shown
+    assert main([*command, "--correct-at", "8", "--out", "b"]) == 0
+    assert "accuracy     0.667" in capsys.readouterr().out
+    assert main(["eval", "--compare", "a", "b"]) == 2
+    assert "--correct-at" in capsys.readouterr().err
+    assert main(["eval", str(model), "task:sort_digits", "--correct-at", "1"]) == 2
+    assert "give --reward too" in capsys.readouterr().err
+
+
 def test_a_part_of_the_reward_may_choose_and_parquet_is_shown_again(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ def test_a_run_stands_for_its_best_checkpoint_and_says_so(tmp_path: Path) -> Non
     subject = find_subject(run_with(tmp_path / "r", [0.2, 0.9, 0.4]))
     assert subject.path.name == "step-000002"
     assert subject.note is not None
-    assert "step-000002 (its best, 0.900)" in subject.note
+    assert "step-000002 (its best: score 0.900)" in subject.note
     assert subject.config == {"seed": 3}
 
 
