@@ -49,9 +49,10 @@ def load_tree(kind: type[Kind], tree: dict[str, Any], path: Path, overrides: Seq
 
 
 def load_small(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[Kind], list[str]]:
-    """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it."""
+    """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it that no override changes back."""
     tree, changes = shrink(load(kind, path).resolved)
-    return _overridden(kind, tree, path, overrides), changes
+    given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
+    return _overridden(kind, tree, path, overrides), [change for change in changes if not change.startswith(given)]
 
 
 def _overridden(kind: type[Kind], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]) -> Loaded[Kind]:

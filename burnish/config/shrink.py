@@ -94,7 +94,7 @@ def shrink(tree: Tree) -> tuple[Tree, list[str]]:
         old = _get(tree, key.split("."))
         if old != new:
             tree = _put(tree, key.split("."), new)
-            notes.append(f"{key}: {_brief(old)} -> {_brief(new)}")
+            notes.append(f"{key}: {_change(old, new)}")
     return tree, notes
 
 
@@ -277,6 +277,30 @@ def _put(tree: Tree, parts: list[str], value: Any) -> Tree:
         return [_put(item, parts[1:], value) if i == int(parts[0]) else item for i, item in enumerate(tree)]
     held = tree if isinstance(tree, dict) else {}
     return {**held, parts[0]: _put(held.get(parts[0]), parts[1:], value)}
+
+
+def _change(old: Any, new: Any) -> str:
+    """`old -> new` in a few words; of two sections that would read the same, or that have no name, the values that differ."""
+    one, other = _only(old), _only(new)
+    is_alike = _brief(one) == _brief(other) or _brief(one).startswith("{")
+    if isinstance(one, dict) and isinstance(other, dict) and is_alike:
+        return ", ".join(f"{path} {_brief(was)} -> {_brief(now)}" for path, was, now in _differences(one, other, ""))
+    return f"{_brief(old)} -> {_brief(new)}"
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """The values of the new section that the old one has otherwise, with their dotted keys."""
+    old = _only(old)
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key, value in new.items():
+            yield from _differences(old.get(key), value, f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new
+
+
+def _only(value: Any) -> Any:
+    """The item of a list of one, as which a source may be written."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _brief(value: Any) -> str:

@@ -304,5 +304,6 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
     set_activations(policy.module, config.activations)
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, parts.examples, config, seed, run.display.step)
+    run.display.stop()  # its last step is shown before anything is said about what follows
     with atomic_directory(path, replace=True) as folder:
         policy.save(folder)

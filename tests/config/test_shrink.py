@@ -243,4 +243,15 @@ def test_the_command_line_says_what_was_shrunk(capsys: pytest.CaptureFixture[str
     assert "shrunk: rollout.n: 16 -> 4\n" in printed
     assert "shrunk: model: models/Qwen2.5-32B -> " in printed
     assert "16 (4 prompts x 4 samples)" in printed
+    assert "shrunk: training.mini_batches" not in printed, "an override has the last word"
+    assert main(["train", str(RECIPES / "sort_digits.yaml"), "--shrink", "--dry-run"]) == 0
+    changes = dict(
+        line.removeprefix("shrunk: ").split(": ", 1)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("shrunk: ")
+    )
+    assert "sort_digits -> sort_digits" not in changes.values()
+    assert "options.max_digits unset -> 3" in changes["data.train"]
+    assert "new.num_layers 2 -> 1" in changes["model"]
+    assert "updates 250 -> 20" in changes["warm_start"]
     assert "1 (mini_batches 1 x epochs 1)" in printed
