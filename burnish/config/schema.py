@@ -155,8 +155,8 @@ def check_best_by(best_by: str | None, kinds: Sequence[str], measured: Sequence[
     if first != "validation" or kind not in kinds or name.split("/")[0] not in measured:
         known = [f"validation/{kind}/{name}" for kind in kinds for name in measured]
         raise ValueError(
-            f"run.best_by={best_by}: no such metric{nearest(best_by.removeprefix('-'), known)}; expected one of {', '.join(known)}, "
-            "with a leading minus where the lowest is best"
+            f"run.best_by={best_by}: no such metric{nearest(best_by.removeprefix('-'), known)}; expected validation/A/B with A of "
+            f"{', '.join(kinds)} and B of {', '.join(measured)}, and a leading minus where the lowest is best"
         )
 
 
