@@ -24,6 +24,6 @@ def demonstrations(num: int, share_long: float, right: float = 1.0, seed: int = 
     return rows
 
 
-def last(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """1 where what follows the last `>` is right."""
-    return float(solution_str.rpartition(">")[2] == ground_truth)
+def last(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> bool:
+    """Whether what follows the last `>` is right: True and False say that this is a verdict, and not a grade."""
+    return bool(solution_str.rpartition(">")[2] == ground_truth)

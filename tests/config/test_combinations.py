@@ -13,6 +13,7 @@ from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits"]
+HELD_OUT = ["data.validation.task=sort_digits", "validation.limit=8"]
 BARE = {"ratio": "none", "clip": "none"}
 ONLINE = {**BARE, "advantage": "none", "loss": "simpo"}
 KL_REWARD = {"reward": {"coef": 0.1}, "reference": "frozen"}
@@ -166,9 +167,18 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         (["algorithm=dapo", "reward.parts=[think_format]"], "must know right from wrong"),
         (["algorithm.auxiliary.positive_nll=0.1", "reward.parts=[format]"], "must know right from wrong"),
         (["reward.sandbox=unsafe"], "no part of the reward runs programs"),
+        (["run.best_by=validation/greedy/accuracy"], "this run measures nothing on held-out data"),
+        ([*HELD_OUT, "run.best_by=reward_mean"], "no such metric"),
+        ([*HELD_OUT, "run.best_by=validation/greedy/reward"], "did you mean 'validation/greedy/reward_mean'?"),
+        ([*HELD_OUT, "run.best_by=-validation/sampled/length_mean"], "no such metric; did you mean"),
     ],
 )
 def test_a_run_that_does_not_provide_what_its_algorithm_needs_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(UserError) as error:
         load(TrainConfig, None, [*MINIMAL, *overrides])
     assert words in str(error.value)
+
+
+def test_a_graded_part_with_a_threshold_tells_right_from_wrong() -> None:
+    part = "reward.parts=[{name: model, options: {path: x}, correct_at: 0.5}]"
+    assert load(TrainConfig, None, [*MINIMAL, part, "algorithm=dapo"]).config.reward.parts[0].correct_at == 0.5
