@@ -1,7 +1,7 @@
 """Preferences as data: pairs of answers to one prompt, and single answers with a label.
 
 A pair is a row with `prompt`, `chosen` and `rejected`, each text or messages. Without a `prompt`, `chosen` and `rejected`
-are whole conversations, and what they begin with in common is the prompt. A labelled answer is a row with `prompt`,
+are whole conversations or whole texts, and what they begin with in common is the prompt. A labelled answer is a row with `prompt`,
 `completion` and `label` (true where it is good); a pair also serves as one good and one bad answer. Answers are tokenised
 as in supervised training, behind the very tokens of the prompt, each with its end token.
 """
@@ -16,14 +16,34 @@ from typing import Any, Literal
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
 from burnish.data.files import Record
-from burnish.data.rows import Message, Row, records_of, refuse_weights, source_name, text_or_messages
+from burnish.data import columns
+from burnish.data.columns import Said
+from burnish.data.rows import (
+    NO_TOOLS,
+    Row,
+    prompt_and_completion,
+    records_of,
+    refuse_weights,
+    source_name,
+    text_or_messages,
+)
 from burnish.data.supervised import Example, encode_example, refuse_keys
 from burnish.data.tasks.registry import make_preferences
 from burnish.data.template import as_messages
 from burnish.models.tokenizer import Tokenizer
 
 COLUMNS = "rows of preferences, whose columns are prompt, chosen and rejected, or prompt, completion and label"
-Said = str | list[Message]
+FIRST_CJK = 0x2E80  # the first code point of the scripts that are written without spaces
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The beginning that two whole texts share: their prompt, which stands as it is, without a template."""
+
+    text: str
+
+
+Asked = Said | Whole
 
 
 @dataclass(frozen=True)
@@ -134,19 +154,22 @@ def _records(sources: list[Source], reading: Reading, split: str) -> Iterator[tu
 # --- the shapes of a row ---------------------------------------------------------------------------------------------
 
 
-def _pair(record: Record, where: str) -> tuple[Said, Said, Said]:
+def _pair(record: Record, where: str) -> tuple[Asked, Said, Said]:
     """Prompt, chosen and rejected of a row."""
+    columns.refuse_tools(record, where, NO_TOOLS)
     for key in ("chosen", "rejected"):
         if key not in record:
             raise _missing(key, record, where, "a pair has prompt, chosen and rejected")
-    chosen, rejected = (text_or_messages(record[key], key, where) for key in ("chosen", "rejected"))
-    if record.get("prompt") is not None:
-        prompt = text_or_messages(record["prompt"], "prompt", where)
+    chosen, rejected = (_said(record[key], key, where) for key in ("chosen", "rejected"))
+    prompt = _prompt(record, where)
+    if prompt is not None:
         return prompt, _behind(prompt, chosen, "chosen", where), _behind(prompt, rejected, "rejected", where)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _shared_text(chosen, rejected, where)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise UserError(
-            f"{where}: chosen and rejected are texts without a prompt, so where the answers begin cannot be told: "
-            "give a column prompt, or whole conversations as messages"
+            f"{where}: of chosen and rejected one is a text and one is messages, so what they share cannot be told: "
+            "give a column prompt, or both in the same form"
         )
     shared = next(
         (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other),
@@ -156,7 +179,49 @@ def _pair(record: Record, where: str) -> tuple[Said, Said, Said]:
     shared = min(shared, len(chosen) - 1, len(rejected) - 1)
     if shared == 0:
         raise UserError(f"{where}: chosen and rejected have no first message in common, so there is no prompt")
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return columns.asked(record, "chosen", chosen[:shared], where), chosen[shared:], rejected[shared:]
+
+
+def _prompt(record: Record, where: str) -> Said | None:
+    """The prompt of a pair, under any of the names of `data/columns.py`; None where the answers have it in them."""
+    if record.get("prompt") is not None:
+        key: str | None = "prompt"
+    elif record.get("conversations") is not None:
+        key = "conversations"
+    else:
+        key = columns.question_column(record, where, "question")
+    if key is None:
+        return None
+    return columns.asked(record, key, text_or_messages(record[key], key, where), where)
+
+
+def _said(value: Any, key: str, where: str) -> Said:
+    """An answer: text, messages, or (as ShareGPT has it) one message."""
+    return text_or_messages([value] if isinstance(value, dict) else value, key, where)
+
+
+def _shared_text(chosen: str, rejected: str, where: str) -> tuple[Whole, str, str]:
+    """The prompt of two whole texts is what they begin with in common, up to the end of a word.
+
+    The space before the answers goes with them, as tokenizers have it. Neither answer is empty.
+    """
+    last = min(len(chosen), len(rejected)) - 1
+    at = next((i for i in range(last) if chosen[i] != rejected[i]), last)
+    while at and any(_is_letter(text[at - 1]) and _is_letter(text[at]) for text in (chosen, rejected)):
+        at -= 1
+    while at and chosen[at - 1] == " ":
+        at -= 1
+    if not chosen[:at].strip():
+        raise UserError(
+            f"{where}: chosen and rejected have no prompt column and do not begin with the same words, so where the answers begin "
+            "cannot be told: give a column prompt"
+        )
+    return Whole(chosen[:at]), chosen[at:], rejected[at:]
+
+
+def _is_letter(character: str) -> bool:
+    """Whether a character is part of a word that spaces end; scripts without spaces have no such words."""
+    return character.isalnum() and ord(character) < FIRST_CJK
 
 
 def _behind(prompt: Said, said: Said, key: str, where: str) -> Said:
@@ -172,20 +237,19 @@ def _behind(prompt: Said, said: Said, key: str, where: str) -> Said:
     )
 
 
-def _answers(record: Record, where: str) -> list[tuple[str, Said, Said, bool]]:
+def _answers(record: Record, where: str) -> list[tuple[str, Asked, Said, bool]]:
     """The labelled answers of a row: what to add to its id, the prompt, the answer, and whether it is good."""
     if "completion" not in record and "chosen" in record:
         prompt, chosen, rejected = _pair(record, where)
         return [("/chosen", prompt, chosen, True), ("/rejected", prompt, rejected, False)]
-    for key in ("prompt", "completion", "label"):
-        if key not in record:
-            raise _missing(key, record, where, "a labelled answer has prompt, completion and label")
+    columns.refuse_tools(record, where, NO_TOOLS)
+    if "label" not in record:
+        raise _missing("label", record, where, "a labelled answer has prompt, completion and label")
     label = record["label"]
     if label not in (0, 1):
         raise UserError(f"{where}: label should be true (good) or false (bad), got {label!r}")
-    prompt = text_or_messages(record["prompt"], "prompt", where)
-    said = text_or_messages(record["completion"], "completion", where)
-    return [("", prompt, _behind(prompt, said, "completion", where), bool(label))]
+    asked, said = prompt_and_completion(record, where)
+    return [("", asked, _behind(asked, said, "completion", where), bool(label))]
 
 
 def _margin(record: Record, where: str) -> float:
@@ -200,8 +264,11 @@ def _margin(record: Record, where: str) -> float:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _encode(identity: str, prompt: Said, answer: Said, where: str, reading: Reading) -> Example:
-    row = Row(identity, prompt, "", None, {}, completion=answer)
+def _encode(identity: str, prompt: Asked, answer: Said, where: str, reading: Reading) -> Example:
+    if isinstance(prompt, Whole):
+        row = Row(identity, [], "", None, {}, completion=answer, text=prompt.text)
+    else:
+        row = Row(identity, prompt, "", None, {}, completion=answer)
     try:
         return Example(identity, *encode_example(row, reading.tokenizer, reading.template))
     except UserError as error:

@@ -131,6 +131,8 @@ def boxed(solution: str) -> str | None:
 def verl(record: Record) -> Example:
     """A row in verl's layout already: its prompt and ground truth as they are."""
     truth = (record["reward_model"] or {}).get("ground_truth")
+    if (record["reward_model"] or {}).get("style") == "model":
+        raise Unusable("reward_model.style is model, so no rule checks its answer")
     if truth is None or truth == "":
         raise Unusable("no answer")
     messages = record["prompt"]

@@ -2,8 +2,8 @@
 
 Three shapes are recognised by their columns: verl's (`prompt`, `reward_model.ground_truth`, `data_source`,
 `extra_info`), TRL's (`prompt`, every other column for the reward) and plain ones (a question and an answer under
-names from the config). Supervised rows have `prompt` and `completion`, or `messages`. A row that does not fit is an
-error that names its place.
+names from the config, or under one of the names in `data/columns.py`). Supervised rows have `prompt` and `completion`,
+`messages`, or `text`. A row that does not fit is an error that names its place.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, nearest
 from burnish.config.plugins import check_options, load_plugin
+from burnish.data import columns
+from burnish.data.columns import Message
 from burnish.data.files import Located, Record, read_records
 
 if TYPE_CHECKING:  # reward workers import this module for Row alone, and should not pay for the schema
     from burnish.config.data import Source
 
-Message = dict[str, Any]
+VERL_MODEL = "model"
+"""verl's `reward_model.style` of rows that a reward model scores."""
+NO_TOOLS = "which supervised data does not give to the model: leave such rows out, or render the tools into a system message"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,17 @@ class Row:
     messages: list[Message] | None = None
     nested: tuple[str, ...] = ()
     """Keys of `extra` that stood inside verl's `extra_info`: they are no columns of the row."""
+    text: str | None = None
+    """A text that stands as it is, without a template: all of it is learnt, or what `completion` adds to it."""
+    style: str | None = None
+    """verl's `reward_model.style`: who scores the row."""
+    where: str = field(default="", compare=False)
+    """The file and line it was read from."""
+
+    @property
+    def place(self) -> str:
+        """Where to look for the row."""
+        return self.where or f"row {self.id!r} of {self.data_source!r}"
 
 
 def source_name(source: Source) -> str:
@@ -73,6 +88,7 @@ def read_supervised_rows(source: Source, base: Path | None = None) -> list[tuple
 def records_of(source: Source, base: Path | None) -> Iterator[Located]:
     """The records of a file or plug-in source, at most `limit` of them; none at all is an error."""
     located = read_records(source.path, base) if source.path is not None else _plugin_records(source, base)
+    located = _readable(located)
     if source.shape is not None:
         from burnish.data.shapes import shaped_records  # the shapes of puzzles know the tasks, which know rows
 
@@ -84,6 +100,13 @@ def records_of(source: Source, base: Path | None) -> Iterator[Located]:
             return
     if num_records == 0:
         raise UserError(f"{source.path or source.plugin} holds no rows")
+
+
+def _readable(located: Iterator[Located]) -> Iterator[Located]:
+    """The records, none of which has a column that changes its meaning and would be ignored."""
+    for where, record in located:
+        columns.refuse_unread(record, where)
+        yield where, record
 
 
 def _plugin_records(source: Source, base: Path | None) -> Iterator[Located]:
@@ -108,64 +131,72 @@ def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
     data_source = record.get("data_source") or source_name(source)
     if not isinstance(data_source, str):
         raise UserError(f"{where}: data_source should be text, got {type(data_source).__name__}")
-    rest = {k: v for k, v in record.items() if k not in ("prompt", "data_source")}
+    key = "prompt" if "prompt" in record else columns.question_column(record, where, source.prompt_key)
+    if key is None:
+        raise _missing(source.prompt_key, record, where, "prompt_key")
+    prompt = columns.asked(record, key, text_or_messages(record[key], key, where), where)
+    rest = {k: v for k, v in record.items() if k not in (key, "data_source")}
     if "prompt" in record and "reward_model" in record:
-        answer = _ground_truth(record, where)
         info = record.get("extra_info") or {}
         if not isinstance(info, dict):
             raise UserError(f"{where}: extra_info should be an object, got {type(info).__name__}")
         others = {k: v for k, v in rest.items() if k not in ("reward_model", "extra_info")}
+        style, answer = _verl_reward(record, where)
         return Row(
-            identity,
-            text_or_messages(record["prompt"], "prompt", where),
-            data_source,
-            answer,
-            {**others, **info},
-            nested=tuple(info),
+            identity, prompt, data_source, answer, {**others, **info}, nested=tuple(info), style=style, where=where
         )
-    if "prompt" in record:
-        # The answer's column stays in extra too: a TRL reward function takes its columns by their own names.
-        return Row(
-            identity,
-            text_or_messages(record["prompt"], "prompt", where),
-            data_source,
-            rest.get(source.answer_key),
-            rest,
-        )
-    question, answer_key = source.prompt_key, source.answer_key
-    for key in (question, answer_key):
-        if key not in record:
-            raise _missing(key, record, where, "prompt_key" if key == question else "answer_key")
-    if record[answer_key] is None:
-        raise UserError(f"{where}: {answer_key} is null; expected the answer")
-    extra = {k: v for k, v in rest.items() if k not in (question, answer_key)}
-    return Row(identity, text_or_messages(record[question], question, where), data_source, record[answer_key], extra)
+    if source.answer_key != "answer" and source.answer_key not in record:
+        raise _missing(source.answer_key, record, where, "answer_key")
+    # The answer's column stays in extra of a TRL row too: a reward function of TRL takes its columns by their own names.
+    extra = rest if key == "prompt" else {k: v for k, v in rest.items() if k != source.answer_key}
+    return Row(identity, prompt, data_source, rest.get(source.answer_key), extra, where=where)
 
 
 def supervised_row(record: Record, where: str, source: Source, index: int) -> Row:
-    """A row to imitate: `prompt` with `completion`, or `messages` with at least one assistant turn."""
+    """A row to imitate: a prompt with a completion, messages with at least one assistant turn, or a text."""
     name = source_name(source)
     identity = f"{name}/{index}"
-    if "messages" in record:
-        messages = checked_messages(record["messages"], "messages", where)
-        if not any(m["role"] == "assistant" for m in messages):
-            raise UserError(f"{where}: messages has no assistant turn, so there is nothing to learn from it")
-        return Row(identity, [], name, None, {}, messages=messages)
-    for key in ("prompt", "completion"):
-        if key not in record:
-            raise UserError(
-                f"{where}: no column {key!r}; supervised rows need prompt and completion, or messages "
-                f"(has: {', '.join(map(str, record))})"
-            )
-    prompt = text_or_messages(record["prompt"], "prompt", where)
-    return Row(identity, prompt, name, None, {}, completion=text_or_messages(record["completion"], "completion", where))
+    columns.refuse_tools(record, where, NO_TOOLS)
+    for key in ("messages", "conversations"):
+        if key in record:
+            messages = checked_messages(record[key], key, where)
+            if not any(m["role"] == "assistant" for m in messages):
+                raise UserError(f"{where}: {key} has no assistant turn, so there is nothing to learn from it")
+            said = columns.asked(record, key, messages, where)
+            assert isinstance(said, list)
+            return Row(identity, [], name, None, {}, messages=said, where=where)
+    if "prompt" in record or "text" not in record:
+        prompt, completion = prompt_and_completion(record, where)
+        return Row(identity, prompt, name, None, {}, completion=completion, where=where)
+    text = record["text"]
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: text should be a text to learn, got {_short(text)}")
+    return Row(identity, [], name, None, {}, text=text, where=where)
 
 
-def _ground_truth(record: Record, where: str) -> Any:
+def prompt_and_completion(record: Record, where: str) -> tuple[str | list[Message], str | list[Message]]:
+    """What is asked and what is answered, under any of the names of `data/columns.py`."""
+    key = "prompt" if "prompt" in record else columns.question_column(record, where, "question")
+    said = columns.completion_column(record, where)
+    if key is None or said is None:
+        missing = "prompt" if key is None else "completion"
+        raise UserError(
+            f"{where}: no column {missing!r}; supervised rows need prompt and completion, question and response, messages, or text "
+            f"(has: {', '.join(map(str, record))})"
+        )
+    prompt = columns.asked(record, key, text_or_messages(record[key], key, where), where)
+    return prompt, text_or_messages(record[said], said, where)
+
+
+def _verl_reward(record: Record, where: str) -> tuple[str | None, Any]:
+    """Who scores a row of verl's, and its expected answer; a row that a model scores may have none."""
     reward_model = record["reward_model"]
+    if isinstance(reward_model, dict) and reward_model.get("style") == VERL_MODEL:
+        return VERL_MODEL, reward_model.get("ground_truth")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise UserError(f"{where}: reward_model should be an object with ground_truth, got {_short(reward_model)}")
-    return reward_model["ground_truth"]
+    style = reward_model.get("style")
+    return None if style is None else str(style), reward_model["ground_truth"]
 
 
 def text_or_messages(value: Any, key: str, where: str) -> str | list[Message]:
@@ -192,8 +223,7 @@ def checked_messages(value: Any, key: str, where: str) -> list[Message]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} should be an object with role and content, got {_short(value)}")
-    # Parquet gives every struct every field; a null one was never there.
-    message = {k: v for k, v in value.items() if v is not None}
+    message = columns.plain_message(value, where)
     if "tool_calls" in message:
         message.setdefault("content", "")
     for key in ("role", "content"):
@@ -205,8 +235,8 @@ def _message(value: Any, where: str) -> Message:
 def _missing(key: str, record: Record, where: str, option: str) -> UserError:
     return UserError(
         f"{where}: no column {key!r}{nearest(key, map(str, record))} (has: {', '.join(map(str, record))}). "
-        f"A row needs `prompt`, or a question and an answer whose columns are named by prompt_key and answer_key; "
-        f"set {option} of this source"
+        f"A row needs `prompt`, or one of {', '.join(columns.QUESTIONS)}, or a column that prompt_key names; answer_key names the "
+        f"column of the answer. Set {option} of this source"
     )
 
 

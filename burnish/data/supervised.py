@@ -18,7 +18,7 @@ from burnish.config.errors import UserError
 from burnish.core.keys import permutation
 from burnish.data.rows import Message, Row, read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.data.template import as_messages, kind_of, plain_text, with_system
+from burnish.data.template import SLOT, as_messages, kind_of, plain_text, with_system
 from burnish.models.tokenizer import Tokenizer
 
 Encoded = tuple[list[int], list[bool]]
@@ -44,7 +44,7 @@ def load_examples(
 ) -> tuple[list[Example], int]:
     """All examples of the sources, in order, and how many were left out as over-long."""
     refuse_weights(sources, "supervised data, which is used whole")
-    refuse_keys(sources, "supervised rows, whose columns are prompt and completion, or messages")
+    refuse_keys(sources, "supervised rows, whose columns have fixed names (docs/data.md)")
     examples: list[Example] = []
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
@@ -85,6 +85,8 @@ def example_order(size: int, seed: int, num_draws: int, stream: str = "sft") -> 
 
 def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encoded:
     """Tokens of a supervised row, and which of them are learnt."""
+    if row.text is not None:
+        return _encode_text(row, row.text, tokenizer, template)
     kind = kind_of(tokenizer, template)
     if row.messages is not None:
         if kind == "plain":
@@ -96,6 +98,22 @@ def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encode
         prompt, completion = as_messages(row.prompt, "user"), as_messages(row.completion, "assistant")
         return _encode_turns(row, prompt + completion, len(prompt), tokenizer, template)
     return _encode_plain(row, as_messages(row.completion, "assistant"), tokenizer, template)
+
+
+def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) -> Encoded:
+    """A text as it is, which no template changes: all of it is learnt, or only the completion where the row has one."""
+    unused = [key for key in ("system", "kwargs") if getattr(template, key)] + ["text"] * (template.text != SLOT)
+    if unused:
+        raise UserError(
+            f"template.{unused[0]} has no effect on whole texts, which stand as they are; give prompts and answers in columns of their own"
+        )
+    tokens = tokenizer.encode(text, special=True)
+    if row.completion is None:
+        tokens += [_end(tokenizer)] * (not tokens or tokens[-1] not in tokenizer.eos_ids)
+        return tokens, [False] + [True] * (len(tokens) - 1)  # nothing comes before the first token to predict it from
+    assert isinstance(row.completion, str)
+    said = [*tokenizer.encode(row.completion), _end(tokenizer)]
+    return tokens + said, [False] * len(tokens) + [True] * len(said)
 
 
 def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template: Template) -> Encoded:

@@ -124,8 +124,9 @@ def test_the_verl_shape(tmp_path: Path) -> None:
 
 
 def test_the_trl_shape(tmp_path: Path) -> None:
-    row = one(tmp_path, {"prompt": "1+1?", "solution": "2", "level": 3}, answer_key="solution", name="mine")
-    assert (row.id, row.prompt, row.data_source, row.answer) == ("mine/1", "1+1?", "mine", "2")
+    write_jsonl(tmp_path / "t.jsonl", [{"prompt": "1+1?", "solution": "2", "level": 3}])
+    (row,) = read_rows(Source(path="t.jsonl", answer_key="solution", name="mine"), tmp_path)
+    assert (row.id, row.prompt, row.data_source, row.answer) == ("mine/0", "1+1?", "mine", "2")
     assert row.extra == {"solution": "2", "level": 3}
     assert one(tmp_path, {"prompt": "1+1?", "level": 3}).answer is None
 
@@ -141,14 +142,62 @@ def test_a_limit_takes_the_first_rows(tmp_path: Path) -> None:
 
 
 MESSAGE = {"role": "user", "content": "x"}
+SYSTEM = {"role": "system", "content": "be kind"}
+SAID = {"role": "assistant", "content": "y"}
+BLOCKS = [{"type": "text", "text": "1+1", "image": None}, {"type": "text", "text": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "source", "prompt", "answer", "extra"),
+    [
+        ({"problem": "1+1?", "answer": "2"}, {}, "1+1?", "2", {}),
+        ({"query": "1+1?", "level": 1}, {}, "1+1?", None, {"level": 1}),
+        ({"question": "1+1?", "answer": None}, {}, "1+1?", None, {}),
+        ({"problem": "1+1?", "solution": "two: 2"}, {"answer_key": "solution"}, "1+1?", "two: 2", {}),
+        ({"instruction": "Add.", "input": "1, 1"}, {}, "Add.\n1, 1", None, {"input": "1, 1"}),
+        ({"input": "1+1?", "label": "2"}, {"answer_key": "label"}, "1+1?", "2", {}),
+        ({"text": "1+1?"}, {"prompt_key": "text"}, "1+1?", None, {}),
+        ({"prompt": [{"role": "user", "content": BLOCKS}]}, {}, [{"role": "user", "content": "1+1?"}], None, {}),
+        ({"question": "x", "system": "be kind"}, {}, [SYSTEM, MESSAGE], None, {"system": "be kind"}),
+        ({"prompt": "x", "images": [], "tools": None}, {}, "x", None, {"images": [], "tools": None}),
+    ],
+)
+def test_rows_of_other_systems_are_read(
+    tmp_path: Path, record: Any, source: Any, prompt: Any, answer: Any, extra: Any
+) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [record])
+    (row,) = read_rows(Source(path="d.jsonl", **source), tmp_path)
+    assert (row.prompt, row.answer, row.extra) == (prompt, answer, extra)
+    assert row.place == f"{tmp_path / 'd.jsonl'}:1"
+
+
+def test_an_answer_key_that_no_column_has_is_an_error(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "x", "solution": "y"}])
+    with pytest.raises(UserError, match=r"d\.jsonl:1: no column 'solutoin'; did you mean 'solution'"):
+        read_rows(Source(path="d.jsonl", answer_key="solutoin"), tmp_path)
+
+
+def test_a_row_that_a_model_scores_may_have_no_answer(tmp_path: Path) -> None:
+    row = one(tmp_path, {"prompt": [MESSAGE], "reward_model": {"style": "model", "ground_truth": None}})
+    assert (row.style, row.answer) == ("model", None)
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"qestion": "x", "answer": "y"}, "no column 'question'; did you mean 'qestion'"),
-        ({"question": "x"}, "no column 'answer'"),
-        ({"question": "x", "answer": None}, "answer is null"),
+        ({"problem": "x", "query": "y"}, "'problem' and 'query' could each be the prompt; name one with prompt_key"),
+        ({"prompt": [MESSAGE], "system": 3}, "column 'system' should be text"),
+        ({"prompt": [SYSTEM, MESSAGE], "system": "s"}, "are both system messages"),
+        ({"prompt": "<image> x", "images": [{"bytes": "iVBO"}]}, "column 'images' has a value, and burnish trains on text"),
+        ({"prompt": "<video> x", "videos": ["a.mp4"]}, "column 'videos' has a value"),
+        ({"prompt": "x", "chat_template_kwargs": {"enable_thinking": False}}, "give them as template.kwargs"),
+        ({"prompt": "x", "enable_thinking": False}, "column 'enable_thinking' has arguments of the chat template"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]},
+            r"prompt\[0\]\.content\[0\] is a block of type 'image'",
+        ),
+        ({"prompt": [{"from": "robot", "value": "x"}]}, r"prompt\[0\]\.from is 'robot'; expected one of human"),
         ({"question": "  ", "answer": "y"}, "question is empty"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": 3}, "prompt should be text or a list of messages, got int 3"),
@@ -184,12 +233,42 @@ def test_a_bad_parquet_row_names_file_and_row(tmp_path: Path) -> None:
         ({"prompt": "x", "completion": ""}, "completion is empty"),
         ({"messages": [MESSAGE]}, "no assistant turn"),
         ({"messages": "x"}, "messages should be a list of messages"),
+        ({"prompt": "x", "response": "a", "output": "b"}, "'response' and 'output' could each be the completion"),
+        ({"text": " "}, "text should be a text to learn"),
+        ({"messages": [MESSAGE, SAID], "tools": [{"name": "f"}]}, "column 'tools' asks for tools or an agent"),
+        ({"messages": [MESSAGE, {**SAID, "weight": 0}]}, r"messages\[1\]\.weight says that this turn is not to be learnt"),
+        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "column 'images' has a value"),
     ],
 )
 def test_a_bad_supervised_row_names_file_and_line(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, record])
     with pytest.raises(UserError, match=rf"d\.jsonl:2: .*{message}"):
         read_supervised_rows(Source(path="d.jsonl"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "completion", "messages", "text"),
+    [
+        ({"question": "x", "response": "y"}, "x", "y", None, None),
+        ({"problem": "x", "answer": "y"}, "x", "y", None, None),
+        ({"instruction": "x", "input": "", "output": "y"}, "x", "y", None, None),
+        ({"prompt": "x", "completion": "y", "answer": "z"}, "x", "y", None, None),
+        ({"text": "whole"}, [], None, None, "whole"),
+        (
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}], "system": "be kind"},
+            [],
+            None,
+            [SYSTEM, MESSAGE, SAID],
+            None,
+        ),
+    ],
+)
+def test_supervised_rows_of_other_systems_are_read(
+    tmp_path: Path, record: Any, prompt: Any, completion: Any, messages: Any, text: Any
+) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [record])
+    ((_, row),) = read_supervised_rows(Source(path="d.jsonl"), tmp_path)
+    assert (row.prompt, row.completion, row.messages, row.text) == (prompt, completion, messages, text)
 
 
 def test_a_plugin_gives_rows_and_its_options_are_checked(tmp_path: Path) -> None:

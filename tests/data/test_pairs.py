@@ -57,8 +57,14 @@ def test_texts_are_a_prompt_and_two_answers_with_their_end_token(tmp_path: Path)
         {"prompt": "2+2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]},
         {"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]},
         {"prompt": None, "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]},
+        {"question": "2+2?", "chosen": "4", "rejected": "5!"},
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5!"},
+        },
     ],
-    ids=["messages", "texts", "the prompt repeated", "conversations", "an empty column"],
+    ids=["messages", "texts", "the prompt repeated", "conversations", "an empty column", "a question", "ShareGPT"],
 )
 def test_every_shape_of_a_pair_is_the_same_pair(row: dict[str, Any], tmp_path: Path) -> None:
     how = reading(CHAT)
@@ -74,10 +80,28 @@ def test_conversations_part_where_they_first_differ(tmp_path: Path) -> None:
     assert texts(pair, how)[1] == ("[user]2+2?;[assistant]4;[user]sure?;[assistant]", "5!;<eos>")
 
 
+@pytest.mark.parametrize("template", [None, CHAT])
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt", "answers"),
+    [
+        ("Q: 2+2? A: 4", "Q: 2+2? A: five", "Q: 2+2? A:", (" 4", " five")),
+        ("Human: hi\n\nAssistant: Good day", "Human: hi\n\nAssistant: Goodbye", "Human: hi\n\nAssistant:", None),
+        ("2+2=4", "2+2=4, no", "2+2=", ("4", "4, no")),
+    ],
+)
+def test_whole_texts_part_at_a_word_and_stand_without_a_template(
+    tmp_path: Path, template: str | None, chosen: str, rejected: str, prompt: str, answers: tuple[str, str] | None
+) -> None:
+    how = reading(template)
+    (pair,), _ = load_pairs(source(tmp_path, {"chosen": chosen, "rejected": rejected}), how)
+    answers = answers or (chosen[len(prompt) :], rejected[len(prompt) :])
+    assert texts(pair, how) == [(prompt, f"{answers[0]}<eos>"), (prompt, f"{answers[1]}<eos>")]
+
+
 def test_labels_and_pairs_give_good_and_bad_answers(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "completion": "b", "label": True},
-        {"prompt": "c", "completion": "d", "label": 0},
+        {"question": "c", "response": "d", "label": 0},
         {"prompt": "e", "chosen": "f", "rejected": "g"},
     ]
     answers, _ = load_labelled(source(tmp_path, *rows), reading())
@@ -111,7 +135,10 @@ def test_what_is_too_long_or_prefers_nothing_is_left_out_and_counted(tmp_path: P
     ("row", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "no column 'rejected'; a pair has prompt, chosen and rejected"),
-        ({"chosen": "a b", "rejected": "a c"}, "texts without a prompt"),
+        ({"chosen": "a b", "rejected": "c d"}, "do not begin with the same words"),
+        ({"chosen": "a b", "rejected": [FIVE]}, "one is a text and one is messages"),
+        ({"prompt": "x", "chosen": "4", "rejected": "5", "images": ["a.png"]}, "column 'images' has a value"),
+        ({"prompt": "x", "chosen": "4", "rejected": "5", "tools": ["f"]}, "column 'tools' asks for tools"),
         ({"chosen": [FOUR], "rejected": [FIVE]}, "no first message in common"),
         ({"prompt": "x", "chosen": [ASK, FOUR], "rejected": "5"}, "does not repeat the prompt"),
         ({"prompt": "x", "chosen": 4, "rejected": "5"}, "chosen should be text or a list of messages"),

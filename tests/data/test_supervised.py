@@ -68,6 +68,14 @@ def test_a_plain_completion_is_learnt_with_its_end_token() -> None:
     assert (text, runs) == ("Q 1+1? A 2<eos>", ["2<eos>"])
 
 
+@pytest.mark.parametrize("template", [None, NO_MARKUP])
+def test_a_whole_text_is_learnt_as_it_stands_from_its_second_token_on(template: str | None) -> None:
+    tokenizer, row = tokenizer_with(template), Row("s/0", [], "s", None, {}, text="1+1=2")
+    assert learnt(tokenizer, row) == ("1+1=2<eos>", ["+1=2<eos>"])
+    with pytest.raises(UserError, match=r"template\.text has no effect on whole texts"):
+        learnt(tokenizer, row, text="Q {prompt}")
+
+
 def test_exactly_the_assistant_turns_are_learnt_with_their_end_of_turn_token() -> None:
     tokenizer = qwen()
     text, runs = learnt(tokenizer, conversation(TURNS))
