@@ -41,6 +41,7 @@ AGENT_COLUMNS = ("tools", "agent_name", "tools_kwargs", "need_tools_kwargs", "in
 """Tools and agents of one row (verl, TRL, ShareGPT), which an environment may read."""
 NO_TOOLS = {"agent_name": ("single_turn_agent",)}
 """Values of those that ask for nothing but one answer."""
+NO_ENVIRONMENT = "and environment=single_turn gives the model neither: name an environment that does (docs/environments.md), or leave such rows out"
 ROLES = {
     "human": "user",
     "user": "user",

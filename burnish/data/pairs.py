@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.data.files import Record
 from burnish.data import columns
 from burnish.data.columns import Said
+from burnish.data.files import Record
 from burnish.data.rows import (
     NO_TOOLS,
     Row,

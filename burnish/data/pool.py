@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from burnish.models.tokenizer import Tokenizer
 
 MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
 NUM_NAMED = 5
+ReadRows = Callable[[Source, Path | None], list[Row]]
 NUM_PROBED = 256  # prompts of an endless task whose lengths are looked at before a run starts
 
 
@@ -178,8 +179,12 @@ def make_pools(
     seed: int,
     default_split: str,
     base: Path | None,
+    read: ReadRows = read_rows,
 ) -> list[Pool]:
-    """A pool for each source; two of one name are refused, because their rows would share ids and randomness."""
+    """A pool for each source; two of one name are refused, because their rows would share ids and randomness.
+
+    `read` gives the rows of a file or a plug-in.
+    """
     counts = Counter(source_name(source) for source in sources)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
@@ -189,7 +194,7 @@ def make_pools(
     pools = []
     for source in sources:
         split = source.split or default_split
-        rows = make_task(source.task, source.options, seed) if source.task is not None else read_rows(source, base)
+        rows = make_task(source.task, source.options, seed) if source.task is not None else read(source, base)
         pools.append(Pool(source, tokenizer, data, rows, split, seed))
     return pools
 

@@ -24,8 +24,8 @@ from burnish.config.slots.curriculum import NoCurriculum, PrioritisedCurriculum
 from burnish.core.keys import fold, permutation, unit
 from burnish.core.trajectory import Trajectory
 from burnish.data.curriculum import Curriculum, make_curriculum
-from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, make_pools, overlong_report
-from burnish.data.rows import Row, refuse_weights
+from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, ReadRows, make_pools, overlong_report
+from burnish.data.rows import Row, read_rows, refuse_weights
 from burnish.data.statistics import PromptStatistics, visits
 from burnish.models.tokenizer import Tokenizer
 
@@ -59,6 +59,7 @@ class PromptStream:
         default_split: str = "train",
         base: Path | None = None,
         curriculum: Slot | None = None,
+        read: ReadRows = read_rows,
     ) -> None:
         if data.sampler not in SAMPLERS and not is_plugin(data.sampler):
             raise unknown("sampler", data.sampler, SAMPLERS)
@@ -72,7 +73,7 @@ class PromptStream:
             )
         ema = {"ema": record.ema} if isinstance(record, PrioritisedCurriculum) else {}
         self._statistics = PromptStatistics(**ema)
-        pools = make_pools(sources, tokenizer, data, seed, default_split, base)
+        pools = make_pools(sources, tokenizer, data, seed, default_split, base, read)
         for pool in pools:
             pool.scan()
         self._lanes = [
@@ -259,6 +260,7 @@ def validation_prompts(
     seed: int,
     limit: int | None = None,
     base: Path | None = None,
+    read: ReadRows = read_rows,
 ) -> list[Prompt]:
     """A fixed list, source after source in their own order; a limit is shared out equally between sources.
 
@@ -266,7 +268,7 @@ def validation_prompts(
     they change what is measured.
     """
     refuse_weights(sources, "validation, which shares out equally")
-    pools = make_pools(sources, tokenizer, data, seed, "test", base)
+    pools = make_pools(sources, tokenizer, data, seed, "test", base, read)
     for pool in pools:
         if pool.size is None and limit is None:
             raise UserError(f"{pool.name} is a generated task without end: set validation.limit or the source's limit")

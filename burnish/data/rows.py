@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # reward workers import this module for Row alone, and should
 
 VERL_MODEL = "model"
 """verl's `reward_model.style` of rows that a reward model scores."""
-NO_TOOLS = "which supervised data does not give to the model: leave such rows out, or render the tools into a system message"
+NO_TOOLS = (
+    "which supervised data does not give to the model: leave such rows out, or render the tools into a system message"
+)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from burnish.config.reward import Reward
 from burnish.config.rollout import Rollout
 from burnish.controller.roles import build_engine, build_scorers, paged_engine
 from burnish.core.engine import Engine, SamplingOptions
+from burnish.data.columns import NO_ENVIRONMENT, refuse_tools
 from burnish.data.prompts import Prompt, validation_prompts
 from burnish.evaluation.completions import write_completions
 from burnish.evaluation.evaluate import Work, complete, in_order, make_driver
@@ -145,7 +146,9 @@ def run_tests(
 
 def _check_rows(rewards: Rewards, one: Ready) -> None:
     if one.test.config.environment.name == SINGLE_TURN:  # any other may give the reward itself
-        rewards.check(p.row for p in one.prompts)
+        for prompt in one.prompts:
+            refuse_tools(prompt.row.extra, prompt.row.place, NO_ENVIRONMENT)
+        rewards.check((p.row for p in one.prompts), "--answer-key ")
 
 
 def _journal(test: Test, stack: ExitStack) -> Journal:

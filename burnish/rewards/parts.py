@@ -15,7 +15,7 @@ from burnish.rewards.judge.options import JudgeOptions
 from burnish.rewards.plugin import UserScorer, load_scorer, required_columns
 from burnish.rewards.scorer_options import ScorerOptions
 from burnish.rewards.types import Result, Score, ScoreRequest, out_of_range
-from burnish.rewards.verifiers import VERIFIERS, check_verifier, needs_answer
+from burnish.rewards.verifiers import VERIFIERS, check_verifier
 
 MODEL, JUDGE = "model", "judge"
 NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
@@ -30,7 +30,6 @@ class Part:
     config: RewardPart
     is_batch: bool  # a user's function that takes many samples a call
     required: tuple[str, ...]  # columns of a row it cannot do without
-    needs_answer: bool = False  # it compares with the row's expected answer
     user: UserScorer | None = None  # a user's function
 
     @property
@@ -64,14 +63,14 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
         if part.sources is not None and not part.sources:
             raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
         user: UserScorer | None = None
-        is_batch, required, compares = False, list(NEEDED_COLUMNS.get(part.name, ())), needs_answer(part.name)
+        is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
         if is_plugin(part.name):
             user = load_scorer(part.name, base, part.options, where)
             is_batch, required = user.is_batch, required_columns(user, part.options)
         elif part.name in VERIFIERS:
             check_verifier(part.name, part.options, where)
         elif part.name == JUDGE:
-            compares = JudgeOptions.of(part.options, where).shows_expected
+            JudgeOptions.of(part.options, where)
         elif part.name == MODEL:
             ScorerOptions.of(part.options, where)
         else:
@@ -80,7 +79,7 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
             )
         name = part.name.rpartition(":")[2]
         same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
-        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), compares, user))
+        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), user))
     return checked
 
 

@@ -33,27 +33,14 @@ from burnish.rewards.plugin import ANSWERS, OPENRLHF, ROW_COLUMNS, VERL, VERL_BA
 from burnish.rewards.pool import Outcome, Outcomes, Pool
 from burnish.rewards.process import Call
 from burnish.rewards.programs import read_tests
+from burnish.rewards.row_checks import check_row
 from burnish.rewards.types import Failure, HandedIn, PartSpec, Result, Score, ScoreRequest, is_missing
-from burnish.rewards.verifiers import needs_answer
 from burnish.rewards.wire import Setup
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 64  # requests in one call of a batch function
 SHOWN_CHARS = 400
-ANSWER_COLUMNS = (
-    "answer",
-    "solution",
-    "ground_truth",
-    "final_answer",
-    "target",
-    "label",
-    "gold",
-    "expected",
-    "output",
-    "response",
-)
-"""Where the expected answer is likely to be, most likely first."""
 
 
 GIVES_ANSWER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
@@ -235,33 +222,27 @@ class Rewards:
                 else:
                     self._record(Outcome(call, [result]))
 
-    def check(self, rows: Iterable[Row]) -> None:
-        """Whether each row has a part that applies to it and what that needs, before anything is sampled."""
+    def check(self, rows: Iterable[Row], answer_key: str = "data.train.answer_key=") -> None:
+        """Whether each row has a part that applies to it and what that needs, before anything is sampled.
+
+        `answer_key` is what a user sets to name the column of the answer.
+        """
         for row in rows:
             applying = self._applying(row)
             names = [self._parts[index].config.name for index in applying]
             for index in applying:
-                self._check_answer(index, row)
                 self._warn_of_none(self._parts[index], row)
+            check_row(
+                row,
+                [(f"reward.parts[{i}] ({self._parts[i].config.name})", self._parts[i].config) for i in applying],
+                answer_key,
+            )
             if "code" in names or ("row" in names and row.extra["verifier"] == "code"):
                 self._check_sandbox()
                 try:
                     read_tests(row.answer)
                 except ValueError as error:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
-
-    def _check_answer(self, index: int, row: Row) -> None:
-        """Refuse a row without an expected answer where a part compares with one, and name the likely column."""
-        part = self._parts[index]
-        needs = part.needs_answer or (part.config.name == "row" and needs_answer(str(row.extra["verifier"])))
-        if not needs or not is_missing(row.answer):
-            return
-        key = next((name for name in ANSWER_COLUMNS if not is_missing(row.extra.get(name))), None)
-        has = f" (it has: {', '.join(row.extra)})" if row.extra else ""
-        raise UserError(
-            f"reward.parts[{index}] ({part.config.name}) compares with an expected answer, and row {row.id!r} of {row.data_source!r} has "
-            f"none{has}: set answer_key of its data source to the column of the answer, such as data.train.0.answer_key={key or 'solution'}"
-        )
 
     def _warn_of_none(self, part: Part, row: Row) -> None:
         """Log a line, once for each part, where a user's function is told None for an answer: it may have no use for one."""

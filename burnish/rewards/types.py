@@ -24,9 +24,13 @@ def out_of_range(value: float) -> str | None:
 
 
 def is_missing(answer: Any) -> bool:
-    """Whether a row has no expected answer: null, the NaN that a table has in place of null, or a list with one of these."""
+    """Whether a row has no expected answer: null, the NaN that a table has in place of null, blank text, or a list of such."""
     if isinstance(answer, list | tuple):
-        return any(is_missing(one) for one in answer)
+        return any(_is_null(one) for one in answer) or all(is_missing(one) for one in answer)
+    return _is_null(answer) or (isinstance(answer, str) and not answer.strip())
+
+
+def _is_null(answer: Any) -> bool:
     return answer is None or (isinstance(answer, float) and answer != answer)
 
 

@@ -25,7 +25,9 @@ from burnish.controller.process import build_process, check_process
 from burnish.controller.start import Roles, start_roles
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
+from burnish.data.pool import ReadRows
 from burnish.data.prompts import Prompt, PromptStream, validation_prompts
+from burnish.data.rows import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.models.activations import check_activations, set_activations
@@ -87,8 +89,10 @@ class Parts:
     """The warm-started model, where there is one."""
 
 
-def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards) -> Parts:
-    """All parts of an RL run; the error for whatever does not fit."""
+def check_parts(
+    config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards, read: ReadRows = read_rows
+) -> Parts:
+    """All parts of an RL run; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
     updates = config.training.mini_batches * config.training.epochs
     recipe = Recipe(config.algorithm, updates, base, rewards.weights)
     for stage in (config.training, config.warm_start):
@@ -105,10 +109,11 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
         )
     engine = roles.build_engine(policy, config.rollout)
     driver = roles.build_driver(config, policy, engine, base)
+    curriculum = config.algorithm.curriculum
     stream = PromptStream(
-        config.data.train, policy.tokenizer, config.data, config.seed, "train", base, config.algorithm.curriculum
+        config.data.train, policy.tokenizer, config.data, config.seed, "train", base, curriculum, read
     )
-    held_out = held_out_prompts(config, base, policy)
+    held_out = held_out_prompts(config, base, policy, read)
     prompt_tokens = stream.longest()
     longest = check_positions(config, policy.max_positions, prompt_tokens, held_out)
     check_readers(config, base, prompt_tokens, held_out, driver.longest)
@@ -117,7 +122,7 @@ def check_parts(config: TrainConfig, base: Path | None, policy: PolicyModel, rew
         paged.plan(longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
     if config.environment.name == "single_turn":  # any other may give the reward itself
         rewards.check(stream.rows())
-        rewards.check(prompt.row for prompt in held_out)
+        rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
     driver.demonstrations, missing = demonstrations_of(config, policy, stream, base)
     notes = [note for note in (stream.report(), missing) if note is not None]
     notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
@@ -228,12 +233,14 @@ def imitation(parts: Parts, device: torch.device) -> Demonstrations | None:
     return examples
 
 
-def held_out_prompts(config: TrainConfig, base: Path | None, policy: PolicyModel) -> list[Prompt]:
+def held_out_prompts(
+    config: TrainConfig, base: Path | None, policy: PolicyModel, read: ReadRows = read_rows
+) -> list[Prompt]:
     """The prompts of validation; none where there is no source of them."""
     if not config.data.validation:
         return []
     limit, by = config.validation.limit, config.validation.by
-    prompts = validation_prompts(config.data.validation, policy.tokenizer, config.data, config.seed, limit, base)
+    prompts = validation_prompts(config.data.validation, policy.tokenizer, config.data, config.seed, limit, base, read)
     columns = {column for prompt in prompts for column in prompt.row.extra}
     if by is not None and by not in columns:
         known = ", ".join(sorted(columns)) or "none besides prompt and answer"

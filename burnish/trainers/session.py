@@ -25,6 +25,7 @@ from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
 from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_start
+from burnish.trainers.data_checks import read_checked, repeated
 from burnish.trainers.inputs import keep_inputs
 from burnish.trainers.job import restore
 from burnish.trainers.memory import MemoryWatch
@@ -44,6 +45,7 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
     ):
         check_placement(config.placement)
+        rows = read_checked(config, base, rewards)
         sources = [*config.data.train, *config.data.validation]
         is_here = config.placement.name == "local"
         memory = planned(config, base) if is_here else None
@@ -56,8 +58,8 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
         rewards.hand_in(scorers)
         notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
-        parts = check_parts(config, base, policy, rewards)
-        parts.notes = [*notes, *parts.notes]
+        parts = check_parts(config, base, policy, rewards, rows.take)
+        parts.notes = [*notes, *repeated(config, rows.sizes), *parts.notes]
         parts.memory = MemoryWatch(memory, "training") if memory is not None else None
         if config.warm_start is not None and not warm_folder(directory).is_dir():
             parts.examples, note = demonstrations(config.warm_start, config.data.template, config.seed, base, policy)

@@ -184,6 +184,65 @@ def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixtur
     assert "would not start" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("section", ["train", "validation"])
+@pytest.mark.parametrize(
+    "reward", ["math", "exact", "number", "choice", "qa", "{name: rule_scores, options: {rule: simple_rl}}"]
+)
+def test_rows_without_an_answer_are_refused_before_the_model_is_loaded(
+    section: str, reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "2+2=", "solution": "4"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = refused(
+        capsys, "files.yaml", f"data.{section}.path=rows.jsonl", f"reward.parts={reward}"
+    )  # no model is there
+    assert "rows.jsonl:2: the row has no answer, and reward.parts[0]" in message
+    assert f"column 'solution' probably holds it: set data.{section}.answer_key=solution" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "words"),
+    [
+        (
+            {"prompt": "1", "answer": ""},
+            (),
+            "(its columns: answer), leave the row out, or use a reward that needs no answer",
+        ),
+        (
+            {"prompt": "1", "verifier": "math"},
+            ("reward.parts=row",),
+            "the row has no answer, and reward.parts[0] (row)",
+        ),
+        (
+            {"prompt": "1", "reward_model": {"style": "model"}, "data_source": "chat"},
+            (),
+            "add {name: model, options: {path: DIRECTORY}, sources: [chat]} to reward.parts",
+        ),
+        ({"prompt": "1", "answer": "1", "tools": ["f"]}, (), "and environment=single_turn gives the model neither"),
+        (
+            {"prompt": "1", "reward_model": {"ground_truth": "1"}, "extra_info": {"need_tools_kwargs": True}},
+            (),
+            "column 'need_tools_kwargs' asks for tools or an agent (True)",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_scored_as_it_asks_is_refused(
+    row: dict, overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    message = refused(capsys, "files.yaml", "data.train.path=rows.jsonl", *overrides)
+    assert "rows.jsonl:1: " in message
+    assert words in message
+
+
+def test_a_reward_that_needs_no_answer_takes_rows_without_one(model: Path) -> None:
+    rows = [{"prompt": f"{i}+", "agent_name": "single_turn_agent", "images": []} for i in range(3)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (
+        train("files.yaml", "data.train.path=rows.jsonl", "data.validation=[]", "reward.parts=plug.py:count_zeros") == 0
+    )
+
+
 def test_a_run_leaves_metrics_samples_a_model_and_a_report(
     monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,7 +466,7 @@ def test_a_corrected_command_follows_a_refused_one(capsys: pytest.CaptureFixture
         ("data.max_prompt_tokens=2", "prompts are longer than data.max_prompt_tokens=2"),
         ("run.trackers=[wandb]", "run.trackers names wandb, which is not installed"),
         ("rollout.engine=transformers", "rollout.engine=transformers needs model.backend=transformers"),
-        ("warm_start={data: {path: sums.jsonl}}", "no column 'prompt'; supervised rows need"),
+        ("warm_start={data: {plugin: 'plug.py:rows', options: {count: 1}}}", "no column 'completion'; supervised rows"),
         ("environment=plug.py:count_zeros", "the class has no method 'start'"),
         ("data.sampler=suffle", "unknown sampler 'suffle'; did you mean 'shuffle'?"),
     ],

@@ -189,7 +189,10 @@ def test_a_row_that_a_model_scores_may_have_no_answer(tmp_path: Path) -> None:
         ({"problem": "x", "query": "y"}, "'problem' and 'query' could each be the prompt; name one with prompt_key"),
         ({"prompt": [MESSAGE], "system": 3}, "column 'system' should be text"),
         ({"prompt": [SYSTEM, MESSAGE], "system": "s"}, "are both system messages"),
-        ({"prompt": "<image> x", "images": [{"bytes": "iVBO"}]}, "column 'images' has a value, and burnish trains on text"),
+        (
+            {"prompt": "<image> x", "images": [{"bytes": "iVBO"}]},
+            "column 'images' has a value, and burnish trains on text",
+        ),
         ({"prompt": "<video> x", "videos": ["a.mp4"]}, "column 'videos' has a value"),
         ({"prompt": "x", "chat_template_kwargs": {"enable_thinking": False}}, "give them as template.kwargs"),
         ({"prompt": "x", "enable_thinking": False}, "column 'enable_thinking' has arguments of the chat template"),
@@ -236,7 +239,10 @@ def test_a_bad_parquet_row_names_file_and_row(tmp_path: Path) -> None:
         ({"prompt": "x", "response": "a", "output": "b"}, "'response' and 'output' could each be the completion"),
         ({"text": " "}, "text should be a text to learn"),
         ({"messages": [MESSAGE, SAID], "tools": [{"name": "f"}]}, "column 'tools' asks for tools or an agent"),
-        ({"messages": [MESSAGE, {**SAID, "weight": 0}]}, r"messages\[1\]\.weight says that this turn is not to be learnt"),
+        (
+            {"messages": [MESSAGE, {**SAID, "weight": 0}]},
+            r"messages\[1\]\.weight says that this turn is not to be learnt",
+        ),
         ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "column 'images' has a value"),
     ],
 )

@@ -151,7 +151,7 @@ def test_none_from_a_batch_function_leaves_the_part_out(folder):
 
 def test_a_row_without_an_answer_is_refused_before_sampling_and_fails_alone_after():
     row = Row("rows.jsonl/4", "p", "s", None, {"difficulty": 2, "solution": "7", "verifier": "exact"})
-    said = r"compares with an expected answer, and row 'rows.jsonl/4' .* has none .*answer_key=solution"
+    said = r"row 'rows.jsonl/4' .*: the row has no answer, and .* compares with one; .*answer_key=solution"
     judge = {"name": "judge", "options": {"url": "http://localhost:1/v1", "model": "m"}}
     for part in ("exact", "row", judge):
         with Rewards(Reward(parts=[part], workers=1)) as rewards, pytest.raises(UserError, match=said):

@@ -182,9 +182,12 @@ def test_math_compares_expressions(completion, answer, expected):
 
 
 @needs_math
-def test_math_refuses_an_expected_answer_it_cannot_parse():
-    with pytest.raises(ValueError, match="cannot parse the expected answer"):
-        math("4", "", {})
+@pytest.mark.parametrize(
+    ("answer", "said"), [("\\boxed{}", "cannot parse the expected answer"), (" ", "no expected answer to compare with")]
+)
+def test_math_refuses_an_expected_answer_it_cannot_parse(answer, said):
+    with pytest.raises(ValueError, match=said):
+        math("4", answer, {})
 
 
 def test_options_are_checked_before_a_run():
