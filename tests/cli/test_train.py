@@ -487,7 +487,7 @@ def test_a_bad_setting_is_refused(
         ("data.train=[{plugin: 'plug.py:no_rows'}]", "data source 'plug.py:no_rows' returned int"),
         ("data.train.0.path=nothing.jsonl", "no such file: "),
         ("data.train.0.path=empty.jsonl", "empty.jsonl holds no rows"),
-        ("data.train.0.path=null.jsonl", "null.jsonl:1: answer is null"),
+        ("data.train.0.path=null.jsonl", "null.jsonl:1: the row has no answer"),
         ("data.train.0.path=surrogate.jsonl", "row surrogate.jsonl/0: the character '\\ud800'"),
         ("data.train.0.prompt_key=q", "sums.jsonl:1: no column 'q'"),
     ],
