@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from burnish.config.errors import UserError, nearest
+from burnish.config.other_words import counterparts
 from burnish.config.shape import Shape, keys_named, label, root_shape
 from burnish.config.slots import Plugin, Record
 
@@ -24,7 +25,7 @@ def _line(kind: type[Record], error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         *above, key = error["loc"]
         path, shape, choice = _locate(kind, tuple(above))
-        return _unknown_key(kind, path, shape, choice, str(key))
+        return _unknown_key(kind, path, shape, choice, str(key), error["input"])
     path, shape, _ = _locate(kind, error["loc"])
     if error["type"] == "value_error":  # a combination the schema refuses; its text names the keys itself
         text = error["msg"].removeprefix("Value error, ")
@@ -59,10 +60,14 @@ def _locate(kind: type[Record], loc: tuple[int | str, ...]) -> tuple[str, Shape,
     return ".".join(path), shape, choice if shape.form == "record" and not shape.expected else None
 
 
-def _unknown_key(kind: type[Record], path: str, shape: Shape, choice: Shape | None, key: str) -> str:
+def _unknown_key(kind: type[Record], path: str, shape: Shape, choice: Shape | None, key: str, given: Any) -> str:
     full = f"{path}.{key}" if path else key
+    others = counterparts(kind, full, given)
     if choice is not None:
-        return f"{full}: {_unknown_option(choice, shape.records[0], path.rpartition('.')[2], key)}"
+        option = _unknown_option(choice, shape.records[0], path.rpartition(".")[2], key)
+        return "; ".join([f"{full}: {option}", *others])
+    if others:
+        return "; ".join([f"{full}: unknown key", *others])
     known = list(shape.records[0].model_fields)
     elsewhere = keys_named(kind, key)
     hint = nearest(key, known)

@@ -167,7 +167,10 @@ def test_scorers_that_all_fail_are_an_exit_and_not_a_zero(model: Path, capsys: p
         (["missing.jsonl", "--reward", "exact"], "no such file: "),
         (["mine.jsonl"], "how are answers to mine.jsonl to be judged"),
         (["mine.jsonl", "--reward", "exakt"], "did you mean 'exact'"),
-        (["mine.jsonl", "--reward", "exact"], "mine.jsonl:2: the row has no answer, and reward.parts[0] (exact) compares with one"),
+        (
+            ["mine.jsonl", "--reward", "exact"],
+            "mine.jsonl:2: the row has no answer, and reward.parts[0] (exact) compares with one",
+        ),
         (["mine.jsonl", "--reward", "exact", "--out", "mine.jsonl"], "is the data itself"),
         (["task:sort_digits", "--out", "mine.jsonl"], "mine.jsonl exists; give --force"),
         (["gsm8l"], "did you mean 'gsm8k'"),

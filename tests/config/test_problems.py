@@ -1,10 +1,15 @@
 """Errors for people: the key, what was given, what was expected, the nearest right thing; no validator's jargon."""
 
+import re
+
 import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.load import load
-from burnish.config.schema import TrainConfig
+from burnish.config.other_words import OPENRLHF, TRL, VERL, has_key, named_key
+from burnish.config.preference import PreferConfig
+from burnish.config.reward_model import RewardModelConfig
+from burnish.config.schema import SftConfig, TrainConfig
 
 MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
 
@@ -37,12 +42,52 @@ def error_of(*overrides: str) -> str:
             "algorithm.advantage.gamma=1",
             "grpo has no option 'gamma'; it belongs to advantage reinforce (takes std, eps, singleton, ddof)",
         ),
+        ("algorithm.clip.epsilon_high=1", "(takes low, high, dual, drift); TRL's epsilon_high is algorithm.clip.high"),
+        (
+            "training.learning_rate=1",
+            "training.learning_rate: unknown key; TRL's learning_rate is training.optimizer.lr",
+        ),
+        ("num_generations=8", "num_generations: unknown key; TRL's num_generations is rollout.n"),
+        (
+            "actor_rollout_ref={rollout: {n: 8}, actor: {optim: {lr: 1}, clip_ratio: 0.2}}",
+            "actor_rollout_ref: unknown key; verl's actor_rollout_ref.rollout.n is rollout.n; verl's "
+            "actor_rollout_ref.actor.optim.lr is training.optimizer.lr; verl's actor_rollout_ref.actor.clip_ratio is algorithm.clip.low",
+        ),
+        ("data.train_files=x", "data.train_files: unknown key; verl's data.train_files is data.train.path"),
+        ("trainer.total_training_steps=9", "verl's trainer.total_training_steps is training.steps"),
+        ("rollout.n_samples_per_prompt=8", "OpenRLHF's n_samples_per_prompt is rollout.n"),
         ("algorithm.ratio.x=1", "algorithm.ratio.x: token has no option 'x' (takes none)"),
         ("algorithm.advantage={name: a.py:f, x: 1}", "a plug-in has no option 'x' (takes options)"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(override: str, words: str) -> None:
     assert words in error_of(override)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "ours"),
+    [
+        (SftConfig, "max_steps", "sft.updates"),
+        (PreferConfig, "beta", "preference.loss.beta"),
+        (RewardModelConfig, "per_device_train_batch_size", "reward_model.batch_size"),
+        (SftConfig, "num_generations", "rollout.n (of `burnish train`)"),
+        (SftConfig, "eval_steps", "validation.every (of `burnish train`)"),
+    ],
+)
+def test_another_system_s_word_is_the_key_of_the_command_that_was_given(kind: type, key: str, ours: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"TRL's {key} is {ours}")):
+        load(kind, None, [f"{key}=1"])
+
+
+def test_every_counterpart_of_another_system_s_word_is_a_key() -> None:
+    for ours in {*TRL.values(), *OPENRLHF.values(), *VERL.values()}:
+        keys = [named_key(text) for text in (ours.train,) if text is not None]
+        assert all(has_key(TrainConfig, key) for key in keys), keys
+        stage = None if ours.stage is None else named_key(ours.stage)
+        kinds = {"sft": SftConfig, "preference": PreferConfig, "reward_model": RewardModelConfig}
+        found = [has_key(kind, stage.replace("{stage}", name)) for name, kind in kinds.items()] if stage else [True]
+        assert any(found), stage
+    assert not has_key(TrainConfig, "rollout.m")
 
 
 @pytest.mark.parametrize(
