@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.cli.train import add_profile, load_recipe, print_memory, print_missing
-from burnish.config.load import dump
+from burnish.cli.train import add_profile, load_recipe, print_memory, print_problems
+from burnish.config.load import Loaded, dump
 
 if TYPE_CHECKING:
     from burnish.trainers.updates import Outcome
@@ -36,9 +36,7 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
     if args.dry_run:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
-        print_memory(loaded)
-        print_missing(loaded)
-        return 0
+        return print_problems(loaded, [lambda: print_rows_to_learn(loaded), lambda: print_memory(loaded)])
     from burnish.training.parallel.join import leave
 
     outcome = importlib.import_module(session).execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
@@ -48,6 +46,27 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
     tell(outcome)
     print(f"model: {outcome.model}")
     return 0
+
+
+def print_rows_to_learn(loaded: Loaded[Any]) -> None:
+    """How often each row is learnt; the error for a row that cannot be used. What is not there is told elsewhere."""
+    from burnish.config.named_files import missing_inputs
+    from burnish.config.schema import SftConfig
+    from burnish.data.pairs import count_rows
+    from burnish.data.supervised import count_examples
+
+    config = loaded.config
+    if any(missing_inputs(loaded)):
+        return
+    if isinstance(config, SftConfig):
+        stage, what, count = config.sft, "examples", count_examples(config.sft.data, loaded.base, config.seed)
+    else:
+        stage = config.preference if hasattr(config, "preference") else config.reward_model
+        labelled = getattr(getattr(stage, "loss", None), "name", None) == "kto"
+        what, count = "rows", count_rows(stage.data, loaded.base, config.seed, labelled)
+        count_rows(stage.held_out, loaded.base, config.seed, labelled, "test")
+    draws = stage.updates * stage.batch_size
+    print(f"data: {count:,} {what}; {stage.updates:,} updates use each {draws / count:,.1f} times")
 
 
 def has_ended(outcome: Outcome) -> bool:

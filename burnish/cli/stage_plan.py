@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from burnish.cli.data import COMMANDS as DATA_COMMANDS
 from burnish.cli.main import COMMANDS
 from burnish.config.data import Source
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, hub_hint
 from burnish.config.load import Loaded
 from burnish.config.named_files import check_files, sources_of
 from burnish.config.plugins import is_plugin, is_plugin_file
@@ -85,7 +85,8 @@ class Plan:
             return {}
         place = next((p for p in (self.base / given, Path(given)) if p.is_dir()), None)
         if place is None:
-            raise UserError(f"model: no directory {given} (looked from {self.base} and from here)")
+            hint = hub_hint(given, roots=(self.base, Path()))
+            raise UserError(f"model: no directory {given} (looked from {self.base} and from here){hint}")
         return {f"stage:{BASE}": str(place)}
 
     def task_sources(self) -> list[Source]:

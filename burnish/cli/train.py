@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from burnish.run.supervise import LOST, is_possible, supervise
 if TYPE_CHECKING:
     from burnish.run.run import Run
 
+WOULD_NOT_START = 2
+"""Exit status of a dry run that found a problem: that of the run itself."""
 MAX_RESTARTS = 3
 DEADLINE_S = 1800.0
 MARGIN_S = 60.0
@@ -88,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
     loaded, name = load_recipe(TrainConfig, args)
     if args.dry_run:
         check_controls(args, loaded.config)
-        show(loaded)
-        return 0
+        return show(loaded)
     restarts = num_restarts(args)
     if restarts:
         status = supervise(folder_of(loaded.config, name), restarts, patience_s(args, loaded.config))
@@ -102,20 +104,20 @@ def run(args: argparse.Namespace) -> int:
         return LOST
 
 
-def show(loaded: Loaded[TrainConfig]) -> None:
-    """The resolved config and the plan."""
+def show(loaded: Loaded[TrainConfig]) -> int:
+    """The resolved config, the plan, and what the run would stop at; the exit status."""
     from burnish.config.explain import plan_text
     from burnish.config.remarks import remarks
     from burnish.controller.placement import check_placement
 
     print(dump(loaded.config))
     print(plan_text(loaded.config))
-    check_placement(loaded.config.placement)
-    if loaded.config.placement.name == "local":
-        print_memory(loaded)
     for remark in remarks(loaded.config):
         print(f"note: {remark}")
-    print_missing(loaded)
+    checks = [lambda: check_placement(loaded.config.placement), lambda: print_rows(loaded)]
+    if loaded.config.placement.name == "local":
+        checks.append(lambda: print_memory(loaded))
+    return print_problems(loaded, checks)
 
 
 def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:
@@ -181,16 +183,40 @@ def print_memory(loaded: Loaded[Any]) -> None:
 
     memory = planned(loaded.config, loaded.base)
     print(memory.text)
-    for warning in memory.check():
-        print(f"note: {warning}")
+    warnings = memory.check()
+    print("\n".join(f"note: {warning}" for warning in warnings) or memory.verdict)
 
 
-def print_missing(loaded: Loaded[Any]) -> None:
-    """What the run would stop at: files, folders and plug-ins that are not there. A plan is made without them all the same."""
+def print_rows(loaded: Loaded[TrainConfig]) -> None:
+    """How often each row is drawn; the error for a row that cannot be used. What is not there is told elsewhere."""
+    from burnish.config.extras import missing_extras
+    from burnish.config.named_files import missing_inputs
+    from burnish.rewards.rewards import Rewards
+    from burnish.trainers.data_checks import draws_text, read_checked
+
+    if any(missing_inputs(loaded)) or any(missing_extras(loaded.config)):
+        return
+    with Rewards(loaded.config.reward, loaded.base, is_elsewhere=True) as rewards:
+        sizes = read_checked(loaded.config, loaded.base, rewards).sizes
+    for line in draws_text(loaded.config, sizes):
+        print(line)
+
+
+def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int:
+    """All that the run would stop at: what is not there, and what each check finds. The exit status of the dry run."""
+    from burnish.config.extras import missing_extras
     from burnish.config.named_files import missing_files
 
-    for problem in missing_files(loaded):
+    problems = [*missing_files(loaded), *missing_extras(loaded.config)]
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.append(str(error))
+    for problem in problems:
         print(f"this run would not start: {problem}")
+    print(f"dry run: {len(problems)} problems, the run would not start" if problems else "dry run: the run would start")
+    return WOULD_NOT_START if problems else 0
 
 
 def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind], str]:

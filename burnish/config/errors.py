@@ -7,7 +7,9 @@ with status 2; everything else that escapes is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -21,6 +23,44 @@ def nearest(name: str, known: Iterable[str]) -> str:
         name.lower(), names, n=1, cutoff=0.5
     )
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FOLDERS = (
+    "model",
+    "models",
+    "checkpoint",
+    "checkpoints",
+    "ckpt",
+    "ckpts",
+    "data",
+    "dataset",
+    "datasets",
+    "runs",
+    "out",
+    "outputs",
+)
+"""First words of a path that is meant to be local, whatever follows."""
+FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".txt", ".yaml", ".py")
+
+
+def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)) -> str:
+    """How to fetch what looks like an id of the Hugging Face hub (`Qwen/Qwen2.5-0.5B`); nothing for any other path.
+
+    `roots` are the folders that a local path starts from: one that holds the first part of the path is meant.
+    """
+    owner, _, name = path.partition("/")
+    if not HUB_ID.fullmatch(path) or owner in FOLDERS or name.endswith(FILES):
+        return ""
+    if any((root / owner).is_dir() for root in roots):
+        return ""
+    kind, reads = ("--repo-type dataset ", "files") if is_data else ("", "directories")
+    folder = f"{'data' if is_data else 'models'}/{name}"
+    then = f"path: {folder}/**/*.parquet" if is_data else folder
+    return (
+        f". It looks like an id of the Hugging Face hub, and burnish reads local {reads}: "
+        f"`hf download {path} {kind}--local-dir {folder}` fetches it (older versions: huggingface-cli download), then give {then}"
+    )
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.data import Source
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, hub_hint
 from burnish.config.load import Loaded
 from burnish.config.plugins import is_plugin_file, is_plugin_module, plugin_source
 from burnish.config.preference import PreferConfig
@@ -29,14 +29,25 @@ def check_files(loaded: Loaded[Any]) -> None:
 
 def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
     """What a config names and no stage makes, and is not there."""
+    yield from missing_models(loaded)
+    yield from missing_inputs(loaded)
+
+
+def missing_models(loaded: Loaded[Any]) -> Iterator[str]:
+    """Those of them that are directories of models."""
     looked = f"(looked from {loaded.base} and from here)"
     for key, value in directories_of(loaded.config):
         if not is_reference(value) and not places(value, loaded.base, Path.is_dir):
-            yield f"{key}: no directory {value} {looked}"
+            yield f"{key}: no directory {value} {looked}{hub_hint(value, roots=(loaded.base, Path()))}"
+
+
+def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
+    """Those of them that are data files and plug-ins."""
+    looked = f"(looked from {loaded.base} and from here)"
     for source in sources_of(loaded.config):
         path = source.path
         if path is not None and not is_reference(path) and not places(path, loaded.base, Path.is_file):
-            yield f"no such file: {path} {looked}"
+            yield f"no such file: {path} {looked}{hub_hint(path, is_data=True, roots=(loaded.base, Path()))}"
     for text in plugins_of(loaded.resolved):
         if plugin_source(text, loaded.base) is None:
             yield f"plug-in {text!r}: no such {'file' if is_plugin_file(text) else 'module'} {looked}"

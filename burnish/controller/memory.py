@@ -55,11 +55,18 @@ class Planned:
     """Bytes of the device that judges in processes of their own take; `room` is without them."""
 
     def check(self) -> list[str]:
-        """What to tell the user; the error for what cannot fit. On a CPU nothing is refused: it has no limit but patience."""
-        if self.room is None or not self.is_gpu:
+        """What to tell the user; the error for what cannot fit."""
+        if self.room is None:
             return []
         found = [check(made, self.room, self.host_room) for made in self.stages.values()]
         return [text for text in found if text is not None]
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, of a plan that `check` found nothing to say of."""
+        if not self.stages:
+            return "memory: whether the run fits is not known"
+        return "memory: the run fits" if self.room is not None else "memory: the device of this run is not here"
 
     @property
     def text(self) -> str:

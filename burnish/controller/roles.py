@@ -14,7 +14,7 @@ from torch import nn
 
 from burnish.config.data import Source
 from burnish.config.environment import Environment
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, hub_hint
 from burnish.config.model import Model
 from burnish.config.reward import Reward
 from burnish.config.rollout import Rollout
@@ -88,7 +88,9 @@ def find_directory(path: str, base: Path | None) -> Path:
     candidates = [Path(path)] if base is None else [base / path, Path(path)]
     found = next((c for c in candidates if c.is_dir()), None)
     if found is None:
-        raise UserError(f"model directory {path} does not exist (looked at {', '.join(str(c) for c in candidates)})")
+        looked = ", ".join(str(c) for c in candidates)
+        hint = hub_hint(path, roots=(base or Path(), Path()))
+        raise UserError(f"model directory {path} does not exist (looked at {looked}){hint}")
     return found
 
 

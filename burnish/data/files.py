@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, hub_hint, nearest
 
 Record = dict[str, Any]
 Located = tuple[str, Record]
@@ -46,7 +46,10 @@ def find_files(pattern: str, base: Path | None = None) -> list[Path]:
         raise UserError(f"no file matches {pattern} (looked at {', '.join(roots)})")
     parent = Path(roots[0]).parent
     neighbours = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-    raise UserError(f"no such file: {' or '.join(roots)}{nearest(Path(pattern).name, neighbours)}")
+    near = nearest(Path(pattern).name, neighbours)
+    raise UserError(
+        f"no such file: {' or '.join(roots)}{near or hub_hint(pattern, is_data=True, roots=(base or Path(), Path()))}"
+    )
 
 
 def kind_of(path: Path) -> str:

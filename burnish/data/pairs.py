@@ -100,7 +100,7 @@ def load_pairs(sources: list[Source], reading: Reading, split: str = "train") ->
     """All pairs of the sources, in order, and what was left out; `split` is the side of a task that does not say one."""
     pairs: list[Pair] = []
     overlong = identical = 0
-    for where, identity, record in _records(sources, reading, split):
+    for where, identity, record in _records(sources, reading.base, reading.seed, split):
         prompt, chosen, rejected = _pair(record, where)
         pair = Pair(
             identity,
@@ -124,7 +124,7 @@ def load_labelled(sources: list[Source], reading: Reading, split: str = "train")
     """All labelled answers of the sources, in order, and what was left out; a pair is a good one and a bad one."""
     found: list[Labelled] = []
     overlong = 0
-    for where, identity, record in _records(sources, reading, split):
+    for where, identity, record in _records(sources, reading.base, reading.seed, split):
         for name, prompt, answer, is_good in _answers(record, where):
             example = _encode(f"{identity}{name}", prompt, answer, where, reading)
             if _fits(len(example.tokens), where, reading):
@@ -137,15 +137,29 @@ def load_labelled(sources: list[Source], reading: Reading, split: str = "train")
     return found, left_out
 
 
-def _records(sources: list[Source], reading: Reading, split: str) -> Iterator[tuple[str, str, Record]]:
+def count_rows(
+    sources: list[Source], base: Path | None, seed: int, is_labelled: bool = False, split: str = "train"
+) -> int:
+    """How many rows the sources have, each checked as far as it can be without a tokenizer."""
+    num_rows = 0
+    for where, _, record in _records(sources, base, seed, split):
+        if is_labelled:
+            _answers(record, where)
+        else:
+            _pair(record, where)
+        num_rows += 1
+    return num_rows
+
+
+def _records(sources: list[Source], base: Path | None, seed: int, split: str) -> Iterator[tuple[str, str, Record]]:
     """Every record with its place and its id."""
     refuse_weights(sources, "preferences, which are used whole")
     refuse_keys(sources, COLUMNS)
     for source in sources:
         if source.task is None:
-            located = records_of(source, reading.base)
+            located = records_of(source, base)
         else:
-            rows = make_preferences(source.task, source.options, reading.seed, source.split or split)
+            rows = make_preferences(source.task, source.options, seed, source.split or split)
             located = ((f"{source.task}, preference {i + 1}", row) for i, row in enumerate(rows[: source.limit]))
         for index, (where, record) in enumerate(located):
             yield where, f"{source_name(source)}/{index}", record

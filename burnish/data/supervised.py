@@ -21,6 +21,7 @@ from burnish.data.tasks.registry import make_demonstrations
 from burnish.data.template import SLOT, as_messages, kind_of, plain_text, with_system
 from burnish.models.tokenizer import Tokenizer
 
+SUPERVISED = "supervised rows, whose columns have fixed names (docs/data.md)"
 Encoded = tuple[list[int], list[bool]]
 
 
@@ -44,7 +45,7 @@ def load_examples(
 ) -> tuple[list[Example], int]:
     """All examples of the sources, in order, and how many were left out as over-long."""
     refuse_weights(sources, "supervised data, which is used whole")
-    refuse_keys(sources, "supervised rows, whose columns have fixed names (docs/data.md)")
+    refuse_keys(sources, SUPERVISED)
     examples: list[Example] = []
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
@@ -66,6 +67,13 @@ def load_examples(
             f"no examples left in {names or 'no source at all'}: {num_filtered} are over {max_tokens} tokens"
         )
     return examples, num_filtered
+
+
+def count_examples(sources: list[Source], base: Path | None, seed: int) -> int:
+    """How many rows the sources have, each checked as far as it can be without a tokenizer."""
+    refuse_weights(sources, "supervised data, which is used whole")
+    refuse_keys(sources, SUPERVISED)
+    return sum(1 for source in sources for _ in _rows(source, base, seed))
 
 
 def refuse_keys(sources: list[Source], rows: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.environment import Environment
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, hub_hint, nearest
 from burnish.config.text import parse
 from burnish.run.checkpoints import Checkpoints
 from burnish.run.directory import RunDirectory
@@ -31,7 +31,7 @@ def find_subject(path: Path) -> Subject:
         return _of_run(RunDirectory.open(path))
     if not path.is_dir():
         beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        raise UserError(f"{path} is not a directory{nearest(path.name, beside)}")
+        raise UserError(f"{path} is not a directory{nearest(path.name, beside) or hub_hint(str(path))}")
     raise UserError(
         f"{path} is neither a Hugging Face model directory (it has no config.json or adapter_config.json) nor a run (it has no config.yaml)"
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from burnish.config.errors import UserError
 from burnish.config.lora import Lora
 from burnish.config.optimizer import Optimizer
 from burnish.training.planner import GIB, Plan, Setup, plan
@@ -41,9 +42,10 @@ def _changes(setup: Setup) -> list[tuple[str, dict[str, Any], bool]]:
     if setup.on_gpu and critic is not None and not critic.offload:
         found.append(("algorithm.critic.optimizer.offload=true", {"critic": with_options(critic, offload=True)}, True))
     found += [(f"{where}.activations={p}", {"activations": p}, True) for p in less if p in ("recompute", "offload")]
-    if setup.cache:
-        half = setup.cache // 2
-        found.append((f"rollout.cache_gib={half / GIB:.3g}", {"cache": half}, True))
+    for part in (2,) if setup.on_gpu else (2, 4, 8, 16):
+        if setup.cache:
+            less_cache = setup.cache // part
+            found.append((f"rollout.cache_gib={less_cache / GIB:.3g}", {"cache": less_cache}, True))
     if setup.on_gpu and setup.dtype in ("float32", "float64"):
         found.append(("model.dtype=bfloat16", {"dtype": "bfloat16"}, False))
     if optimizer.name == "adamw" and not optimizer.offload:
@@ -68,11 +70,20 @@ def with_options(optimizer: Optimizer, **changes: Any) -> Optimizer:
 def levers(setup: Setup) -> list[Lever]:
     """Those that save a hundredth or more by themselves, the cheapest first."""
     total = plan(setup).total
-    found = [
-        Lever(text, total - plan(replace(setup, **changes)).total, changes, is_gentle)
-        for text, changes, is_gentle in _changes(setup)
-    ]
+    found = []
+    for text, changes, is_gentle in _changes(setup):
+        made = _possible(replace(setup, **changes))
+        if made is not None:
+            found.append(Lever(text, total - made.total, changes, is_gentle))
     return [lever for lever in found if lever.saves >= total / 100]
+
+
+def _possible(setup: Setup) -> Plan | None:
+    """The plan of a changed setup; None where the model does not take the change (8-bit moments need matrices of some size)."""
+    try:
+        return plan(setup)
+    except UserError:
+        return None
 
 
 def advice(setup: Setup, room: int, host_room: int | None = None) -> tuple[list[Lever], Plan]:
@@ -105,8 +116,8 @@ def _together(setup: Setup, known: list[Lever], fits: Callable[[Plan], bool]) ->
             break
         # A later lever on the same key takes the earlier one's place: an optimizer's options are changed one by one.
         changes = {k: _merged(now.setup, setup, k, v) for k, v in lever.changes.items()}
-        after = plan(replace(now.setup, **changes))
-        if after.total < now.total:
+        after = _possible(replace(now.setup, **changes))
+        if after is not None and after.total < now.total:
             pulled.append(replace(lever, saves=now.total - after.total))
             now = after
     return pulled, now

@@ -10,6 +10,8 @@ from burnish.training.planner import SAMPLING, Plan, Setup, gib, plan
 
 DOUBT = 0.05
 """A plan this near to what there is may be wrong: it is not refused."""
+CPU_SHARE = 0.5
+"""On a CPU memory is taken as it is needed: the share of what depends on lengths that must fit beside what is always there."""
 
 
 def text_of(made: Plan, room: int | None) -> str:
@@ -56,6 +58,8 @@ def check(made: Plan, room: int, host_room: int | None = None) -> str | None:
     """Refuse what cannot fit; a warning for what is too near to tell, or fits unless a sequence is as long as it may be."""
     setup = made.setup
     safe = int(room * (1 - DOUBT))
+    if not setup.on_gpu:
+        return _check_on_cpu(made, room, safe)
     if host_room is not None and made.host > host_room:
         raise UserError(
             f"this run does not fit: {gib(made.host)} of optimizer state in host memory, of which {gib(host_room)} are free\n"
@@ -69,6 +73,23 @@ def check(made: Plan, room: int, host_room: int | None = None) -> str | None:
         raise UserError(f"this run does not fit.\n{text_of(made, room)}\nto make it fit:\n{words}")
     reason = f" when a sequence has {setup.longest:,} tokens" if usual.total <= safe else ""
     return f"this run may not fit{reason}: {gib(made.total)} planned of {gib(room)}; if it does not:\n{words}"
+
+
+def _check_on_cpu(made: Plan, room: int, safe: int) -> str | None:
+    """The same on a CPU, whose plan is exact for weights and optimizer state, and an upper bound for the rest.
+
+    The rest (activations, cache) is planned for sequences that are all as long as the config allows.
+    """
+    if made.total <= safe:
+        return None
+    least = plan(replace(made.setup, token_budget=1, longest=1, update_tokens=1, cache=0)).total
+    words = advice_text(made.setup, safe)
+    if least + (made.total - least) * CPU_SHARE > room:
+        raise UserError(f"this run does not fit.\n{text_of(made, room)}\nto make it fit:\n{words}")
+    return (
+        f"this run may not fit: {gib(made.total)} planned of {gib(room)}, where all sequences have {made.setup.longest:,} tokens "
+        f"({gib(least)} whatever their lengths); if it does not:\n{words}"
+    )
 
 
 def _with_state_here(setup: Setup, room: int, host_room: int) -> str:

@@ -177,11 +177,66 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(here: Path, capsys: pytest.
 
 def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixture[str]) -> None:
     missing = ("data.train.path=nowhere.jsonl", "reward.parts=gone.py:f", "model.path=nobody")
-    assert train("files.yaml", "--dry-run", *missing) == 0
+    assert train("files.yaml", "--dry-run", *missing) == 2
     stops = [line for line in capsys.readouterr().out.splitlines() if line.startswith("this run would not start: ")]
     assert [any(word in line for line in stops) for word in ("nowhere.jsonl", "gone.py:f", "nobody")] == [True] * 3
     assert train("new.yaml", "--dry-run") == 0
     assert "would not start" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("reward.parts=math",), "reward math needs math_verify, which is not installed: pip install 'burnish[math]'"),
+        (
+            ("run.trackers=[wandb]",),
+            "run.trackers=wandb needs wandb, which is not installed: pip install 'burnish[track]'",
+        ),
+        (
+            ("data.validation=[{task: reasoning-gym/sum}]", "validation.limit=4"),
+            "task reasoning-gym/sum needs reasoning_gym, which is not installed: pip install 'burnish[tasks]'",
+        ),
+        (("data.train.path=none.jsonl",), "none.jsonl:1: the row has no answer, and reward.parts[0] (number)"),
+        (("data.train.path=picture.jsonl",), "picture.jsonl:1: column 'images' has a value"),
+        (("model.path=org/name",), "`hf download org/name --local-dir models/name` fetches it"),
+        (("rollout.prompts=200000", "rollout.max_rows=1000000"), "this run does not fit."),
+    ],
+)
+def test_a_dry_run_fails_where_the_run_would(
+    overrides: tuple[str, ...],
+    words: str,
+    here: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("math_verify", "wandb", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    monkeypatch.setattr("burnish.controller.memory._host_memory", lambda: 2**29)
+    (here / "none.jsonl").write_text('{"question": "1+1="}\n')
+    (here / "picture.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}\n')
+    capsys.readouterr()
+    assert train("files.yaml", "--dry-run", *overrides) == 2
+    out = capsys.readouterr().out
+    assert words in out
+    assert out.splitlines()[-1] == "dry run: 1 problems, the run would not start"
+
+
+def test_a_dry_run_says_whether_the_run_fits_and_how_often_it_draws_each_row(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capsys.readouterr()
+    assert train("files.yaml", "--dry-run", "training.steps=90") == 0
+    out = capsys.readouterr().out
+    assert (
+        "data: sums.jsonl has 9 rows; 90 steps draw 360 prompts of it, each row 40 times (an epoch is 2.2 steps)" in out
+    )
+    assert "memory: the run fits" in out
+    assert out.splitlines()[-1] == "dry run: the run would start"
+    monkeypatch.setattr("burnish.controller.memory._host_memory", lambda: 2**28)  # less than torch itself takes
+    assert train("files.yaml") == 2
+    assert "this run does not fit." in capsys.readouterr().err
+    assert not Path("runs/r").exists()
 
 
 @pytest.mark.parametrize("section", ["train", "validation"])

@@ -1,10 +1,11 @@
 """Errors for people: the key, what was given, what was expected, the nearest right thing; no validator's jargon."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, hub_hint
 from burnish.config.load import load
 from burnish.config.other_words import OPENRLHF, TRL, VERL, has_key, named_key
 from burnish.config.preference import PreferConfig
@@ -152,3 +153,13 @@ def test_all_problems_are_listed_at_once_one_line_each() -> None:
     lines = error_of("rollout.n=0", "rollout.tempreture=1", "seed=-1", "data.sampler=[1]").splitlines()
     assert lines[0] == "configuration: 3 problems"
     assert sorted(line.split(":")[0].strip() for line in lines[1:]) == ["rollout.n", "rollout.tempreture", "seed"]
+
+
+def test_an_id_of_the_hub_is_told_from_a_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B` fetches it" in hub_hint("Qwen/Qwen2.5-0.5B")
+    words = "`hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k`"
+    assert words in hub_hint("openai/gsm8k", is_data=True)
+    (tmp_path / "mine").mkdir()
+    local = ("models/Qwen2.5-0.5B", "mine/model", "/a/b", "../a/b", "a/b/c", "gsm8k", "my/train.jsonl")
+    assert [hub_hint(path) for path in local] == [""] * len(local)

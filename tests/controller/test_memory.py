@@ -231,7 +231,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(
     assert main(["train", str(directory / "r.yaml"), "--dry-run"]) != 0
     captured = capsys.readouterr()
     assert "of 24.0 GiB on the GPU at the peak" in captured.out
-    assert "to make it fit:" in captured.err
+    assert "to make it fit:" in captured.out
 
 
 def test_on_a_cpu_a_run_says_in_a_line_what_it_needs_and_logs_its_error(tmp_path: Path) -> None:
