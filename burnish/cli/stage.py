@@ -50,10 +50,12 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
 
 def print_rows_to_learn(loaded: Loaded[Any]) -> None:
     """How often each row is learnt; the error for a row that cannot be used. What is not there is told elsewhere."""
-    from burnish.config.named_files import missing_inputs
+    from burnish.config.named_files import missing_inputs, places
+    from burnish.config.reward_model import RewardModelConfig
     from burnish.config.schema import SftConfig
     from burnish.data.pairs import count_rows
     from burnish.data.supervised import count_examples
+    from burnish.models.architecture import check_scorable
 
     config = loaded.config
     if any(missing_inputs(loaded)):
@@ -65,6 +67,9 @@ def print_rows_to_learn(loaded: Loaded[Any]) -> None:
         labelled = getattr(getattr(stage, "loss", None), "name", None) == "kto"
         what, count = "rows", count_rows(stage.data, loaded.base, config.seed, labelled)
         count_rows(stage.held_out, loaded.base, config.seed, labelled, "test")
+    if isinstance(config, RewardModelConfig) and config.model.path is not None and config.model.adapter is None:
+        for place in places(config.model.path, loaded.base, Path.is_dir)[:1]:
+            check_scorable(place)
     draws = stage.updates * stage.batch_size
     print(f"data: {count:,} {what}; {stage.updates:,} updates use each {draws / count:,.1f} times")
 

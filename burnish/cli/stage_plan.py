@@ -29,6 +29,7 @@ from burnish.config.reward import RewardPart
 from burnish.config.schema import TrainConfig
 from burnish.config.stage_trees import load_stages
 from burnish.config.stages import BASE, POLICIES, StagesConfig
+from burnish.models.architecture import check_scorable
 from burnish.rewards.parts import check_parts
 from burnish.run.directory import flatten, may_change, run_name
 from burnish.trainers.stages import Planned
@@ -130,6 +131,9 @@ def _base(plan: Plan) -> Ready:
 def _trained(plan: Plan, name: str, loaded: Loaded[Any]) -> Ready:
     stage, start = plan.config.stages[name], plan.config.start_of(name)
     check_files(loaded)
+    base = plan.config.model.path
+    if stage.command == "reward-model" and base is not None:  # the models of all stages have the shape of the base
+        check_scorable(Path(plan.outside()[f"stage:{BASE}"]) if plan.config.model.adapter is None else Path(base))
     if isinstance(loaded.config, TrainConfig):
         _check_rewards(loaded.config.reward.parts, loaded.base)
     asked = {key: value for key, value in flatten(loaded.resolved).items() if not may_change(key)}

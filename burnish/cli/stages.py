@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         show(plan)
         return 0
-    restarts = num_restarts(args)
+    # A job of seconds needs no supervisor: in one process all stages together load torch once.
+    restarts = 0 if args.shrink and args.max_restarts is None else num_restarts(args)
     with Stages.open(plan.folder, plan.planned, dump(plan.config), args.start_from) as stages:
         for stage in stages.left():
             say(plan, stages, stage)

@@ -30,7 +30,7 @@ TRAIN = {"task": "sort_digits", "options": DIGITS, "limit": 32}
 HELD_OUT = {"task": "sort_digits", "options": DIGITS, "limit": 8}
 DEMONSTRATIONS = {"task": "sort_digits", "options": {**DIGITS, "num": 96, "clean": True}}
 PREFERENCES = {"task": "sort_digits", "options": {**DIGITS, "num": 24}}
-WARM_START = {
+WARM_START: dict[str, Any] = {
     "data": DEMONSTRATIONS,
     "updates": 20,
     "batch_size": 32,

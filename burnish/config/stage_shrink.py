@@ -9,12 +9,14 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded, load, load_tree
 from burnish.config.references import is_reference
-from burnish.config.shrink import DIGITS, MODEL, SAMPLES, SUFFIX, TEMPLATE, TOKENS, shrink
+from burnish.config.shrink import DEMONSTRATIONS, DIGITS, MODEL, SAMPLES, SUFFIX, TEMPLATE, TOKENS, WARM_START, shrink
 from burnish.config.stage_trees import load_stages
 from burnish.config.stages import BASE, StagesConfig
 
 PROMPTS = 32
 """Of an evaluation."""
+IMITATED = {**WARM_START, "updates": 60}
+"""Of a stage that imitates demonstrations: a later one may sample from it and take what is right, and two updates would leave it nothing."""
 OF_DATA = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
 """Options of an evaluation that go with its data or its model."""
 READ = ("source", "scores", "prompts", "guesses", "against", "run")
@@ -43,6 +45,14 @@ def load_small_stages(path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded
 
 def _trained(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     small, changes = shrink(values)
+    if "sft" in small and small["sft"]["data"] == [DEMONSTRATIONS]:
+        small["sft"] = {
+            **small["sft"],
+            **IMITATED,
+            "optimizer": {**small["sft"]["optimizer"], **WARM_START["optimizer"]},
+        }
+        changes = [change for change in changes if not change.startswith(("sft.updates:", "sft.batch_size:"))]
+        changes += [f"sft.{key}: {values['sft'][key]} -> {small['sft'][key]}" for key in ("updates", "batch_size")]
     kept = {key: value for key, value in small.items() if key not in ("model", "seed")}
     kept["run"] = {key: value for key, value in small["run"].items() if key not in ("directory", "name", "threads")}
     return kept, [change for change in changes if not change.startswith(("model:", "run.name:"))]

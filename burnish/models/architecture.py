@@ -95,6 +95,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
+def check_scorable(directory: Path) -> None:
+    """Refuse a model that no reward model can be made of: its layers must be those of our decoder."""
+    reason = why_not_native(read_config(directory))
+    if reason is not None:
+        raise UserError(f"a reward model needs the native decoder, and {directory} does not run on it: {reason}")
+
+
 def why_not_native(config: dict[str, Any]) -> str | None:
     """Why our decoder cannot run this config, or None when it can."""
     family = config.get("model_type")

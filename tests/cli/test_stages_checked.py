@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 import yaml
 
 from burnish.cli import stage_plan
+from burnish.cli import stages as cli_stages
 from burnish.cli.main import main
-from burnish.cli.stage_plan import Plan, make_plan
+from burnish.cli.stage_plan import Plan, Ready, make_plan
 from burnish.cli.stages import planned_model
+from burnish.config.data import Source
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 from burnish.config.stage_trees import load_stages
@@ -20,6 +24,7 @@ from burnish.config.stages import StagesConfig
 from burnish.run.metrics import read
 from burnish.run.stage_index import StageIndex
 from tests.cli.staged import CLEAN, DIGITS, PAIRS, RECIPES, recipe, refused, sft, short, stages
+from tests.recipe_files import PROMPT, SHAPE, make_data, make_files, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -322,15 +327,14 @@ def test_adapters_go_on_as_adapters() -> None:
 # --- recipes -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["r1", "long2short"])
-def test_a_published_recipe_goes_through_all_of_its_stages_shrunk(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("name", ["r1", "long2short", "long2short_toy"])
+def test_a_recipe_goes_through_all_of_its_stages_shrunk(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = RECIPES / f"{name}.yaml"
     loaded = load(StagesConfig, path)
     assert [line.startswith("# ") for line in path.read_text(encoding="utf-8").splitlines()[:4]] == [True] * 3 + [False]
     configs = load_stages(loaded, path, Path())
-    assert name in [one.config.algorithm.preset for one in configs.values() if isinstance(one.config, TrainConfig)]
+    presets = [one.config.algorithm.preset for one in configs.values() if isinstance(one.config, TrainConfig)]
+    assert name.removesuffix("_toy") in presets
     assert main(["stages", str(path), "--shrink", "run.threads=1"]) == 0
     index = StageIndex.read(Path(f"runs/{name}-shrunk-0"))
     assert [stage for stage in loaded.config.stages if not index.is_done(stage)] == []
@@ -352,10 +356,60 @@ def test_r1_fine_tunes_the_base_again_and_long2short_begins_with_what_the_paper_
     assert short.start_of("short_rl") == "preferred"
 
 
-@pytest.mark.parametrize("name", ["r1_toy", "long2short_toy"])
-def test_a_toy_recipe_is_checked_in_all_of_its_stages(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stages", str(RECIPES / f"{name}.yaml"), "--dry-run"]) == 0
+@pytest.mark.parametrize("name", ["r1", "long2short", "r1_toy", "long2short_toy"])
+def test_a_recipe_is_checked_in_all_of_its_stages(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RECIPES / f"{name}.yaml"
+    loaded = load(StagesConfig, path)
+    make_model(loaded.config.model.path or "models/none")
+    for stage in load_stages(loaded, path, Path()).values():
+        make_files(stage.config)
+    named = [word for one in loaded.config.stages.values() for word in one.options.values()]
+    words = [word for word in [*named, *loaded.config.measure.values()] if str(word).endswith((".parquet", ".jsonl"))]
+    make_data([Source(path=word) for word in words], PROMPT)
+    monkeypatch.setattr("burnish.controller.memory._host_memory", lambda: 2**50)
+    assert main(["stages", str(path), "--dry-run"]) == 0
     assert "all of them checked" in capsys.readouterr().out
+
+
+def test_a_reward_model_of_a_base_that_cannot_be_one_is_refused_before_the_first_stage(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model("base")
+    (here / "base/config.json").write_text(json.dumps({**SHAPE, "model_type": "deepseek_v3"}))
+    pairs = {"reward_model": {"data": {"task": "sort_digits", "options": {"num": 8}}}}
+    tree = {
+        "model": {"path": "base"},
+        "stages": {"scorer": {"command": "reward-model", "start": "base", "config": pairs}},
+    }
+    message = refused(capsys, tree, "--dry-run")
+    assert f"stage scorer: a reward model needs the native decoder, and {here / 'base'} does not run on it: " in message
+    Path("scorer.yaml").write_text(yaml.safe_dump({"model": {"path": "base"}, **pairs}))
+    assert main(["reward-model", "scorer.yaml", "--dry-run"]) == 2
+    assert "this run would not start: a reward model needs the native decoder" in capsys.readouterr().out
+
+
+def test_shrunk_stages_are_made_in_one_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process loads torch again, which takes longer than all shrunk stages."""
+    made = list[str]()
+
+    def run_stage(plan: Plan, ready: Ready, products: dict[str, str]) -> int:
+        made.append(ready.planned.name)
+        return 0
+
+    monkeypatch.setattr("burnish.cli.stage_commands.run_stage", run_stage)
+    monkeypatch.setattr("burnish.cli.stages.Supervisor", lambda *_: pytest.fail("a supervisor was started"))
+    monkeypatch.setattr("burnish.cli.train.is_possible", lambda: True)
+    args = ["stages", str(RECIPES / "r1_toy.yaml"), "--shrink"]
+    parser = argparse.ArgumentParser()
+    cli_stages.add_arguments(parser)
+    namespace = parser.parse_args(args[1:])
+    namespace.is_command = True
+    cli_stages.run(namespace)
+    assert made == ["base"]
 
 
 def test_what_reads_files_of_others_cannot_be_shrunk(capsys: pytest.CaptureFixture[str]) -> None:

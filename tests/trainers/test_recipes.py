@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.explain import plan_text
+from burnish.cli.main import main
 from burnish.config.load import load, load_small
+from burnish.config.named_files import AnyConfig
 from burnish.config.preference import PreferConfig
 from burnish.config.presets import PRESETS
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.run.metrics import read
 from burnish.trainers import preference_session, sft_session
 from burnish.trainers.session import checked_run, execute
+from tests.recipe_files import make_files
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k", "reward_model"}
@@ -35,15 +37,30 @@ def test_every_preset_has_a_recipe_and_every_recipe_a_preset() -> None:
     assert {path.stem for path in RECIPES} - EXAMPLES == set(PRESETS)
 
 
+def dry_run(command: str, path: Path, config: AnyConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a dry run of a whole recipe prints where all of its files are there and it has a device."""
+    make_files(config)
+    status = main([command, str(path), "--dry-run", "model.device=cuda"])
+    out = capsys.readouterr().out
+    assert status == 0, out[-2000:]
+    assert out.splitlines()[-1] == "dry run: the run would start"
+    return out
+
+
 @pytest.mark.parametrize("path", RL, ids=name)
-def test_a_recipe_is_of_its_preset_says_where_it_comes_from_and_has_a_plan(path: Path) -> None:
+def test_a_recipe_is_of_its_preset_says_where_it_comes_from_and_would_start(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = load(TrainConfig, path).config
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [line.startswith("# ") for line in lines[:4]] == [True, True, True, False]
     if path.stem not in EXAMPLES:
         assert config.algorithm.preset == path.stem
         assert config.model.path is not None
-    assert f"{config.rollout.prompts:,} prompts x {config.rollout.n:,} samples" in plan_text(config)
+    assert f"{config.rollout.prompts:,} prompts x {config.rollout.n:,} samples" in dry_run(
+        "train", path, config, capsys
+    )
 
 
 @pytest.mark.parametrize("path", RL, ids=name)
@@ -68,9 +85,12 @@ def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> N
     assert ("reward/greedy" in steps[0]) == bool(algorithm.needs("greedy"))
 
 
-def test_the_supervised_recipe_loads_and_trains(tmp_path: Path) -> None:
+def test_the_supervised_recipe_loads_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = next(p for p in RECIPES if p.stem == "sft")
-    assert "training" in plan_text(load(SftConfig, path).config)
+    assert "training" in dry_run("sft", path, load(SftConfig, path).config, capsys)
     loaded, _ = load_small(SftConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     outcome = sft_session.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
     assert outcome.is_complete
@@ -79,12 +99,15 @@ def test_the_supervised_recipe_loads_and_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PREFERENCES, ids=name)
-def test_a_recipe_of_preferences_is_of_its_preset_and_trains_shrunk(path: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_preferences_is_of_its_preset_and_trains_shrunk(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = load(PreferConfig, path).config
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [line.startswith("# ") for line in lines[:4]] == [True, True, True, False]
     assert config.preference.loss.name == path.stem
-    assert f"updates of {config.preference.batch_size} " in plan_text(config)
+    assert f"updates of {config.preference.batch_size} " in dry_run("prefer", path, config, capsys)
     loaded, _ = load_small(PreferConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     outcome = preference_session.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
     assert outcome is not None
