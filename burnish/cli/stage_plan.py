@@ -21,6 +21,7 @@ from burnish.cli.data import COMMANDS as DATA_COMMANDS
 from burnish.cli.main import COMMANDS
 from burnish.config.data import Source
 from burnish.config.errors import UserError, hub_hint
+from burnish.config.extras import missing_extras
 from burnish.config.load import Loaded
 from burnish.config.named_files import check_files, sources_of
 from burnish.config.plugins import is_plugin, is_plugin_file
@@ -131,6 +132,8 @@ def _base(plan: Plan) -> Ready:
 def _trained(plan: Plan, name: str, loaded: Loaded[Any]) -> Ready:
     stage, start = plan.config.stages[name], plan.config.start_of(name)
     check_files(loaded)
+    for problem in missing_extras(loaded.config):
+        raise UserError(problem)
     base = plan.config.model.path
     if stage.command == "reward-model" and base is not None:  # the models of all stages have the shape of the base
         check_scorable(Path(plan.outside()[f"stage:{BASE}"]) if plan.config.model.adapter is None else Path(base))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from burnish.cli.stage_plan import MEASURED, Plan, Ready, make_plan
 from burnish.cli.train import add_supervision, num_restarts, patience_s
 from burnish.config.errors import UserError
-from burnish.config.load import dump, load
+from burnish.config.load import Loaded, dump, load
 from burnish.config.model import Model
+from burnish.config.named_files import sources_of
 from burnish.config.references import is_reference
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE, StagesConfig
@@ -137,7 +139,21 @@ def show(plan: Plan) -> None:
     for name, one in plan.stages.items():
         if one.loaded is not None:
             print(f"\n{name}\n{plan_text(one.loaded.config)}", end="")
+            show_rows(one.loaded)
             show_memory(plan, one)
+
+
+def show_rows(loaded: Loaded[Any]) -> None:
+    """How often each row is used, where no earlier stage makes the rows; the error for a row that cannot be used."""
+    from burnish.cli.stage import print_rows_to_learn
+    from burnish.cli.train import print_rows
+
+    if any(is_reference(source.path) for source in sources_of(loaded.config)):
+        return
+    if isinstance(loaded.config, TrainConfig):
+        print_rows(loaded)
+    else:
+        print_rows_to_learn(loaded)
 
 
 def show_memory(plan: Plan, ready: Ready) -> None:

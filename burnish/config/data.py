@@ -35,9 +35,9 @@ class Source(Record):
     name: str | None = None
     """`data_source` of rows that do not carry one; null means the file or task name."""
     prompt_key: str = "question"
-    """Column of the prompt in plain rows (those without a `prompt` column)."""
+    """Column of the prompt in plain rows (those without a `prompt` column); left at question, also problem, query, instruction or input."""
     answer_key: str = "answer"
-    """Column of the expected answer in plain rows and in TRL rows that have one."""
+    """Column of the expected answer in plain rows and in TRL rows; a reward that compares with an answer refuses a row without one."""
 
     @model_validator(mode="after")
     def _one(self) -> Source:

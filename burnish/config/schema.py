@@ -89,7 +89,7 @@ class Sft(Record):
     """Supervised training on prompt/completion rows or messages, with loss only on what the assistant says."""
 
     data: Sources = Field(default_factory=list)
-    """Rows with `prompt` and `completion` (text or messages), or `messages`; a task gives its demonstrations."""
+    """Rows with `prompt` and `completion` (text or messages), `messages`, or `text`; a task gives its demonstrations."""
     updates: int = Field(250, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(128, ge=1)
