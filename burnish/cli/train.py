@@ -215,7 +215,8 @@ def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int
             problems.append(str(error))
     for problem in problems:
         print(f"this run would not start: {problem}")
-    print(f"dry run: {len(problems)} problems, the run would not start" if problems else "dry run: the run would start")
+    number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    print(f"dry run: {number}, the run would not start" if problems else "dry run: the run would start")
     return WOULD_NOT_START if problems else 0
 
 

@@ -68,14 +68,22 @@ def with_options(optimizer: Optimizer, **changes: Any) -> Optimizer:
 
 
 def levers(setup: Setup) -> list[Lever]:
-    """Those that save a hundredth or more by themselves, the cheapest first."""
-    total = plan(setup).total
+    """Those that save a hundredth or more by themselves, in the largest phase or in another, the cheapest first."""
+    start = plan(setup)
+    total = start.total
     found = []
     for text, changes, is_gentle in _changes(setup):
         made = _possible(replace(setup, **changes))
         if made is not None:
-            found.append(Lever(text, total - made.total, changes, is_gentle))
-    return [lever for lever in found if lever.saves >= total / 100]
+            saved = [_bytes(start, phase) - _bytes(made, phase) for phase in start.phases]
+            if max(saved) >= total / 100:
+                found.append(Lever(text, total - made.total, changes, is_gentle))
+    return found
+
+
+def _bytes(made: Plan, phase: str) -> int:
+    """All that is there in a phase."""
+    return sum(part.bytes for part in [*made.resident, *made.phases.get(phase, [])])
 
 
 def _possible(setup: Setup) -> Plan | None:
@@ -111,9 +119,11 @@ def _together(setup: Setup, known: list[Lever], fits: Callable[[Plan], bool]) ->
     """Levers one after the other until the plan fits, each with what it saves after those before it."""
     pulled: list[Lever] = []
     now = plan(setup)
-    for lever in known:
+    for lever in [*known, *known]:  # one that saves nothing in the largest phase may do so once that is smaller
         if fits(now):
             break
+        if any(other.text == lever.text for other in pulled):
+            continue
         # A later lever on the same key takes the earlier one's place: an optimizer's options are changed one by one.
         changes = {k: _merged(now.setup, setup, k, v) for k, v in lever.changes.items()}
         after = _possible(replace(now.setup, **changes))

@@ -134,6 +134,15 @@ def test_data_that_changed_since_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "the data (or the tokenizer) has changed since this run began" in capsys.readouterr().err
 
 
+def test_whole_texts_without_a_prompt_column_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"chosen": f"{k}1>1{k}", "rejected": f"{k}1>{k}1"} for k in range(2, 9)]
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["preference.data=[{task: sort_digits, options: {num: 3}}, {path: d.jsonl}]", "preference.updates=1"]
+    assert main(["prefer", "tiny.yaml", "--dry-run", *own]) == 0
+    assert "data: 10 rows; 1 updates use each 0.8 times" in capsys.readouterr().out
+    assert main(["prefer", "tiny.yaml", *own]) == 0
+
+
 def test_a_dry_run_has_a_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prefer", "tiny.yaml", "--dry-run", "preference.updates=9"]) == 0
     said = capsys.readouterr().out

@@ -152,6 +152,17 @@ def test_a_skipped_update_uses_its_examples_up() -> None:
     assert late.seen == learner.seen[2:4]
 
 
+@pytest.mark.parametrize(
+    "row", [{"text": "21>12"}, {"question": "21>", "response": "12"}, {"problem": "21>", "answer": "12"}]
+)
+def test_rows_of_other_systems_are_trained_on(row: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("d.jsonl").write_text(json.dumps(row) + "\n")
+    own = ["sft.data=[{task: sort_digits, options: {num: 8}}, {path: d.jsonl}]", "sft.updates=1"]
+    assert main(["sft", "tiny.yaml", "--dry-run", *own]) == 0
+    assert "data: 9 examples; 1 updates use each 0.9 times" in capsys.readouterr().out
+    assert main(["sft", "tiny.yaml", *own]) == 0
+
+
 def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "tiny.yaml", "--dry-run", "sft.updates=9"]) == 0
     assert "updates: 9" in capsys.readouterr().out

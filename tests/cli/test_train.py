@@ -219,7 +219,7 @@ def test_a_dry_run_fails_where_the_run_would(
     assert train("files.yaml", "--dry-run", *overrides) == 2
     out = capsys.readouterr().out
     assert words in out
-    assert out.splitlines()[-1] == "dry run: 1 problems, the run would not start"
+    assert out.splitlines()[-1] == "dry run: 1 problem, the run would not start"
 
 
 def test_a_dry_run_says_whether_the_run_fits_and_how_often_it_draws_each_row(

@@ -334,6 +334,24 @@ def test_levers_come_in_the_order_of_what_they_cost_and_say_what_they_save() -> 
     assert all(plan(lever.pull(on_gpu(OF_7B))).total == total - lever.saves for lever in found)
 
 
+def test_on_a_cpu_a_plan_far_above_the_memory_is_refused_with_advice_that_fits_and_one_near_it_is_told() -> None:
+    setup = replace(on_gpu(OF_7B, cache=90 * GIB), on_gpu=False)
+    least = plan(replace(setup, token_budget=1, longest=1, update_tokens=1, cache=0)).total
+    total = plan(setup).total
+    assert least > 12 * OF_7B.num_parameters  # weights, master copies and moments, whatever the lengths
+    assert check(plan(setup), total * 2) is None
+    assert "this run may not fit" in (check(plan(setup), int(least + 0.6 * (total - least))) or "")
+    with pytest.raises(UserError, match="this run does not fit") as caught:
+        check(plan(setup), int(least + 0.4 * (total - least)))
+    assert "rollout.cache_gib=" in str(caught.value)
+    assert "even so" not in str(caught.value)
+
+
+def test_a_model_too_small_for_an_option_gets_advice_without_it() -> None:
+    tiny = Architecture("llama", 16, 16, 1, 2, 2, 8, 24, 32)
+    assert all("adam8bit" not in lever.text for lever in levers(replace(on_gpu(tiny), on_gpu=False)))
+
+
 def test_one_lever_is_advised_where_one_is_enough() -> None:
     pulled, after = advice(on_gpu(OF_7B), H200)
     assert [lever.text for lever in pulled] == ["training.optimizer.offload=true"]
