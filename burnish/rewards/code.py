@@ -1,7 +1,8 @@
 """The `code` reward: a program from the completion, run in the sandbox against the tests of its row.
 
 What the program does wrong is its own: an exception, a limit, a death is a test not passed. What the sandbox does wrong (SandboxError) or
-the row (ValueError) is raised, so that it is counted and shown and never becomes a quiet zero.
+the row (ValueError) is raised, so that it is counted and shown and never becomes a quiet zero. A sandbox that breaks while a program runs
+can be the program's doing: the program gets a second, new one, and fails its test if that breaks too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
@@ -32,6 +33,7 @@ LIMITS = {
     "memory": "out of memory",
     "processes": "too many processes",
     "output": "too much output",
+    "lost": "the sandbox broke twice while the program ran",
 }
 
 
@@ -48,7 +50,8 @@ class Runner:
     def outcomes(self, program: str, tests: Tests, stops_early: bool) -> tuple[list[str], bool]:
         """What became of each test, and whether time ran out; with `stops_early` programs for stdio end at the first failure."""
         if not tests.stdio:
-            ended = self.sandbox.run_calls(tests.for_program(program), tests.for_judge(), self.wall_s)
+            spec, judge = tests.for_program(program), tests.for_judge()
+            ended = run_twice(lambda wall_s: self.sandbox.run_calls(spec, judge, wall_s), self.wall_s)
             return outcomes_of_calls(ended, tests.count), ended.reason in ("time", "cpu")
         outcomes = [NOT_RUN] * tests.count
         end, ran_out = time.monotonic() + self.wall_s, False
@@ -56,10 +59,31 @@ class Runner:
             left = end - time.monotonic()
             if left <= 0 or ran_out or (stops_early and number and outcomes[number - 1] != PASSED):
                 break
-            ended = self.sandbox.run_stdio(program, stdin, left)
+            ended = run_twice(functools.partial(self.sandbox.run_stdio, program, stdin), left)
             outcomes[number] = outcome_of_stdio(ended, expected)
             ran_out = ended.reason in ("time", "cpu")
         return outcomes, ran_out
+
+
+def run_twice(run: Callable[[float], Ended], wall_s: float) -> Ended:
+    """Run a program; once more, in the time that is left, if the sandbox broke while it ran.
+
+    A neighbour or the machine breaks the sandbox of a harmless program hardly twice in a row. If the program could
+    turn its failure into one of the sandbox, it would lose its penalty: samples that cannot be scored leave the loss.
+    """
+    from burnish.rewards.sandbox.client import Ended, RunLost
+
+    end = time.monotonic() + wall_s
+    try:
+        return run(wall_s)
+    except RunLost:
+        left = end - time.monotonic()
+    if left <= 0:
+        return Ended("time", None, "", "", [])
+    try:
+        return run(left)
+    except RunLost as error:
+        return Ended("lost", None, "", str(error), [])
 
 
 def outcomes_of_calls(ended: Ended, count: int) -> list[str]:
@@ -76,7 +100,7 @@ def outcomes_of_calls(ended: Ended, count: int) -> list[str]:
         return outcomes
     at = outcomes.index(NOT_RUN)
     if ended.reason in LIMITS:
-        outcomes[at] = f"{FAILED}: {LIMITS[ended.reason]}"
+        outcomes[at] = _overrun(ended)
     elif "loaded" in said:
         outcomes[at] = f"{FAILED}: the program does not load: {said['why']}"
     elif "gone" in said:
@@ -89,11 +113,16 @@ def outcomes_of_calls(ended: Ended, count: int) -> list[str]:
 def outcome_of_stdio(ended: Ended, expected: str) -> str:
     """Whether a program that has ended has printed what was expected."""
     if ended.reason in LIMITS:
-        return f"{FAILED}: {LIMITS[ended.reason]}"
+        return _overrun(ended)
     if ended.status != 0:
         last = ended.errors.strip().rpartition("\n")[2]
         return f"{FAILED}: {last or _death(ended.status)}"[:MAX_DETAIL]
     return PASSED if same_output(expected, ended.output) else f"{FAILED}: wrong output"
+
+
+def _overrun(ended: Ended) -> str:
+    why = f" ({ended.errors})" if ended.reason == "lost" else ""
+    return f"{FAILED}: {LIMITS[ended.reason]}{why}"[:MAX_DETAIL]
 
 
 def _death(status: int | None) -> str:

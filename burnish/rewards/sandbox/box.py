@@ -7,8 +7,8 @@ that namespace, daemons included. It holds the descriptors it is given and no ot
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -20,6 +20,7 @@ from burnish.rewards.sandbox import kernel, namespaces, view, watch
 from burnish.rewards.sandbox.limits import Limits, arrange_descriptors, confine
 
 REAP_S = 5.0
+EXPENDABLE = "1000"  # the kernel takes memory from these processes first; the sandbox's own have a lower score
 READY = 9  # where a starting process says what went wrong; closed before a program's first line
 
 
@@ -35,6 +36,10 @@ class Ground:
 
 class SetupFailed(Exception):
     """A confined process could not be made."""
+
+
+class CannotKill(Exception):
+    """Processes of a program, outside a namespace, are started faster than they are killed."""
 
 
 @dataclass
@@ -56,8 +61,11 @@ class Box:
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
             self.reap()
+
+    def clean_up(self) -> None:
+        """Remove its directory, once nothing can write there."""
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=False)
+            remove_tree(self.scratch)
             self.scratch = None
 
 
@@ -78,6 +86,7 @@ def start(ground: Ground, descriptors: dict[int, int], cpu_s: float, role: Calla
         problem = reader.read().decode()
     if problem:
         box.kill()
+        box.clean_up()
         raise SetupFailed(problem)
     return box
 
@@ -90,6 +99,7 @@ def _become(
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, step="die with the keeper")
         os.setsid()  # a signal to its process group would reach the sandbox's own processes, namespace or not
+        _be_expendable(ground)
         if scratch is None:
             namespaces.own()
             view.add_scratch(ground.limits.scratch_bytes)
@@ -109,6 +119,39 @@ def _become(
         os._exit(1)
 
 
+def _be_expendable(ground: Ground) -> None:
+    """Have the kernel end this process, not its keeper, if the machine runs out of memory."""
+    if ground.is_isolated:  # where a change of rights has taken this process's own files in /proc from it
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1, step="open the own files in /proc")
+    descriptor = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=ground.processes)
+    os.write(descriptor, EXPENDABLE.encode())
+    os.close(descriptor)
+    if ground.is_isolated:
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0, step="close the own files in /proc")
+
+
+def remove_tree(folder: str) -> None:
+    """Remove a directory that a program has filled: any depth, and directories that even their owner may not read."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(folder, 0o700)
+    numbers, unfinished = itertools.count(), [folder]
+    while unfinished:
+        inside = unfinished[-1]
+        with os.scandir(inside) as entries:
+            found = list(entries)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                # Moved up, so that no path gets longer than the kernel takes.
+                moved = f"{folder}.{next(numbers)}"
+                os.chmod(entry.path, 0o700)
+                os.rename(entry.path, moved)
+                unfinished.append(moved)
+            else:
+                os.unlink(entry.path)
+        if unfinished[-1] == inside:
+            os.rmdir(unfinished.pop())
+
+
 def kill_descendants(ground: Ground) -> None:
     """Where no namespace does it: kill what this process has left, daemons included, until nothing is left."""
     me, end = watch.number_of_self(ground.processes), time.monotonic() + REAP_S
@@ -120,5 +163,5 @@ def kill_descendants(ground: Ground) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if time.monotonic() > end:
-            raise SetupFailed(f"processes {left} of a program cannot be killed")
+            raise CannotKill(f"processes {left} of a program cannot be killed")
         time.sleep(0.001)

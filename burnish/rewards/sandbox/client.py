@@ -38,9 +38,13 @@ class SandboxError(Exception):
     """The sandbox itself failed: nothing is known about the program."""
 
 
+class RunLost(SandboxError):
+    """The sandbox failed while a program ran in it, in a way that the program can have caused."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a run ended: `reason` is ended, time, cpu, memory, processes or output."""
+    """How a run ended: `reason` is ended, time, cpu, memory, processes or output, or lost (burnish.rewards.code)."""
 
     reason: str
     status: int | None  # of the program's process: its exit status, negative for a signal
@@ -111,6 +115,20 @@ class Sandbox:
         if "failed" in said:
             self.close()
             raise SandboxError(f"the sandbox failed: {said['failed']}")
+        return self._hear_end(deadline)
+
+    def _hear_end(self, deadline: float) -> Ended:
+        """How a program that has started ended; past the deadline it is out of time, whatever keeps the sandbox from saying so."""
+        try:
+            said = self._hear(deadline)
+        except SandboxError as error:
+            if isinstance(error.__cause__, BlockingIOError):
+                return Ended("time", None, "", "", [])
+            raise RunLost(str(error)) from error
+        if "failed" in said:
+            self.close()
+            kind = RunLost if said["is_exhaustion"] else SandboxError
+            raise kind(f"the sandbox failed: {said['failed']}")
         return Ended(said["ended"], said["status"], said["output"], said["errors"], said["verdicts"])
 
     def _hear(self, deadline: float) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """One run of one program, watched from outside its namespaces: what it writes, what it uses, and the clock.
 
 The program's process and the judge's are started before the keeper has read what they are to run, and each is then told its own part
-only: a program finds no test in its memory, not even a stale one.
+only: a program finds no test in its memory, not even a stale one. The keeper says `started` right before it tells them. What fails until
+then cannot be the program's doing; what fails later can be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -25,6 +27,7 @@ from burnish.rewards.wire import HEADER
 
 TICK_S = 0.05  # how often the memory and time of a program and its children are added up
 ERROR_TAIL = 2_000
+EXHAUSTED = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC}  # errors that a greedy program can cause
 CHANNEL, SPEC, VERDICTS = 3, 4, 5
 
 
@@ -101,12 +104,15 @@ class Run:
             at.kill()
         if not self._ground.is_isolated:
             box.kill_descendants(self._ground)
+        for at in self._boxes:
+            at.clean_up()
         self._drain()
         streams = self._streams
         return {
             "ended": reason,
             "status": self._boxes[0].status,
-            "output": bytes(streams.output).decode(errors="replace"),
+            # A program that did not end by itself has failed, whatever it printed.
+            "output": bytes(streams.output).decode(errors="replace") if reason == "ended" else "",
             "errors": bytes(streams.errors[-ERROR_TAIL:]).decode(errors="replace"),
             "verdicts": [json.loads(line) for line in bytes(streams.verdicts).splitlines() if line.endswith(b"}")],
         }
@@ -191,6 +197,13 @@ def _judge_role() -> None:
     os._exit(0)
 
 
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether a failure of the keeper is one that the program can have caused, by using up what both need."""
+    if isinstance(error, OSError):
+        return error.errno in EXHAUSTED
+    return isinstance(error, MemoryError | box.CannotKill)
+
+
 def keep(ground: Ground, channel: socket.socket, kind: str, wall_s: float) -> None:
     """Run what comes over the channel next, and say there how it went."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, step="die with the zygote")
@@ -198,10 +211,12 @@ def keep(ground: Ground, channel: socket.socket, kind: str, wall_s: float) -> No
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1, step="adopt orphans")
     run = Run(ground, wall_s)
     lines = run.start(kind)
-    with contextlib.suppress(BrokenPipeError):  # it died before it read: the watch will tell how
-        send(lines[0], receive(channel))
+    first = receive(channel)
     (size,) = HEADER.unpack(receive_exactly(channel, HEADER.size))
     second = receive_exactly(channel, size)
+    send(channel, {"started": True})
+    with contextlib.suppress(BrokenPipeError):  # it died before it read: the watch will tell how
+        send(lines[0], first)
     if kind == "stdio":
         run.feed(second)
     else:

@@ -1,8 +1,13 @@
 """System calls a program has no business with: refused by a filter, on top of what namespaces and limits keep from it.
 
-The filter takes away most of the kernel's surface that a namespace leaves open (mounts, tracing, keyrings, io_uring, bpf),
-memory that no address-space limit counts (memfd, System V shared memory), and every socket that is not a Unix one. What is not
-named passes: a standard library needs hundreds of calls, and the walls do not depend on this list.
+The filter takes away most of the kernel's surface that a namespace leaves open (mounts, tracing, keyrings, io_uring, bpf), and every
+socket that is not a Unix one. What is not named passes: a standard library needs hundreds of calls, and the walls do not depend on
+this list.
+
+The limits on memory and CPU time do depend on it, for they count what processes have (burnish.rewards.sandbox.watch). So the filter
+refuses memory that stays when no process has it mapped or that no count shows: memfd, System V shared memory, shared mappings without
+a file, pages given to a pipe, huge pages. It refuses to change what SIGCHLD does, because the kernel forgets the CPU time of children
+that end while it is ignored.
 """
 
 from __future__ import annotations
@@ -90,16 +95,23 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {  # numbers on x86_64 and a
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
     "vhangup": (153, 58),
+    "vmsplice": (278, 75),
 }
 CLONE = (56, 220)
 CLONE3 = (435, 435)  # its flags are behind a pointer, which no filter sees: absent, so that libc takes clone
 SOCKET = (41, 198)
 AF_UNIX = 1
+MMAP = (9, 222)
+MAP_SHARED_ANONYMOUS = 0x21
+MAP_HUGETLB = 0x40000
+SIGACTION = (13, 134)
+SIGCHLD = 17
 
-# Classic BPF: operation codes, return values, and where the call's number, machine and first argument are.
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# Classic BPF: operation codes, return values, and where the call's number, machine and arguments are.
+LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 AT_NUMBER, AT_MACHINE, AT_ARGUMENT = 0, 4, 16
+AT_FOURTH_ARGUMENT = AT_ARGUMENT + 3 * 8
 FOREIGN_CALLS = 0x40000000  # x32 on x86_64: the same calls under other numbers
 SECCOMP_MODE_FILTER = 2
 
@@ -135,10 +147,22 @@ def program(machine: str) -> bytes:
         _instruction(JUMP_ANY_BIT, NAMESPACE_FLAGS, 0, 1),
         _refuse(errno.EPERM),
         _instruction(RETURN, ALLOW),
-        _instruction(JUMP_EQUAL, SOCKET[column], 0, 3),
+        _instruction(JUMP_EQUAL, SOCKET[column], 0, 4),
         _instruction(LOAD, AT_ARGUMENT),
         _instruction(JUMP_EQUAL, AF_UNIX, 1, 0),
         _refuse(errno.EACCES),
+        _instruction(RETURN, ALLOW),
+        _instruction(JUMP_EQUAL, SIGACTION[column], 0, 4),
+        _instruction(LOAD, AT_ARGUMENT),
+        _instruction(JUMP_EQUAL, SIGCHLD, 0, 1),
+        _refuse(errno.EPERM),
+        _instruction(RETURN, ALLOW),
+        _instruction(JUMP_EQUAL, MMAP[column], 0, 5),
+        _instruction(LOAD, AT_FOURTH_ARGUMENT),
+        _instruction(JUMP_ANY_BIT, MAP_HUGETLB, 2, 0),
+        _instruction(AND, MAP_SHARED_ANONYMOUS),
+        _instruction(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, 0, 1),
+        _refuse(errno.EPERM),
         _instruction(RETURN, ALLOW),
     ]
     return b"".join(lines)

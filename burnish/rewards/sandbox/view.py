@@ -1,4 +1,4 @@
-"""The file system a program sees: Python's standard library to read, a scratch directory to write, three devices.
+"""The file system a program sees: Python's standard library to read, a scratch directory to write, two devices.
 
 A small tmpfs becomes the root by pivot_root, so that nothing else of the machine is there to be found: no /proc, no /etc, no
 program to execute. Bind mounts show the library at its own path, read-only. Extension modules need system libraries that are not
@@ -27,7 +27,7 @@ from burnish.rewards.sandbox.kernel import (
 )
 
 SCRATCH = "/scratch"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/urandom")  # not /dev/zero: mapping it gives shared memory that no limit counts
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 HARMLESS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 NUM_FILES = 4096

@@ -4,7 +4,8 @@
 
 It is started with an empty environment, so there is nothing to find in its memory; it is the first process of a pid namespace,
 so nothing outlives it; and it never reads what a program is: a keeper, forked for one run, does. A request is three messages: the kind
-and the time; what the program's process is told; what the judge's is told, or standard input. The answer is one message.
+and the time; what the program's process is told; what the judge's is told, or standard input. The answer is two: that the program
+has started, then how it ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from burnish.rewards.sandbox import kernel, namespaces, watch
 from burnish.rewards.sandbox.box import Ground, SetupFailed
-from burnish.rewards.sandbox.keeper import keep
+from burnish.rewards.sandbox.keeper import is_exhaustion, keep
 from burnish.rewards.sandbox.limits import Limits
 from burnish.rewards.sandbox.remote import receive, send
 from burnish.rewards.sandbox.view import STANDARD_LIBRARY
@@ -36,6 +37,7 @@ enum fractions functools gzip hashlib heapq inspect io itertools json lzma math 
 select shutil signal socket sqlite3 statistics string struct tempfile textwrap threading traceback types typing unicodedata uuid warnings
 weakref xml.etree.ElementTree zlib
 """
+OWN_OOM_SCORE = 900
 UNWANTED = ("_test", "xx", "_xx", "_tkinter", "readline", "_ctypes_test", "_curses", "_gdbm", "_dbm", "nis")
 
 
@@ -60,8 +62,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its workers in order
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, step="die with the worker")
-        # If the machine runs out of memory, the kernel is to take it from a program and not from the trainer.
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        _be_expendable()
         preload()
         processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         if is_isolated:
@@ -82,6 +83,12 @@ def main() -> None:
     gc.freeze()  # what is loaded stays shared with every fork
     send(channel, {"ready": True})
     serve(channel, ground)
+
+
+def _be_expendable() -> None:
+    """If the machine runs out of memory, have the kernel end a program first (box.EXPENDABLE), then a sandbox, last the trainer."""
+    score = Path("/proc/self/oom_score_adj")
+    score.write_text(str(max(OWN_OOM_SCORE, int(score.read_text()))))  # lowering it needs a privilege
 
 
 def _step_into_pid_namespace(channel: socket.socket) -> None:
@@ -112,13 +119,14 @@ def serve(channel: socket.socket, ground: Ground) -> None:
                 os._exit(0)
             except BaseException as error:  # noqa: BLE001 - the sandbox's own failure, told to the worker
                 text = str(error) if isinstance(error, SetupFailed) else traceback.format_exc()
-                send(channel, {"failed": text})
+                send(channel, {"failed": text, "is_exhaustion": is_exhaustion(error)})
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
         if ground.is_isolated:
             _leave_nothing()
         if status < 0:
-            send(channel, {"failed": f"the keeper was killed by {signal.Signals(-status).name}"})
+            text = f"the keeper was killed by {signal.Signals(-status).name}"
+            send(channel, {"failed": text, "is_exhaustion": True})
         if status != 0:
             return  # what the worker has sent for that run may still be unread: it starts another zygote
 

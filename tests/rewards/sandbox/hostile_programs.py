@@ -168,6 +168,11 @@ RESOURCES = {
     "takes memory": "refused(lambda: bytearray(1 << 33))",
     "takes memory bit by bit": "def more(kept=[]):\n    while True: kept.append(bytearray(1 << 24))\nrefused(more)",
     "maps shared memory": "refused(lambda: mmap.mmap(-1, 1 << 33))",
+    "maps shared memory that belongs to no file": "refused(mmap.mmap, -1, 4096)",
+    "maps zeros to share them": "refused(lambda: mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096))",
+    "maps huge pages": "refused(mmap.mmap, -1, 1 << 21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)",
+    "gives its pages to a pipe": "refused(syscall, 278, os.pipe()[1], struct.pack('PN', id(0), 8), 1, 0)",
+    "has its children forgotten": "refused(signal.signal, signal.SIGCHLD, signal.SIG_IGN)",
     "locks memory": "refused(call, 'mlockall', 3)",
     "writes a huge file": "def fill():\n    with open('x', 'wb') as f:\n        while True: f.write(bytes(1 << 20))\nrefused(fill)",
     "writes many files of some size": "def fill():\n    for n in range(999):\n        with open(f'x{{n}}', 'wb') as f: f.write(bytes(1 << 20))\nrefused(fill)",
@@ -183,6 +188,7 @@ RESOURCES = {
     "leaves a daemon": "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "        while True: time.sleep(99)\n    os._exit(0)\nos.wait(); print('held')",
     "leaves a child that holds its output": "if os.fork() == 0:\n    while True: time.sleep(99)\nprint('held')",
+    "gives itself a name that is no text": "call('prctl', 15, b'\\xff) Z 1', 0, 0, 0); time.sleep(0.2); print('held')",
     "closes all descriptors": "print('held'); sys.stdout.flush(); os.closerange(0, 256)",
 }
 
@@ -199,6 +205,10 @@ ENDS = {
         "import zlib; small = zlib.compress(bytes(1 << 25), 1); kept = [zlib.decompress(small) for _ in range(99)]",
         "MemoryError|out of",
     ),
+    "starts children from a thread": (
+        "def go():\n    for _ in range(44): os.fork() or time.sleep(99)\n    time.sleep(99)\nthreading.Thread(target=go).start(); time.sleep(99)",
+        "too many processes",
+    ),
     "leaves zombies": (
         "refused(lambda: [os.fork() or os._exit(0) for _ in range(9999)]); time.sleep(99)",
         "too many processes",
@@ -213,6 +223,18 @@ ENDS = {
         "for _ in range(6):\n    if os.fork() == 0:\n        kept = b'x' * (150 << 20)\n        time.sleep(99)\ntime.sleep(99)",
         "out of",
     ),
+    "takes memory in children of a thread": (
+        "def go():\n    for _ in range(4):\n        if os.fork() == 0:\n            kept = b'x' * (150 << 20)\n            time.sleep(99)\n    time.sleep(99)\n"
+        "threading.Thread(target=go).start(); time.sleep(99)",
+        "out of memory",
+    ),
+    "takes memory in children whose first thread has ended": (
+        "def take():\n    time.sleep(0.1); kept = b'x' * (150 << 20); time.sleep(99)\n"
+        "for _ in range(4):\n    if os.fork() == 0:\n        threading.Thread(target=take).start(); libc.syscall(60, 0)\n"
+        "time.sleep(99)",
+        "out of memory",
+    ),
+    "prints what is no text without end": ("while True: os.write(1, bytes([255]) * 65536)", "too much output"),
     "prints without end": ("while True: os.write(1, b'x' * 65536)", "too much output"),
     "prints errors without end": ("while True: os.write(2, b'x' * 65536)", "too much output"),
     "overflows the stack of C": (
@@ -235,7 +257,7 @@ ENDS = {
     "calls the kernel by its old door": (
         "import platform\nassert platform.machine() == 'x86_64'\n"
         "code = bytes.fromhex('b814000000cd80c3')  # mov eax, 20; int 0x80; ret\n"
-        "page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC); page.write(code)\n"
+        "page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC); page.write(code)\n"
         "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()\nprint('held')",
         "SIGSYS|AssertionError|SIGSEGV",
     ),
