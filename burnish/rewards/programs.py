@@ -6,7 +6,8 @@ The answer of a row is one JSON object (text, or a mapping), with exactly one of
     check     the text of a function `check(candidate)` (HumanEval), with `entry_point`: whom it is given
     stdio     a list of {"input": text, "output": text} (APPS, TACO, LiveCodeBench)
 
-and, besides asserts or check: `entry_point`, `setup` (imports for program and tests), `prefix` (code before the program).
+and, besides asserts or check: `entry_point`, `setup` (imports for program and tests), `prefix` (code before the program, whose functions
+tests may call).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Tests:
     def for_judge(self) -> dict[str, Any]:
         """What the judge is told."""
         tests = {"asserts": list(self.asserts)} if self.check is None else {"check": self.check}
-        return tests | {"setup": self.setup, "entry_point": self.entry_point}
+        return tests | {"setup": self.setup, "prefix": self.prefix, "entry_point": self.entry_point}
 
     def for_program(self, program: str) -> dict[str, Any]:
         """What the program's process is told: nothing of the tests."""
@@ -95,6 +96,7 @@ def read_tests(answer: Any) -> Tests:
         if not isinstance(record.get(key, ""), str):
             raise ValueError(f"{key} of the row's tests should be text, not a {type(record[key]).__name__}")
     texts = {key: record[key] for key in TEXTS if key in record}
+    _compiled(texts.get("setup", ""), "setup")
     if given == ["stdio"]:
         if texts:
             raise ValueError(f"{next(iter(texts))} has no effect beside stdio: such a program runs as it is")
@@ -136,12 +138,12 @@ def _pairs(pairs: Any) -> tuple[tuple[str, str], ...]:
     return tuple((pair["input"], pair["output"]) for pair in pairs)
 
 
-def _compiled(source: str) -> str:
+def _compiled(source: str, what: str = "a test") -> str:
     """A test, as it is, if it is Python."""
     try:
         ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"a test of the row is no Python ({error}): {source[:200]!r}") from None
+        raise ValueError(f"{what} of the row is no Python ({error}): {source[:200]!r}") from None
     return source
 
 

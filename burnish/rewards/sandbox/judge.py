@@ -1,7 +1,7 @@
 """The process in which tests run: a sandbox of its own beside the program's, with Python as it was before the program.
 
-What the tests call is the program's, over the line (burnish.rewards.sandbox.remote); everything else, `assert`, `==`, `set`, `math`, is the
-judge's own. So a program cannot reach what decides over it: it cannot exit with a good status, patch a builtin, trace the
+What the tests call is the program's, over the line (burnish.rewards.sandbox.remote); everything else, `assert`, `==`, `set`, `math`, and what
+the row itself defines, is the judge's own. So a program cannot reach what decides over it: it cannot exit with a good status, patch a builtin, trace the
 tests, find the expected values in a frame, or return something that equals everything. It can only answer.
 """
 
@@ -16,8 +16,10 @@ import random
 import socket
 import sys
 import types
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
+from burnish.rewards.sandbox.program import names_defined, whole_statements
 from burnish.rewards.sandbox.remote import Peer, ProgramGone, Untransferable
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -77,30 +79,53 @@ class Tests:
         self._check = spec.get("check")
         texts = [self._check] if self._check is not None else spec["asserts"]
         self.count = len(texts)
+        self._used = [_names_used(text) for text in texts]
+        setup = spec.get("setup", "")
         try:
-            exec(compile(spec.get("setup", ""), "setup.py", "exec"), self._names)
+            exec(compile(setup, "setup.py", "exec"), self._names)
             self._codes = [compile(text, f"test{n}.py", "exec") for n, text in enumerate(texts)]
+            helpers = self._define_helpers(spec.get("prefix", ""))
+            self._may_expect_exceptions = [any(map(_has_handlers, (setup, helpers, text))) for text in texts]
         except Exception as error:
             raise BrokenTest(f"{type(error).__name__}: {error}") from error
-        self._used = [_names_used(text) for text in texts]
+
+    def _define_helpers(self, prefix: str) -> str:
+        """Give tests that call functions of the prefix the prefix's own: the program could have redefined its copies.
+
+        The function under test is the program's also where a helper calls it. Returns what was executed, if anything.
+        """
+        helpers = whole_statements(prefix)
+        if not names_defined(ast.parse(helpers).body) & (set().union(*self._used) - {self._entry_point}):
+            return ""
+        exec(compile(helpers, "prefix.py", "exec"), self._names)
+        if self._entry_point is not None:
+            self._used = [names | {self._entry_point} for names in self._used]
+        return helpers
 
     def run(self, number: int) -> str:
         """What became of one test: passed, failed, or the error it ended with."""
+        self._peer.raised = None
         try:
             self._bind(self._used[number])
             exec(self._codes[number], self._names)
             if self._check is not None:
                 if not callable(self._names.get("check")):
                     raise BrokenTest("the tests define no function `check`")
-                self._names["check"](self._peer.ask("get", name=self._entry_point))
+                returned = self._names["check"](self._peer.ask("get", name=self._entry_point))
+                if isinstance(returned, Generator | Coroutine | AsyncGenerator):
+                    raise BrokenTest("`check` has `yield` or is `async`, so that calling it does not run it")
         except AssertionError as error:
             return f"{FAILED}: {error}"[:MAX_TEXT].rstrip(": ")
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - any of a test's is its outcome
             return f"{FAILED}: {type(error).__name__}: {error}"[:MAX_TEXT].rstrip(": ")
+        if self._peer.gone is not None:
+            raise ProgramGone(self._peer.gone)
+        if self._peer.raised is not None and not self._may_expect_exceptions[number]:
+            return f"{FAILED}: {self._peer.raised}, which ended a loop and not the test"[:MAX_TEXT]
         return PASSED
 
     def _bind(self, names: set[str]) -> None:
-        """Give the names a test uses their meaning: the function under test first, then Python's own, then the program's."""
+        """Give the names a test uses their meaning: the function under test first, then the row's and Python's, then the program's."""
         for name in sorted(names - self._fetched):
             if name != self._entry_point:
                 if name in self._names or hasattr(builtins, name):
@@ -110,6 +135,17 @@ class Tests:
                     continue
             self._names[name] = self._peer.ask("get", name=name)
             self._fetched.add(name)
+
+
+def _has_handlers(source: str) -> bool:
+    """Whether tests can expect an exception. In others Python itself has caught one that did not end the test."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Try | ast.TryStar | ast.With | ast.AsyncWith):
+            return True
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if "raises" in name.lower():  # unittest's assertRaises as a function
+            return True
+    return False
 
 
 def _names_used(source: str) -> set[str]:

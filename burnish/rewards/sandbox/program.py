@@ -82,20 +82,43 @@ def run_calls(channel: socket.socket, spec: dict[str, Any]) -> NoReturn:
 
 
 def sources(spec: dict[str, Any]) -> list[str]:
-    """What is executed, in order: the setup, then prefix and program, as one text where the program continues the prefix."""
+    """What is executed, in order: the setup, then prefix and program, as one text where the program continues the prefix.
+
+    Before a program that is whole, an unfinished function at the end of the prefix is left out.
+    """
     setup, prefix, program = spec.get("setup", ""), spec.get("prefix", ""), spec["program"]
     entry_point = spec.get("entry_point")
     if prefix and entry_point and not defines(program, entry_point):
         return [setup, prefix.rstrip("\n") + "\n" + program]
-    return [setup, prefix, program]
+    return [setup, whole_statements(prefix), program]
+
+
+def whole_statements(source: str) -> str:
+    """A prefix without the end that does not parse alone, and without a last statement that this end belongs to."""
+    lines = source.split("\n")
+    for end in range(len(lines), 0, -1):
+        try:
+            body = ast.parse("\n".join(lines[:end])).body
+        except (SyntaxError, ValueError):
+            continue
+        left = [line for line in lines[end:] if line.strip()]
+        if body and left and left[0][0].isspace():
+            starts = [body[-1].lineno, *(node.lineno for node in getattr(body[-1], "decorator_list", []))]
+            end = min(starts) - 1
+        return "\n".join(lines[:end])
+    return ""
 
 
 def defines(source: str, name: str) -> bool:
     """Whether a program gives a name a meaning at its top level."""
     try:
-        body = ast.parse(source).body
+        return name in names_defined(ast.parse(source).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+
+
+def names_defined(body: list[ast.stmt]) -> set[str]:
+    """The names to which the top level of a text gives a meaning."""
     found: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -108,4 +131,4 @@ def defines(source: str, name: str) -> bool:
                 if isinstance(n, ast.Import | ast.ImportFrom)
                 for a in n.names
             }
-    return name in found
+    return found

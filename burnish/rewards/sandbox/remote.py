@@ -4,6 +4,10 @@
     {"ask": "call", "of": 3, "positional": [...], "named": {...}}   also attribute, iterate, next, length, item, truth, text
 
 An answer is {"value": ...}, with the positional arguments where the call has changed them, or {"raised": class, "text": ...}.
+
+An exception of the program's is raised in the test, where the test may expect it. StopIteration is the exception: raised by a function
+under `map` or `filter` it would end the loop in silence, and `all(map(f, cases))` would be true. It arrives as a RuntimeError, as it does out
+of a generator (PEP 479), unless the test asked an iterator for its next item.
 """
 
 from __future__ import annotations
@@ -61,13 +65,21 @@ class Peer:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
+        self.gone: str | None = None
+        """Why the program can answer no more; a test with a bare `except` may have caught the ProgramGone that said so."""
+        self.raised: str | None = None
+        """The last exception that ended a call."""
+
+    def _lose(self, why: str) -> ProgramGone:
+        self.gone = why
+        return ProgramGone(why)
 
     def receive(self) -> Any:
         """What the program says next, as it stands."""
         try:
             return receive(self._channel)
-        except (OSError, EOFError, ValueError, RecursionError) as error:
-            raise ProgramGone(f"{type(error).__name__}: {error}") from None
+        except (OSError, EOFError, ValueError, RecursionError, MemoryError) as error:
+            raise self._lose(f"{type(error).__name__}: {error}") from None
 
     def ask(self, question: str, **details: Any) -> Any:
         """The value of the program's answer; the exception it had, as the nearest built-in one."""
@@ -78,7 +90,7 @@ class Peer:
         try:
             send(self._channel, {"ask": question} | details)
         except OSError as error:
-            raise ProgramGone(str(error)) from None
+            raise self._lose(str(error)) from None
         answer = self.receive()
         try:
             if "raised" in answer:
@@ -88,10 +100,12 @@ class Peer:
                 value = decode(answer["value"], self._thing)
                 for before, after in zip(positional, decode(answer.get("positional", []), self._thing), strict=False):
                     _become(before, after)
-        except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ProgramGone(f"an answer that makes no sense ({type(error).__name__})") from None
+        except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise self._lose(f"an answer that makes no sense ({type(error).__name__})") from None
         if raised is not None:
-            raise _exception(*raised)
+            if question == "call":
+                self.raised = ": ".join(raised).rstrip(": ")
+            raise _exception(*raised, is_end_of_loop_meant=question == "next")
         return value
 
     def _number(self, value: Any) -> int:
@@ -107,10 +121,11 @@ class Untransferable(BaseException):
     """A test passes something that only exists in the judge: a mistake in the data, not in the program."""
 
 
-def _exception(name: str, text: str) -> Exception:
-    """The program's exception as a test may expect it; never one that would end the judge."""
+def _exception(name: str, text: str, is_end_of_loop_meant: bool) -> Exception:
+    """The program's exception as a test may expect it; never one that would end the judge, or a loop of the test's."""
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    is_error = isinstance(kind, type) and issubclass(kind, Exception)
+    if is_error and (is_end_of_loop_meant or not issubclass(kind, StopIteration | StopAsyncIteration)):
         try:
             return kind(text)
         except TypeError:  # the few that are made of more than a text

@@ -15,6 +15,7 @@ from burnish.rewards.code import Runner, outcome_of_stdio, outcomes_of_calls
 from burnish.rewards.programs import program_of, read_tests, same_output
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.sandbox.client import Ended
+from burnish.rewards.sandbox.program import whole_statements
 from burnish.rewards.types import ScoreRequest
 
 
@@ -53,7 +54,8 @@ def test_the_program_is_the_last_block_of_python() -> None:
         ({}, "exactly one of"),
         ({"asserts": ["assert 1"], "stdio": [{"input": "", "output": ""}]}, "exactly one of"),
         ({"asserts": []}, "one at least"),
-        ({"asserts": ["assert ("]}, "no Python"),
+        ({"asserts": ["assert ("]}, "a test of the row is no Python"),
+        ({"asserts": ["assert 1"], "setup": "import ("}, "setup of the row is no Python"),
         ({"check": "def check(candidate): pass"}, "entry_point"),
         ({"stdio": [{"input": "1"}]}, "output"),
         ({"stdio": [{"input": "1", "output": "2"}], "setup": "import math"}, "no effect"),
@@ -149,6 +151,29 @@ def test_check_is_given_its_entry_point_and_may_call_helpers(runner: Runner) -> 
     for program in ("def f(x):\n    return double(double(x))", "    return 4 * x\n"):
         assert outcomes(runner, program, check=check, entry_point="f", prefix=prefix) == ["passed"]
     assert outcomes(runner, "    return x\n", check=check, entry_point="f", prefix=prefix) == ["failed"]
+
+
+def test_exceptions_may_be_expected_in_any_way_a_test_can(runner: Runner) -> None:
+    unittest = "import unittest\nunittest.TestCase().assertRaises(ValueError, f, 1)"
+    suppressed = "import contextlib\nwith contextlib.suppress(ValueError):\n    f(1)"
+    setup = "def fails(g, x):\n    try: g(x)\n    except ValueError: return True"
+    got = outcomes(runner, "def f(x): raise ValueError", asserts=[unittest, suppressed, "assert fails(f, 1)"], setup=setup)
+    assert got == ["passed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("prefix", "whole"),
+    [
+        ("import a\n\ndef f(x):\n", "import a\n"),
+        ("def g(): return 1\n@cache\ndef f(x):\n    y = (\n", "def g(): return 1"),
+        ("def g():\n    return 1\n\ndef f(x):\n    if x:\n", "def g():\n    return 1\n"),
+        ("def f(x):\n    'Double x.'\n", "def f(x):\n    'Double x.'\n"),
+        ("x = 1\nwrite a function", "x = 1"),
+        ("", ""),
+    ],
+)
+def test_an_unfinished_function_at_the_end_of_a_prefix_is_left_to_the_program(prefix: str, whole: str) -> None:
+    assert whole_statements(prefix) == whole
 
 
 def test_setup_is_there_for_program_and_tests(runner: Runner) -> None:

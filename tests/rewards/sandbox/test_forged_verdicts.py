@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+
+import pytest
 
 from burnish.config.reward import Reward
+from burnish.rewards.code import Runner
+from burnish.rewards.programs import read_tests
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import ScoreRequest
 
@@ -68,6 +73,13 @@ RIGHT = {
 }
 
 
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    runner = Runner(timeout_s=10.0, memory_gib=1.0)
+    with runner.sandbox:
+        yield runner
+
+
 def test_no_program_forges_its_verdict() -> None:
     config = Reward.model_validate({"parts": ["code"], "workers": 2, "timeout_s": 4.0, "memory_gib": 1.0})
     programs = {**FORGED, **RIGHT}
@@ -83,6 +95,96 @@ def test_no_program_forges_its_verdict() -> None:
     assert all(s.accuracy == s.reward for s in scores)
     # Not one test, that is: what would pass one of two by a trick could pass both of others.
     assert {s.id for s in scores if s.id in FORGED and s.parts["code/passed"] > 0} == {"answers the first only"}
+
+
+PREFIX = """from string import ascii_lowercase as LETTERS
+
+
+def rotate(word):
+    '''Move the first letter to the end.'''
+    return word[1:] + word[:1]
+
+
+def unrotate(word):
+    '''Undo rotate.'''
+"""
+CHECK = "def check(candidate):\n    assert all(candidate(rotate(word)) == word for word in ('abc', 'hello', LETTERS))"
+CALLS_BACK = {
+    "check": "def check(candidate):\n    assert twice(2) == 8",
+    "prefix": "def twice(x):\n    return f(f(x))\ndef f(x):\n",
+    "entry_point": "f",
+}
+FORGED_HELPERS = {
+    "redefines the helper": "def rotate(word): return word\ndef unrotate(word): return word",
+    "redefines the helper in its body": "    globals()['rotate'] = lambda word: word\n    return word",
+    "redefines what the prefix imports": "LETTERS = ''\nrotate = str\ndef unrotate(word): return word",
+}
+RIGHT_BESIDE_HELPERS = {
+    "is whole": "def unrotate(word): return word[-1:] + word[:-1]",
+    "continues the prefix": "    return word[-1:] + word[:-1]",
+    "has a wrong helper of its own": "def rotate(word): return 0\ndef unrotate(word): return word[-1:] + word[:-1]",
+}
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, PREFIX.partition("    '''Undo")[0], PREFIX + "    if word:\n        pass\n"])
+def test_helpers_that_a_check_uses_are_those_of_the_prompt(runner: Runner, prefix: str) -> None:
+    tests = read_tests({"check": CHECK, "entry_point": "unrotate", "prefix": prefix})
+    for program in FORGED_HELPERS.values():
+        assert runner.outcomes(program, tests, stops_early=True)[0][0].startswith("failed")
+    for program in RIGHT_BESIDE_HELPERS.values():
+        assert runner.outcomes(program, tests, stops_early=True)[0] == ["passed"]
+
+
+def test_a_helper_that_calls_the_function_under_test_calls_the_programs(runner: Runner) -> None:
+    assert runner.outcomes("    return 2 * x", read_tests(CALLS_BACK), stops_early=True)[0] == ["passed"]
+    assert runner.outcomes("    return 3 * x", read_tests(CALLS_BACK), stops_early=True)[0] == ["failed"]
+
+
+SWALLOWING = [  # each passes if Python takes what the function raises for the end of a loop
+    "assert all(map(f, [1, 2]))",
+    "assert list(filter(f, [1])) == []",
+    "assert sum(map(f, [1])) == 0",
+    "assert next(map(f, [1]), None) is None",
+    "assert list(iter(lambda: f(1), 0)) == []",
+    "assert not [x for x in map(f, [1])]",
+    "import itertools\nassert list(itertools.takewhile(f, [1])) == []",
+    "class Cases:\n    def __getitem__(self, index): return f(index)\nassert all(Cases())",
+]
+RAISED = (
+    "StopIteration",
+    "StopIteration(3)",
+    "type('Mine', (StopIteration,), {})",
+    "StopAsyncIteration",
+    "GeneratorExit",
+    "KeyboardInterrupt",
+    "IndexError",
+)
+COUNT = (
+    "class Count:\n    n = -1\n    def __iter__(self): return self\n    def __next__(self):\n        self.n += 1\n"
+    "        if self.n == 2: raise StopIteration\n        return self.n\ndef f(n): return Count()"
+)
+
+
+def test_an_exception_never_passes_for_the_end_of_a_loop(runner: Runner) -> None:
+    tests = read_tests({"asserts": SWALLOWING, "entry_point": "f"})
+    for raised in RAISED:
+        got = runner.outcomes(f"def f(x): raise {raised}", tests, stops_early=False)[0]
+        assert [outcome.partition(": ")[0] for outcome in got] == ["failed"] * len(SWALLOWING), (raised, got)
+    ends = read_tests({"asserts": ["assert list(f(2)) == [0, 1]"]})
+    assert runner.outcomes(COUNT, ends, stops_early=False)[0] == ["passed"]
+
+
+def test_a_program_that_ends_is_not_what_a_bare_except_expects(runner: Runner) -> None:
+    tests = read_tests({"asserts": ["try:\n    f(1)\n    ok = False\nexcept:\n    ok = True\nassert ok"]})
+    assert runner.outcomes("def f(x): raise ValueError", tests, stops_early=False)[0] == ["passed"]
+    for way in ("import os; os._exit(0)", "import os; os.close(3)", "import os; os.write(3, bytes(4096))"):
+        assert runner.outcomes(f"def f(x): {way}", tests, stops_early=False)[0][0].startswith("failed")
+
+
+@pytest.mark.parametrize("check", ["def check(f):\n    yield\n    assert 0", "async def check(f):\n    assert 0"])
+def test_a_check_that_would_never_run_is_a_mistake_in_the_data(runner: Runner, check: str) -> None:
+    with pytest.raises(ValueError, match="calling it does not run it"):
+        runner.outcomes("def f(): pass", read_tests({"check": check, "entry_point": "f"}), stops_early=False)
 
 
 def test_a_share_of_the_tests_can_be_the_score() -> None:

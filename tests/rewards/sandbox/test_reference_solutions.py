@@ -62,6 +62,22 @@ def test_reference_solutions_pass_and_others_do_not() -> None:
     assert judged(every=8) == 74
 
 
+FORGED = {  # tasks whose check calls a function of the prompt, and a program that defines it anew
+    "HumanEval/32": "def poly(xs, x): return 0.0\ndef find_zero(xs): return 0.0",
+    "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",
+    "HumanEval/50": "def encode_shift(s): return s\ndef decode_shift(s): return s",
+}
+
+
+@needs_data
+def test_programs_that_redefine_what_their_check_calls_fail() -> None:
+    rows = [r for r in humaneval(is_whole=True) if r.id in FORGED]
+    forged = [request(f"forged {r.id}", FORGED[r.id], json.loads(str(r.answer))) for r in rows]
+    with Rewards(Reward.model_validate({"parts": ["code"], "workers": 2, "timeout_s": 100.0})) as rewards:
+        scores = rewards.score(rows + forged)
+    assert [s.reward for s in scores] == [1.0] * 3 + [0.0] * 3
+
+
 @needs_data
 @pytest.mark.slow  # 12 s on two idle cores
 def test_all_reference_solutions_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,15 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import burnish
 from burnish.config.reward import Reward
-from burnish.rewards.code import check_sandbox
+from burnish.rewards.code import Runner, check_sandbox
+from burnish.rewards.programs import read_tests
 from burnish.rewards.rewards import Rewards
-from burnish.rewards.sandbox.client import Sandbox, SandboxError
+from burnish.rewards.sandbox.box import CannotKill, SetupFailed
+from burnish.rewards.sandbox.client import Ended, Sandbox, SandboxError
+from burnish.rewards.sandbox.keeper import is_exhaustion
 from burnish.rewards.sandbox.limits import Limits
 from burnish.rewards.types import ScoreRequest
 from tests.rewards.sandbox.left_behind import settles
@@ -42,6 +47,12 @@ with Sandbox(Limits()) as sandbox:
 with Sandbox(Limits(memory_bytes=1 << 29)) as sandbox:
     hog = "import os, time\\nfor _ in range(20):\\n    if os.fork() == 0:\\n        x = b'x' * (60 << 20); time.sleep(99)\\ntime.sleep(99)"
     assert sandbox.run_stdio(hog, "", 10.0).reason == "memory"
+    hidden = "import threading\\ndef go():\\n    " + hog.replace("\\n", "\\n    ") + "\\nthreading.Thread(target=go).start()"
+    assert sandbox.run_stdio(hidden, "", 10.0).reason == "memory"
+with Sandbox(Limits(), is_isolated=False) as sandbox:
+    unreadable = "import os\\nos.makedirs('a/b/c')\\nos.chmod('a/b', 0)\\nos.chmod('a', 0)\\nprint(os.getcwd())"
+    ended = sandbox.run_stdio(unreadable, "", 10.0)
+    assert ended.status == 0 and not os.path.exists(ended.output.strip()), ended
 print("done")
 """
 
@@ -179,6 +190,77 @@ def test_a_sandbox_that_hangs_is_an_error_in_time() -> None:
         while Path(f"/proc/{zygote}").exists() and time.monotonic() < end:
             time.sleep(0.02)
         assert not Path(f"/proc/{zygote}").exists()
+
+
+class Meddled(Sandbox):
+    """A sandbox in which something happens to the keeper of each program as soon as the program has started."""
+
+    def __init__(self, meddle: Callable[[int], object]) -> None:
+        super().__init__(Limits(), slack_s=1.0)
+        self._meddle = meddle
+
+    def _hear_end(self, deadline: float) -> Ended:
+        assert self._process is not None
+        (zygote,) = children(self._process.pid)
+        (keeper,) = children(zygote)
+        self._meddle(keeper)
+        return super()._hear_end(deadline)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+SLOW = "import time\ntime.sleep(2)\nprint(input())"
+ECHO = {"stdio": [{"input": "1", "output": "1"}]}
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "outcome"), [(1, "passed"), (2, "failed: the sandbox broke twice while the program ran (the sandbox failed: the")]
+)  # fmt: skip
+def test_a_sandbox_that_breaks_while_a_program_runs_is_no_failure_of_the_scorer(num_kills: int, outcome: str) -> None:
+    kills = iter([signal.SIGKILL] * num_kills)
+    runner = Runner(timeout_s=30.0)
+    with Meddled(lambda keeper: os.kill(keeper, next(kills, signal.SIGCONT))) as runner.sandbox:
+        outcomes, _ = runner.outcomes(SLOW, read_tests(ECHO), stops_early=True)
+        assert outcomes[0].startswith(outcome)
+        assert next(kills, None) is None
+
+
+def test_past_its_deadline_a_program_is_out_of_time_whatever_holds_the_sandbox_up() -> None:
+    runner = Runner(timeout_s=1.0)
+    with Meddled(lambda keeper: os.kill(keeper, signal.SIGSTOP)) as runner.sandbox:
+        runner.sandbox.start()
+        outcomes, is_late = runner.outcomes(SLOW, read_tests(ECHO), stops_early=True)
+    assert (outcomes, is_late) == (["failed: out of time"], True)
+
+
+def test_the_kernel_ends_a_program_before_its_keeper_when_memory_runs_out() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def score(process: int) -> int:
+        return int(Path(f"/proc/{process}/oom_score_adj").read_text())
+
+    with Meddled(lambda keeper: seen.append((score(keeper), [score(box) for box in children(keeper)]))) as sandbox:
+        sandbox.run_calls({"program": SLOW}, {"asserts": ["assert 1"]}, 10.0)
+    ((own, of_programs),) = seen
+    assert of_programs == [1000, 1000]  # the program's and the judge's
+    assert own < 1000
+
+
+def test_only_failures_that_a_program_can_cause_are_blamed_on_it() -> None:
+    caused = [MemoryError(), OSError(errno.ENOMEM, ""), BlockingIOError(errno.EAGAIN, ""), CannotKill("")]
+    assert all(map(is_exhaustion, caused))
+    assert not any(map(is_exhaustion, [ValueError(), SetupFailed(""), PermissionError(errno.EPERM, ""), KeyError("")]))
+
+
+def test_without_namespaces_what_a_program_leaves_in_its_directory_is_removed() -> None:
+    deep = "import os\nprint(os.getcwd())\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('file', 'w')\nos.symlink('/', 'root')"
+    with Sandbox(Limits(), is_isolated=False) as sandbox:
+        ended = sandbox.run_stdio(deep, "", 10.0)
+    folder = Path(ended.output.strip())
+    assert ended.status == 0, ended
+    assert not list(folder.parent.glob(folder.name + "*"))
 
 
 def test_the_check_before_a_run_passes_here() -> None:
