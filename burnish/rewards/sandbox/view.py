@@ -3,7 +3,10 @@
 A small tmpfs becomes the root by pivot_root, so that nothing else of the machine is there to be found: no /proc, no /etc, no
 program to execute. Bind mounts show the library at its own path, read-only. Extension modules need system libraries that are not
 in the view: the zygote has loaded them all before it came here. The scratch directory is a tmpfs of each program's own, with a
-size and a number of files, which goes with the mount namespace.
+size and a number of files, which goes with the mount namespace. /tmp and /dev/shm lead there.
+
+A Python that is installed below one of these three directories is bound into the scratch directory of each program, so that its library
+has its own path there too.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from burnish.rewards.sandbox.kernel import (
 SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/urandom")  # not /dev/zero: mapping it gives shared memory that no limit counts
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
+TEMPORARY = ("/tmp", "/dev/shm", SCRATCH)
+LIBRARY = "/library"  # where the library is kept if its own path leads into the scratch directory
 HARMLESS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 NUM_FILES = 4096
 # Over which directory the new root is built does not matter: it is gone from view a moment later.
@@ -42,6 +47,14 @@ _KEPT = (  # flags of a mount that a user namespace may not take off it
 )
 
 
+def path_in_scratch(library: str) -> str | None:
+    """Where a library has to be in the scratch directory to be found at its own path; None if that leads elsewhere."""
+    for folder in TEMPORARY:
+        if library.startswith(folder + "/"):
+            return SCRATCH + library.removeprefix(folder)
+    return None
+
+
 def build() -> None:
     """Replace the whole file system of this mount namespace by the view, read-only but for what programs mount on it."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -49,13 +62,20 @@ def build() -> None:
     sources = {path: os.open(path, os.O_PATH) for path in (STANDARD_LIBRARY, *DEVICES)}
     mount("tmpfs", BUILD_AT, "tmpfs", HARMLESS, "size=1m,mode=755")
     os.chdir(BUILD_AT)
-    _show(sources[STANDARD_LIBRARY], "." + STANDARD_LIBRARY, HARMLESS, is_folder=True)
-    packages = f".{STANDARD_LIBRARY}/site-packages"
+    in_scratch = path_in_scratch(STANDARD_LIBRARY)
+    library = f".{STANDARD_LIBRARY if in_scratch is None else LIBRARY}"
+    os.makedirs(library)
+    _show(f"/proc/self/fd/{sources[STANDARD_LIBRARY]}", library, HARMLESS)
+    packages = f"{library}/site-packages"
     if os.path.isdir(packages):
         mount("tmpfs", packages, "tmpfs", HARMLESS | MS_RDONLY, "size=4k,mode=755")
-    for device in DEVICES:
-        _show(sources[device], "." + device, MS_NOSUID | MS_NOEXEC, is_folder=False)
     os.mkdir("." + SCRATCH)
+    if in_scratch is not None:
+        _show_library(library, "." + in_scratch)
+    os.mkdir("dev")
+    for device in DEVICES:
+        os.close(os.open("." + device, os.O_CREAT | os.O_WRONLY))
+        _show(f"/proc/self/fd/{sources[device]}", "." + device, MS_NOSUID | MS_NOEXEC)
     for other in ("tmp", "dev/shm"):
         os.symlink(SCRATCH, other)
     for descriptor in sources.values():
@@ -64,14 +84,15 @@ def build() -> None:
     mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | HARMLESS)
 
 
-def _show(source: int, target: str, flags: int, is_folder: bool) -> None:
-    """Bind what a descriptor stands for to a new place, read-only."""
-    if is_folder:
-        os.makedirs(target)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-    mount(f"/proc/self/fd/{source}", target, None, MS_BIND)
+def _show_library(library: str, target: str) -> None:
+    """Bind the library, with what covers other packages in it, to its place in the scratch directory."""
+    os.makedirs(target)
+    _show(library, target, HARMLESS, MS_REC)
+
+
+def _show(source: str, target: str, flags: int, how: int = 0) -> None:
+    """Bind a file or directory to another place, read-only."""
+    mount(source, target, None, MS_BIND | how)
     kept = sum(flag for bit, flag in _KEPT if os.statvfs(target).f_flag & bit)
     mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags | kept)
 
@@ -80,3 +101,6 @@ def add_scratch(num_bytes: int) -> None:
     """A scratch directory for the program that this mount namespace is for, and this process in it."""
     mount("tmpfs", SCRATCH, "tmpfs", HARMLESS, f"size={num_bytes},nr_inodes={NUM_FILES},mode=700")
     os.chdir(SCRATCH)
+    in_scratch = path_in_scratch(STANDARD_LIBRARY)
+    if in_scratch is not None:
+        _show_library(LIBRARY, in_scratch)

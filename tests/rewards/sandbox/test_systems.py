@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from burnish.rewards.sandbox.box import CannotKill, SetupFailed
 from burnish.rewards.sandbox.client import Ended, Sandbox, SandboxError
 from burnish.rewards.sandbox.keeper import is_exhaustion
 from burnish.rewards.sandbox.limits import Limits
+from burnish.rewards.sandbox.view import path_in_scratch
 from burnish.rewards.types import ScoreRequest
 from tests.rewards.sandbox.left_behind import settles
 
@@ -102,6 +105,49 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
     if "max_user_namespaces" in done.stderr:
         pytest.skip("this system gives ordinary users no user namespaces")
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+IN_A_TEMPORARY_FOLDER = """
+import os, sys
+sys.path.append({root!r})
+from burnish.rewards.sandbox.client import Sandbox
+from burnish.rewards.sandbox.limits import Limits
+assert os.__file__.startswith({folder!r}), os.__file__
+program = '''
+import os, wave
+library = os.path.dirname(os.__file__)
+print(os.listdir(library + "/site-packages"), bool(os.statvfs(library).f_flag & os.ST_RDONLY), os.path.exists("{folder}/bin"))
+open("/tmp/file", "w")
+print(os.path.exists("/scratch/file") and os.path.exists("/dev/shm/file"))
+'''
+with Sandbox(Limits()) as sandbox:
+    for _ in range(2):
+        ended = sandbox.run_stdio(program, "", 30.0)
+        assert ended.output == "[] True False\\nTrue\\n", ended
+print("done")
+"""
+
+
+def test_a_python_in_a_temporary_folder_runs_programs() -> None:
+    executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    library = Path(os.__file__).parent
+    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "__pycache__", "config-*", "*.a")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        copied = Path(folder, "lib", library.name)
+        shutil.copytree(library, copied, ignore=left_out)
+        (copied / "site-packages").mkdir()
+        (copied / "site-packages" / "secret.py").touch()
+        Path(folder, "bin").mkdir()
+        python = shutil.copy(executable, Path(folder, "bin"))
+        script = IN_A_TEMPORARY_FOLDER.format(root=ROOT, folder=folder)
+        done = subprocess.run([python, "-B", "-S", "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_a_library_below_a_temporary_folder_has_a_place_in_the_scratch_directory() -> None:
+    assert path_in_scratch("/scratch/me/lib/python3.12") == "/scratch/me/lib/python3.12"
+    assert path_in_scratch("/dev/shm/lib/python3.12") == "/scratch/lib/python3.12"
+    assert path_in_scratch("/tmpfs/lib/python3.12") is None
 
 
 def test_without_namespaces_code_rewards_refuse_to_start_and_say_what_to_do() -> None:
@@ -248,6 +294,60 @@ def test_the_kernel_ends_a_program_before_its_keeper_when_memory_runs_out() -> N
     assert own < 1000
 
 
+WITH_LITTLE_MEMORY = """
+import os, pathlib, sys
+sys.path.append({root!r})
+pathlib.Path({group!r}, "cgroup.procs").write_text(str(os.getpid()))
+from burnish.rewards.code import Runner
+from burnish.rewards.programs import read_tests
+runner = Runner(timeout_s=60.0)
+greedy = '''
+import os, time
+with open("x", "wb") as f: f.write(bytes(60 << 20))
+for _ in range(25):
+    if os.fork() == 0:
+        kept = b"x" * (8 << 20)
+        time.sleep(1)
+        os._exit(0)
+while True: os.wait()
+'''
+with runner.sandbox:
+    for tests in ({{"stdio": [{{"input": "", "output": "1"}}]}}, {{"asserts": ["assert f() == 1"]}}):
+        print(runner.outcomes(greedy, read_tests(tests), stops_early=True)[0][0])
+    print(runner.outcomes("print(1)", read_tests({{"stdio": [{{"input": "", "output": "1"}}]}}), stops_early=True)[0][0])
+"""
+
+
+@pytest.fixture
+def group_with_little_memory() -> Iterator[Path]:
+    """A memory cgroup of 120 MiB, of either version."""
+    named = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    parents = [Path("/sys/fs/cgroup/memory" + named.get("memory", "")), Path("/sys/fs/cgroup")]
+    for parent in parents:
+        group = parent / f"burnish-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        limits = [group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()]
+        if limits:
+            limits[0].write_text(str(120 << 20))
+            yield group
+        group.rmdir()
+        if limits:
+            return
+    pytest.skip("no memory cgroup can be made here")
+
+
+@pytest.mark.slow  # 3 s on two idle cores
+def test_a_program_that_exhausts_the_machine_has_failed_and_its_scorer_has_not(group_with_little_memory: Path) -> None:
+    script = WITH_LITTLE_MEMORY.format(root=ROOT, group=str(group_with_little_memory))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    outcomes = done.stdout.splitlines()
+    assert len(outcomes) == 3, done.stderr
+    assert [outcome.partition(":")[0] for outcome in outcomes] == ["failed", "failed", "passed"], outcomes
+
+
 def test_only_failures_that_a_program_can_cause_are_blamed_on_it() -> None:
     caused = [MemoryError(), OSError(errno.ENOMEM, ""), BlockingIOError(errno.EAGAIN, ""), CannotKill("")]
     assert all(map(is_exhaustion, caused))
@@ -255,7 +355,7 @@ def test_only_failures_that_a_program_can_cause_are_blamed_on_it() -> None:
 
 
 def test_without_namespaces_what_a_program_leaves_in_its_directory_is_removed() -> None:
-    deep = "import os\nprint(os.getcwd())\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('file', 'w')\nos.symlink('/', 'root')"
+    deep = "import os\nprint(os.getcwd())\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\nopen('file', 'w')\nos.symlink('/', 'root')"
     with Sandbox(Limits(), is_isolated=False) as sandbox:
         ended = sandbox.run_stdio(deep, "", 10.0)
     folder = Path(ended.output.strip())
