@@ -127,7 +127,8 @@ def _overrun(ended: Ended) -> str:
 
 def _death(status: int | None) -> str:
     if status is not None and status < 0:
-        return f"the program was killed by {signal.Signals(-status).name}"
+        known = {number.value: number.name for number in signal.Signals}  # most real-time signals have no name
+        return f"the program was killed by {known.get(-status, f'signal {-status}')}"
     return f"the program exited with status {status}"
 
 
@@ -166,10 +167,11 @@ def code(completion: str, answer: Any, extra: Mapping[str, Any], *, score: str =
     outcomes, ran_out = runner().outcomes(program_of(completion), tests, stops_early=score == "all")
     num_passed = sum(outcome == PASSED for outcome in outcomes)
     is_right = num_passed == tests.count
+    details = "\n".join(f"test {number}: {outcome}" for number, outcome in enumerate(outcomes, start=1))
     return Result(
         value=float(is_right) if score == "all" else num_passed / tests.count,
         accuracy=float(is_right),
         parts={"passed": float(num_passed), "tests": float(tests.count)},
-        details="\n".join(f"test {number}: {outcome}" for number, outcome in enumerate(outcomes, start=1)),
+        details=details.encode(errors="replace").decode(),  # an exception's text may be one that no file can hold
         timed_out=ran_out,
     )

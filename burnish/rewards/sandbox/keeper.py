@@ -27,7 +27,13 @@ from burnish.rewards.wire import HEADER
 
 TICK_S = 0.05  # how often the memory and time of a program and its children are added up
 ERROR_TAIL = 2_000
-EXHAUSTED = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC}  # errors that a greedy program can cause
+EXHAUSTED = {
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+}  # errors that a greedy program can cause
 CHANNEL, SPEC, VERDICTS = 3, 4, 5
 
 

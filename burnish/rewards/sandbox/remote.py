@@ -124,8 +124,8 @@ class Untransferable(BaseException):
 def _exception(name: str, text: str, is_end_of_loop_meant: bool) -> Exception:
     """The program's exception as a test may expect it; never one that would end the judge, or a loop of the test's."""
     kind = getattr(builtins, name, None)
-    is_error = isinstance(kind, type) and issubclass(kind, Exception)
-    if is_error and (is_end_of_loop_meant or not issubclass(kind, StopIteration | StopAsyncIteration)):
+    ends_loops = (StopIteration, StopAsyncIteration) if not is_end_of_loop_meant else ()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_loops):
         try:
             return kind(text)
         except TypeError:  # the few that are made of more than a text

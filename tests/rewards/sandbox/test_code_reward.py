@@ -157,7 +157,9 @@ def test_exceptions_may_be_expected_in_any_way_a_test_can(runner: Runner) -> Non
     unittest = "import unittest\nunittest.TestCase().assertRaises(ValueError, f, 1)"
     suppressed = "import contextlib\nwith contextlib.suppress(ValueError):\n    f(1)"
     setup = "def fails(g, x):\n    try: g(x)\n    except ValueError: return True"
-    got = outcomes(runner, "def f(x): raise ValueError", asserts=[unittest, suppressed, "assert fails(f, 1)"], setup=setup)
+    got = outcomes(
+        runner, "def f(x): raise ValueError", asserts=[unittest, suppressed, "assert fails(f, 1)"], setup=setup
+    )
     assert got == ["passed"] * 3
 
 
@@ -206,6 +208,8 @@ def test_time_memory_and_output_are_named() -> None:
     assert outcomes_of_calls(Ended("ended", 0, "", "", [{"done": True}, *verdicts]), 1) == ["passed"]
     assert outcomes_of_calls(Ended("ended", 0, "", "", []), 1) == ["failed: the test ended the process it ran in"]
     assert outcome_of_stdio(Ended("memory", -9, "", "", []), "") == "failed: out of memory"
+    assert outcome_of_stdio(Ended("ended", -11, "", "", []), "") == "failed: the program was killed by SIGSEGV"
+    assert outcome_of_stdio(Ended("ended", -40, "", "", []), "") == "failed: the program was killed by signal 40"
     assert outcome_of_stdio(Ended("ended", 1, "x", "Traceback\nKeyError: 3", []), "x") == "failed: KeyError: 3"
 
 
@@ -263,6 +267,15 @@ def test_time_counts_as_a_timeout_and_mistakes_in_the_data_as_failures() -> None
     assert scores[2].reward is None
     assert scores[2].error is not None
     assert "the tests give the program a function" in scores[2].error
+
+
+def test_details_can_be_written_whatever_a_program_raises() -> None:
+    raises = ScoreRequest(
+        "a", "p", r"def f(): raise ValueError('no \ud800')", "s", {"asserts": ["assert f() == 1"]}, {}
+    )
+    with Rewards(Reward.model_validate({"parts": ["code"], "workers": 1})) as rewards:
+        (score,) = rewards.score([raises])
+    assert score.details["code"] == "test 1: failed: ValueError: no ?"
 
 
 def test_a_row_may_name_the_code_reward_itself() -> None:

@@ -126,7 +126,9 @@ RIGHT_BESIDE_HELPERS = {
 }
 
 
-@pytest.mark.parametrize("prefix", [PREFIX, PREFIX.partition("    '''Undo")[0], PREFIX + "    if word:\n        pass\n"])
+@pytest.mark.parametrize(
+    "prefix", [PREFIX, PREFIX.partition("    '''Undo")[0], PREFIX + "    if word:\n        pass\n"]
+)
 def test_helpers_that_a_check_uses_are_those_of_the_prompt(runner: Runner, prefix: str) -> None:
     tests = read_tests({"check": CHECK, "entry_point": "unrotate", "prefix": prefix})
     for program in FORGED_HELPERS.values():

@@ -131,7 +131,9 @@ print("done")
 def test_a_python_in_a_temporary_folder_runs_programs() -> None:
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     library = Path(os.__file__).parent
-    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "__pycache__", "config-*", "*.a")
+    left_out = shutil.ignore_patterns(
+        "site-packages", "dist-packages", "test", "tests", "__pycache__", "config-*", "*.a"
+    )
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         copied = Path(folder, "lib", library.name)
         shutil.copytree(library, copied, ignore=left_out)

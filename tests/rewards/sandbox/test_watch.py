@@ -92,7 +92,8 @@ def test_a_tree_that_changes_during_the_walk_is_read_again(processes: int, monke
     hop = "r, w = os.pipe()\nchild(lambda: (say(os.getpid()), os.read(r, 1), child(take)))\n"
     hop += "os.read(0, 1); os.write(w, b'!'); os.wait()"
     with started(hop) as tree:
-        assert tree.stdin is not None and tree.stdout is not None
+        assert tree.stdin is not None
+        assert tree.stdout is not None
         stdin, stdout = tree.stdin, tree.stdout
         first, heirs = int(stdout.readline()), []
         read = watch._read_process
@@ -106,6 +107,7 @@ def test_a_tree_that_changes_during_the_walk_is_read_again(processes: int, monke
 
         monkeypatch.setattr(watch, "_read_process", meanwhile)
         used = watch.use_of(tree.pid, processes)
-        assert heirs and heirs[0] in used.processes
+        assert heirs
+        assert heirs[0] in used.processes
         assert used.memory_bytes > TAKEN
         tree.communicate("")
