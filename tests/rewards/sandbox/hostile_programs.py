@@ -234,6 +234,16 @@ ENDS = {
         "time.sleep(99)",
         "out of memory",
     ),
+    "takes memory in children that fork and end all the time": (
+        "for _ in range(5):\n    if os.fork() == 0:\n        kept = b'x' * (140 << 20)\n        while True: os.fork() and os._exit(0)\n"
+        "while True:\n    try: os.wait()\n    except ChildProcessError: pass",
+        "out of memory",
+    ),
+    "takes memory beside threads that start and end all the time": (
+        "def start(): t = threading.Thread(target=int); t.start(); t.join()\n"
+        "for _ in range(5):\n    if os.fork() == 0:\n        kept = b'x' * (140 << 20)\n        while True: start()\ntime.sleep(99)",
+        "out of memory",
+    ),
     "prints what is no text without end": ("while True: os.write(1, bytes([255]) * 65536)", "too much output"),
     "prints without end": ("while True: os.write(1, b'x' * 65536)", "too much output"),
     "prints errors without end": ("while True: os.write(2, b'x' * 65536)", "too much output"),

@@ -226,6 +226,19 @@ def test_programs_read_standard_input_and_write_standard_output(runner: Runner) 
     assert outcomes(runner, program, stdio=tests) == ["passed", "failed: wrong output"]
 
 
+def test_programs_may_use_processes_and_share_memory_as_the_library_does(runner: Runner) -> None:
+    program = (
+        "import mmap, multiprocessing, tempfile\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "if __name__ == '__main__':\n    shared = multiprocessing.Value('i', 0)\n"
+        "    def add():\n        with shared.get_lock(): shared.value += 1\n"
+        "    workers = [multiprocessing.Process(target=add) for _ in range(4)]\n"
+        "    for worker in workers: worker.start()\n    for worker in workers: worker.join()\n"
+        "    with ProcessPoolExecutor(2) as pool: print(shared.value, sum(pool.map(abs, [-1, -2])))\n"
+        "    with tempfile.TemporaryFile(dir='/dev/shm') as f:\n        f.truncate(4096)\n        mmap.mmap(f.fileno(), 4096)[:2] = b'ok'\n"
+    )
+    assert outcomes(runner, program, stdio=[{"input": "", "output": "4 3"}]) == ["passed"]
+
+
 def test_all_or_nothing_stops_at_the_first_failure(runner: Runner) -> None:
     tests = read_tests({"stdio": [{"input": str(n), "output": "1"} for n in (1, 2, 1)]})
     assert runner.outcomes("print(input())", tests, stops_early=True)[0] == [
