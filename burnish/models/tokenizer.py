@@ -147,6 +147,16 @@ class Tokenizer:
                 window, shown = shown, known
         return pieces
 
+    @property
+    def is_of_characters(self) -> bool:
+        """Whether every token but markup is one character, and a text with any other character is refused."""
+        return self._alphabet is not None
+
+    def pipeline(self) -> dict[str, Any] | None:
+        """The steps from a text to token ids, as tokenizer.json writes them; None for a tokenizer that is not made of such steps."""
+        backend = getattr(self._inner, "backend_tokenizer", None)
+        return None if backend is None else dict(json.loads(backend.to_str()))
+
     def is_special(self, token: int) -> bool:
         """Whether a token is markup (end of turn, padding) rather than text."""
         return token in self._special_ids

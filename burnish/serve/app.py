@@ -24,9 +24,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from burnish.config.errors import UserError
+from burnish.core.engine import Request as EngineRequest
 from burnish.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from burnish.serve.choices import Choices
 from burnish.serve.errors import ApiError, internal_error
+from burnish.serve.intake import Intake
 from burnish.serve.loop import EngineFailure, EngineLoop, Event, Generation
 from burnish.serve.prompts import Served, chat_prompt, check_model, completion_prompts, engine_requests, offered_tools
 from burnish.serve.schema import ChatRequest, CompletionRequest, parse
@@ -43,10 +45,11 @@ class Api:
     served: Served
     loop: EngineLoop
     max_body: int
-    """Bytes."""
+    """Bytes of one request."""
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
+        self.intake = Intake(self.max_body)
 
     async def models(self, request: Request) -> Response:
         """The one model there is."""
@@ -62,32 +65,42 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue texts or token ids."""
-        asked = parse(CompletionRequest, await read_body(request, self.max_body))
-        check_model(asked.model, self.served)
-        self.loop.check_room(asked.n * len(asked.prompt))
-        prompts = await asyncio.to_thread(completion_prompts, asked, self.served)
-        return await self._answer(request, asked, prompts)
+        name = f"cmpl-{uuid.uuid4().hex}"
+
+        def prepare(body: bytearray) -> tuple[CompletionRequest, list[EngineRequest]]:
+            asked = parse(CompletionRequest, body)
+            check_model(asked.model, self.served)
+            self.loop.check_room(asked.n * len(asked.prompt))
+            requests = engine_requests(asked, completion_prompts(asked, self.served), self.served, name)
+            return asked.model_copy(update={"prompt": []}), requests  # texts are not held while tokens are sampled
+
+        asked, requests = await self.intake.work(request, prepare)
+        return await self._answer(request, requests, CompletionAnswer(name, asked, requests, self.served.tokenizer))
 
     async def chat(self, request: Request) -> Response:
         """Continue a dialogue."""
-        asked = parse(ChatRequest, await read_body(request, self.max_body))
-        check_model(asked.model, self.served)
-        self.loop.check_room(asked.n)
-        prompt = await asyncio.to_thread(chat_prompt, asked, self.served)
-        return await self._answer(request, asked, [prompt])
+        name = f"chatcmpl-{uuid.uuid4().hex}"
+
+        def prepare(body: bytearray) -> tuple[ChatRequest, list[EngineRequest], bool]:
+            asked = parse(ChatRequest, body)
+            check_model(asked.model, self.served)
+            self.loop.check_room(asked.n)
+            requests = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
+            light = asked.model_copy(update={"messages": [], "tools": [], "chat_template_kwargs": {}})
+            return light, requests, bool(offered_tools(asked))
+
+        asked, requests, with_calls = await self.intake.work(request, prepare)
+        answer = ChatAnswer(name, asked, requests, self.served.tokenizer)
+        return await self._answer(request, requests, answer, with_calls)
 
     async def _answer(
-        self, request: Request, asked: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]]
+        self, request: Request, requests: list[EngineRequest], answer: Answer, with_calls: bool = False
     ) -> Response:
-        is_chat = isinstance(asked, ChatRequest)
-        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        requests = engine_requests(asked, prompts, self.served, name)
-        has_logprobs = asked.logprobs if is_chat else asked.logprobs is not None
+        asked = answer.asked
+        has_logprobs = asked.logprobs if isinstance(asked, ChatRequest) else asked.logprobs is not None
         # The engine tells log-probs with the completion: a stream that wants them has each choice in one chunk.
         generation = self.loop.submit(requests, wants_tokens=asked.stream and not has_logprobs)
-        with_calls = isinstance(asked, ChatRequest) and bool(offered_tools(asked))
         choices = Choices(requests, self.served.tokenizer, with_calls)
-        answer = (ChatAnswer if is_chat else CompletionAnswer)(name, asked, requests, self.served.tokenizer)
         request.state.note = lambda: (
             f"{answer.num_prompt_tokens} + {choices.num_tokens} tokens, "
             f"{', '.join(f'{num} {finish}' for finish, num in choices.finishes.items()) or 'none finished'}"
@@ -104,27 +117,6 @@ class Api:
         except BaseException:
             generation.cancel()
             raise
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, if it is JSON and not larger than allowed."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A page in a browser may send other types to a server on loopback without asking; this one it may not.
-        raise ApiError(
-            415, f"expected Content-Type: application/json, got {kind or 'none'}", code="unsupported_media_type"
-        )
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise ApiError(
-                413,
-                f"the body is larger than the {limit} bytes this server takes",
-                code="body_too_large",
-                headers={"Connection": "close"},
-            )
-    return bytes(body)
 
 
 async def unless_left(request: Request, wanted: Awaitable[T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pydantic_core import from_json
@@ -15,6 +16,7 @@ from burnish.core.keys import fold
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.native.shared import MAX_BIASES
 from burnish.serve.errors import ApiError, bad_value
+from burnish.serve.intake import TextLimit
 from burnish.serve.schema import ChatRequest, CompletionRequest, Message
 
 RESERVED = frozenset(
@@ -38,12 +40,17 @@ class Served:
     max_tokens: int | None = None
     """Most new tokens of one completion, where the server limits them further."""
 
+    @cached_property
+    def text_limit(self) -> TextLimit:
+        """What refuses texts that are certain to be too long."""
+        return TextLimit(self.tokenizer, self.max_positions)
+
 
 def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple[int, ...]]:
     """The token ids of each prompt: texts get what the tokenizer puts before a text, token ids are taken as they are."""
     prompts = []
     for prompt in request.prompt:
-        tokens = _encode(prompt, served.tokenizer) if isinstance(prompt, str) else prompt
+        tokens = _encode(prompt, served) if isinstance(prompt, str) else prompt
         wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
         if wrong is not None:
             raise bad_value("prompt", f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
@@ -51,9 +58,10 @@ def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple
     return prompts
 
 
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+def _encode(text: str, served: Served) -> list[int]:
     try:
-        return tokenizer.encode(text, special=True)
+        served.text_limit.check(text, "prompt")
+        return served.tokenizer.encode(text, special=True)
     except UserError as error:
         raise bad_value("prompt", str(error)) from error
 
@@ -73,7 +81,10 @@ def chat_prompt(request: ChatRequest, served: Served) -> tuple[int, ...]:
         raise bad_value("tools", "this model's chat template has no place for tools", "unsupported_parameter")
     try:
         messages = [_as_template_wants(message, i) for i, message in enumerate(request.messages)]
-        return tuple(tokenizer.chat(messages, **kwargs, **({"tools": tools} if tools else {})))
+        variables = kwargs | ({"tools": tools} if tools else {})
+        # A template may leave texts out: what it wrote is measured, not what it was given.
+        served.text_limit.check(tokenizer.chat_text(messages, **variables), "messages")
+        return tuple(tokenizer.chat(messages, **variables))
     except (UserError, TypeError) as error:  # a template that meets what it did not expect raises a TypeError
         raise bad_value("messages", str(error)) from error
 

@@ -3,15 +3,28 @@
 A field nobody knows is refused with the nearest known one. A field OpenAI knows and the engine cannot do is refused unless its value
 changes nothing (`NEUTRAL`); those that never touch the tokens (`IGNORED`) are let through. `null` is the same as leaving out.
 Beyond OpenAI's: `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
+
+A body may hold millions of wrong values, and pydantic makes an object of several hundred bytes for each of them. So every list stops at its
+first wrong item (`FailFast`), and every list and object has a bound that is checked before its items are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
+from typing_extensions import TypeAliasType
 
 from burnish.config.errors import nearest
 from burnish.core.engine import LEAST_TEMPERATURE
@@ -24,6 +37,15 @@ MAX_N = 128
 INT64 = 2**63
 NAME = 200
 """Longest name that is looked at."""
+MAX_FIELDS = 64
+"""Fields of one object."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 16384
+"""Text parts of all messages together."""
+MAX_TOOLS = 512
+"""Also of the calls in one message."""
+MAX_LOGIT_BIASES = 4096
+"""Keys of `logit_bias` that are looked at; the engine's own bound is lower and has its own message."""
 
 IGNORED = frozenset(
     {
@@ -58,6 +80,25 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            unknown = next(name for name in value if name not in cls.model_fields)
+            raise ValueError(f"got {len(value)} fields, among them {unknown[:NAME]!r}, which is not known")
+        return value
+
+
+def _at_most(limit: int, what: str) -> Callable[[Any], Any]:
+    """A check of a list's or an object's length, before any of its items is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"got {len(value)} {what}; expected {limit} at most")
+        return value
+
+    return check
+
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -77,10 +118,12 @@ class Sampled(Fields):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], BeforeValidator(_as_list)] = Field(
-        default=[], max_length=MAX_STOPS
-    )
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_at_most(MAX_LOGIT_BIASES, "tokens"))
+    ] = {}
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], FailFast(), BeforeValidator(_as_list)
+    ] = Field(default=[], max_length=MAX_STOPS)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -149,6 +192,10 @@ def _parts(value: Any) -> Any:
     return value
 
 
+Contents = TypeAliasType("Contents", Annotated[list[TextPart], FailFast(), BeforeValidator(_parts)])
+# By a name of its own, since a union hashes its members and pydantic's FailFast cannot be hashed.
+
+
 class FunctionCall(Fields):
     name: str
     arguments: str
@@ -162,10 +209,10 @@ class ToolCall(Fields):
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts)] | None = None
+    content: Contents | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_at_most(MAX_TOOLS, "calls"))] = []
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
@@ -201,15 +248,25 @@ class Tool(Fields):
     function: Function
 
 
+def _few_messages(value: Any) -> Any:
+    """The messages, if there are not too many of them, nor of their parts."""
+    _at_most(MAX_MESSAGES, "messages")(value)
+    contents = [message.get("content") for message in value if isinstance(message, dict)] if value else []
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > MAX_PARTS:
+        raise ValueError(f"the contents have {num_parts} parts together; expected {MAX_PARTS} at most")
+    return value
+
+
 class ChatRequest(Sampled):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(_at_most(MAX_TOOLS, "tools"))] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -225,7 +282,7 @@ class ChatRequest(Sampled):
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
+def parse(kind: type[Body], body: bytes | bytearray) -> Body:
     """The request in a body, or the `ApiError` that says what is wrong with it."""
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -235,15 +292,25 @@ def parse(kind: type[Body], body: bytes) -> Body:
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED}
     for name in [name for name in fields if name in NEUTRAL]:
-        neutral = [fields.get("n", 1)] if name == "best_of" else NEUTRAL[name]
+        neutral = _best_of(fields) if name == "best_of" else NEUTRAL[name]
         if fields.pop(name) not in neutral:
             raise bad_value(name, _cannot(neutral), "unsupported_parameter")
+    unknown = next((name for name in fields if name not in kind.model_fields), None)
+    if unknown is not None:
+        message = f"unknown parameter: {unknown}{nearest(unknown[:NAME], kind.model_fields)}"
+        raise ApiError(400, message, param=unknown, code="unknown_parameter")
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(kind, error.errors(include_url=False)[0]) from None
+        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
     _check_logprobs(request)
     return request
+
+
+def _best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
+    """The value of `best_of` that asks for nothing: n itself, where it is a number."""
+    n = fields.get("n", 1)
+    return (n,) if isinstance(n, int) else ()
 
 
 def _cannot(neutral: Sequence[Any]) -> str:
@@ -270,15 +337,14 @@ def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
         raise bad_value("raw_logprobs", "only with logprobs: it says which ones")
 
 
-def _refusal(kind: type[BaseModel], error: ErrorDetails) -> ApiError:
+def _refusal(error: ErrorDetails) -> ApiError:
     """Pydantic's first complaint in OpenAI's words."""
     path = error["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if error["type"] == "missing":
         return ApiError(400, f"missing required parameter: {param}", param=param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
-        known = nearest(str(path[-1])[:NAME], kind.model_fields) if len(path) == 1 else ""
-        return ApiError(400, f"unknown parameter: {param}{known}", param=param, code="unknown_parameter")
+        return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
     message = error["msg"].removeprefix("Value error, ")
     if not param:  # of the whole body: our own checks name the field themselves
         param, _, message = message.partition(": ")

@@ -1,0 +1,206 @@
+"""Bodies and texts of any size: what they cost is bounded, and nothing that fits is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from burnish.models.tokenizer import Tokenizer
+from burnish.serve.errors import ApiError
+from burnish.serve.intake import LARGE, Intake, LongestToken, TextLimit, longest_token
+from burnish.serve.schema import MAX_FIELDS, ChatRequest, CompletionRequest, parse
+
+HELLO = {"role": "user", "content": "a"}
+NUM = 3000
+MANY = {f"k{i}": 0 for i in range(NUM)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ChatRequest, {"messages": [0] * NUM}),
+        (ChatRequest, {"messages": [HELLO | {"content": [0] * NUM}]}),
+        (ChatRequest, {"messages": [HELLO | {"content": 0}] * NUM}),
+        (ChatRequest, {"messages": [HELLO | MANY]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [0] * NUM}]}),
+        (ChatRequest, {"messages": [HELLO], "tools": [0] * NUM}),
+        (ChatRequest, {"messages": [HELLO], "stream": True, "stream_options": MANY}),
+        (CompletionRequest, {"prompt": "a", "stop": [0] * NUM}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": MANY | {"5": "x"}}),
+    ],
+)
+def test_the_number_of_errors_does_not_grow_with_the_number_of_wrong_values(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": "tiny", **options})
+    assert caught.value.error_count() <= MAX_FIELDS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages": [HELLO] * 5000}, "messages: got 5000 messages; expected 4096 at most"),
+        ({"messages": [HELLO | {"content": [{"type": "text", "text": ""}] * 9000}] * 2}, "18000 parts together"),
+        ({"messages": [HELLO], "tools": [0] * 600}, "tools: got 600 tools; expected 512 at most"),
+        ({"messages": [HELLO | MANY]}, "messages[0]: got 3002 fields, among them 'k0', which is not known"),
+        ({"messages": [HELLO], **MANY}, "unknown parameter: k0"),
+        ({"messages": [HELLO], "n": [0] * NUM, "best_of": 2}, "best_of: this server cannot do that; leave it out"),
+    ],
+)
+def test_too_many_values_are_told_with_their_number(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(ChatRequest, json.dumps({"model": "tiny", **options}).encode())
+    assert message in caught.value.message
+
+
+# --- texts ---------------------------------------------------------------------------------------------------------------
+
+TEXTS = st.text(alphabet=st.sampled_from("the STO \n\u00e9\u0301e\u6f22\U0001f600"), max_size=80) | st.text(max_size=60)
+
+
+@given(TEXTS)
+@example("the" * 40)
+@example("<|im_start|>" * 9)
+def test_a_text_has_at_least_the_tokens_that_its_length_says(tokenizer: Tokenizer, text: str) -> None:
+    assert TextLimit(tokenizer, 5).least_tokens(text) <= len(tokenizer.encode(text))
+
+
+@given(TEXTS)
+def test_a_text_that_fits_is_never_refused_for_its_length(tokenizer: Tokenizer, text: str) -> None:
+    num = len(tokenizer.encode(text))
+    TextLimit(tokenizer, max(1, num)).check(text, "prompt")
+    if num > 1:
+        few = TextLimit(tokenizer, max(1, num // 40))
+        if len(text) > 50 * max(1, num // 40) * 2:
+            with pytest.raises(ApiError, match="positions for a sequence"):
+                few.check(text, "prompt")
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["by characters", "by beginnings"])
+def test_of_a_text_that_is_far_too_long_only_a_beginning_is_tokenised(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    encoded: list[int] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: encoded.append(len(text)) or encode(text))
+    if not is_known:
+        monkeypatch.setattr("burnish.serve.intake.longest_token", lambda _: None)
+    with pytest.raises(ApiError) as caught:
+        TextLimit(tokenizer, 100).check("the cat " * 100_000, "messages")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert "800000 characters" in caught.value.message
+    assert sum(encoded) <= (0 if is_known else 2000)
+
+
+def test_a_token_that_may_stand_for_any_text_gives_no_bound(tokenizer: Tokenizer) -> None:
+    assert longest_token(tokenizer) == LongestToken(len("<|im_start|>"), in_bytes=True, is_composed=False)
+    assert longest_token(Tokenizer.from_characters("01>")) == LongestToken(len("<pad>"), False, False)
+    for change in (
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "ab"}, "content": "a"}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, {"type": "ByteLevel"}]}},
+        {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
+        {"model": {"type": "BPE", "vocab": {"a": 0}}},
+        {"model": {"type": "Unigram", "vocab": []}},
+    ):
+        assert longest_token(_Changed(tokenizer, change)) is None, change
+    composed = longest_token(_Changed(tokenizer, {"normalizer": {"type": "NFC"}}))
+    assert composed == LongestToken(12, in_bytes=True, is_composed=True)
+
+
+class _Changed(Tokenizer):
+    """A tokenizer whose pipeline differs in some steps."""
+
+    def __init__(self, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+        self._alphabet = None
+        self._pipeline = (tokenizer.pipeline() or {}) | change
+
+    def pipeline(self) -> dict[str, Any]:
+        return self._pipeline
+
+
+def test_long_prompts_are_refused_in_the_words_of_short_ones(random_server: Any) -> None:
+    client = random_server.client()
+    import openai
+
+    for ask in (
+        lambda text: client.completions.create(model="tiny", prompt=text),
+        lambda text: client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match="has 2048 positions") as caught:
+            ask("the cat " * 50_000)
+        assert caught.value.code == "context_length_exceeded"
+
+
+# --- bodies --------------------------------------------------------------------------------------------------------------
+
+
+def request_of(body: bytes) -> Request:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+
+def test_large_bodies_are_worked_on_one_at_a_time_and_never_on_the_event_loop() -> None:
+    running, most, threads = 0, 0, set()
+    both = threading.Event()
+
+    def prepare(body: bytearray) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threads.add(threading.get_ident())
+        if len(body) < LARGE:
+            both.set()
+        assert both.wait(30)  # a large one works until a small one has been worked on beside it
+        running -= 1
+        return len(body)
+
+    async def main() -> list[int]:
+        intake = Intake(2 * LARGE)
+        large = [asyncio.create_task(intake.work(request_of(b"x" * LARGE), prepare)) for _ in range(3)]
+        while not running:
+            await asyncio.sleep(0.001)
+        assert intake.num_bytes == 3 * LARGE
+        small = await intake.work(request_of(b"{}"), prepare)
+        found = [*await asyncio.gather(*large), small]
+        assert intake.num_bytes == 0
+        return found
+
+    assert asyncio.run(main()) == [LARGE] * 3 + [2]
+    assert most == 2
+    assert threading.get_ident() not in threads
+
+
+def test_the_bytes_of_all_bodies_in_work_are_bounded(start_server: Any) -> None:
+    running = start_server(max_body=1000)
+    intake = running.server.api.intake
+    host, port = running.url.split("/")[2].split(":")
+
+    def send(size: int) -> socket.socket:
+        """Headers and a part of the body."""
+        connection = socket.create_connection((host, int(port)), timeout=20)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(head.encode() + b" " * size)
+        return connection
+
+    held = [send(900) for _ in range(4)]
+    running.wait_until(lambda: intake.num_bytes == 3600)
+    with send(900) as refused:
+        answer = refused.recv(4096).decode()
+        assert answer.startswith("HTTP/1.1 429 ")
+        assert "requests of 4000 bytes are being read at once" in answer + refused.recv(4096).decode()
+    for connection in held:
+        connection.close()
+    running.wait_until(lambda: intake.num_bytes == 0)
+    answer = running.client().completions.create(model="tiny", prompt=[65], max_tokens=2)
+    assert answer.usage.completion_tokens == 2
