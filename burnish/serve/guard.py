@@ -56,6 +56,14 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy that believes the other one of the two sees other requests in the same bytes (RFC 9112, 6.3).
+            return ApiError(
+                400,
+                "a request has Content-Length or Transfer-Encoding, not both",
+                code="ambiguous_length",
+                headers={"Connection": "close"},
+            )
         if self.api_key is None:
             here, asked = (scope.get("server") or ("", 0))[0], _host(headers.get("host", ""))
             if not _is_this_machine(here) or _is_this_machine(asked):

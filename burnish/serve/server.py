@@ -13,9 +13,12 @@ import uvicorn
 
 from burnish.config.errors import UserError
 from burnish.serve.app import Api, make_app
+from burnish.serve.connections import ACCEPTED_AT_ONCE, Limits, limited, limits_here
 from burnish.serve.guard import Guard
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 2048
+"""Connections that the kernel holds until they are accepted."""
 SLOW_CLIENT_S = 5
 """How long a client may take to read the end of its answer when the server stops."""
 
@@ -23,7 +26,15 @@ SLOW_CLIENT_S = 5
 class Server(uvicorn.Server):
     """A server that says when it is ready, gives requests some time when it is stopped, and ends when the engine fails."""
 
-    def __init__(self, api: Api, api_key: str | None, grace_s: int, log: Callable[[str], None], ready: str) -> None:
+    def __init__(
+        self,
+        api: Api,
+        api_key: str | None,
+        grace_s: int,
+        log: Callable[[str], None],
+        ready: str,
+        limits: Limits | None = None,
+    ) -> None:
         self.api, self.grace_s, self.log, self.ready = api, grace_s, log, ready
         super().__init__(
             uvicorn.Config(
@@ -34,6 +45,8 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=grace_s + SLOW_CLIENT_S,
                 lifespan="on",
                 ws="none",
+                http=limited(limits or limits_here()),
+                backlog=ACCEPTED_AT_ONCE,
             )
         )
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -53,6 +66,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._event_loop = asyncio.get_running_loop()
+        for bound in sockets or []:
+            bound.listen(BACKLOG)  # asyncio has one number for this and for the connections that it accepts at once
         if self.started:
             self.log(self.ready)
 

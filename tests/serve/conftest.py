@@ -137,7 +137,7 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     """A server on a free port; its end is added to `stops`."""
     max_rows, max_queue = options.pop("max_rows", 8), options.pop("max_queue", 64)
     max_body, api_key = options.pop("max_body", 2**20), options.pop("api_key", None)
-    grace_s = options.pop("grace_s", 20)
+    grace_s, limits = options.pop("grace_s", 20), options.pop("limits", None)
     served = Served(NAME, tokenizer, model.arch.vocab_size, model.arch.max_positions, options.pop("max_tokens", None))
     assert not options
     loop = EngineLoop(
@@ -145,7 +145,7 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     )
     log: list[str] = []
     bound = bind("127.0.0.1", 0)
-    server = Server(Api(served, loop, max_body), api_key, grace_s, log=log.append, ready="ready")
+    server = Server(Api(served, loop, max_body), api_key, grace_s, log=log.append, ready="ready", limits=limits)
     running = Running(model, tokenizer, served, loop, url_of(bound), server, log)
     thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()

@@ -1,0 +1,99 @@
+"""Clients that connect and do not ask, and bytes that could be read as two requests."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from burnish.serve.connections import Limits
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+SHORT = {"model": "tiny", "prompt": [65], "max_tokens": 2}
+
+
+def connect(running: Any, sent: bytes = b"") -> socket.socket:
+    host, port = running.url.split("/")[2].split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def read(connection: socket.socket) -> bytes:
+    """Everything up to the end of the connection."""
+    found = b""
+    while part := connection.recv(65536):
+        found += part
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", HEAD[:-7], HEAD + b"Content-Length: 100\r\n\r\n{", HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"],
+    ids=["nothing", "half of the headers", "half of the body", "half of a chunk"],
+)
+def test_a_request_that_does_not_come_to_its_end_is_closed_in_time(start_server: Any, sent: bytes) -> None:
+    running = start_server(limits=Limits(headers_s=0.2, body_s=0.2))
+    assert read(connect(running, sent)).startswith(b"HTTP/1.1 408 ")
+    running.wait_until(lambda: not running.server.server_state.connections)
+    assert running.server.api.intake.num_bytes == 0
+
+
+def test_the_body_of_a_request_that_was_refused_is_not_waited_for_without_end(start_server: Any) -> None:
+    running = start_server(limits=Limits(body_s=0.2), api_key="sesame-42")
+    answer = read(connect(running, HEAD + b"Content-Length: 100\r\n\r\n{"))
+    assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+def test_the_second_request_of_a_connection_has_its_own_time(start_server: Any) -> None:
+    running = start_server(limits=Limits(headers_s=0.2))
+    whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    connection = connect(running, whole)
+    assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    connection.sendall(whole[:-2])
+    assert b"HTTP/1.1 408 " in read(connection)
+
+
+def test_the_time_of_a_request_ends_when_it_has_come(start_server: Any) -> None:
+    running = start_server(limits=Limits(headers_s=0.2, body_s=0.2))
+    stream = running.client().completions.create(
+        model="tiny", prompt=[65], max_tokens=100_000, temperature=0, stream=True
+    )
+    next(iter(stream))
+    assert read(connect(running)).startswith(b"HTTP/1.1 408 ")  # a later one has come to its end meanwhile
+    next(iter(stream))
+    stream.close()
+    running.wait_until(running.is_idle)
+
+
+def test_idle_connections_make_room_for_those_that_ask(start_server: Any) -> None:
+    running = start_server(limits=Limits(most=20))
+    held = [connect(running) for _ in range(60)]
+    running.wait_until(lambda: len(running.server.server_state.connections) == 20)
+    assert running.client().completions.create(**SHORT).usage.completion_tokens == 2
+    assert held[0].recv(100).startswith(b"HTTP/1.1 408 ")  # the oldest first
+    for connection in held:
+        connection.close()
+
+
+def test_connections_that_are_being_answered_are_not_closed_for_new_ones(start_server: Any) -> None:
+    running = start_server(limits=Limits(most=3), max_rows=3)
+    running.model.gate.clear()
+    body = b'{"model": "tiny", "prompt": [65], "max_tokens": 2}'
+    request = HEAD + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+    asking = [connect(running, request) for _ in range(3)]
+    running.wait_until(lambda: running.loop.num_unfinished == 3)
+    assert read(connect(running)).startswith(b"HTTP/1.1 503 ")
+    running.model.gate.set()
+    assert all(read(connection).startswith(b"HTTP/1.1 200 ") for connection in asking)
+
+
+def test_two_lengths_of_a_body_are_refused_and_end_the_connection(random_server: Any) -> None:
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    lengths = f"Content-Length: {len(inner) + 5}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    answer = read(connect(random_server, HEAD + lengths + b"0\r\n\r\n" + inner))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"ambiguous_length" in answer
+    assert answer.count(b"HTTP/1.1") == 1
