@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--template", choices=("auto", "chat", "plain"), default="auto", help="auto: chat where the tokenizer has one")
     add("--system", help="a system message (chat templates)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32", help="of the arithmetic")
+    add(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from burnish.config.load import load
     from burnish.config.model import Model
     from burnish.config.rollout import Sampling
-    from burnish.evaluation.subject import find_subject
+    from burnish.evaluation.subject import compute_dtype, find_subject
 
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
@@ -57,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
         say(
             f"the run was trained in environment {environment}, which is not asked here: this is its first answer alone (`burnish eval` plays on)"
         )
-    from burnish.models.policy import load_policy
+    from burnish.models.policy import load_policy, pick_device
 
-    policy = load_policy(Model(dtype=args.dtype, device=args.device), subject.path, None, args.seed)
+    dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
+    policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, args.seed)
     stream(policy, requests(args, policy, sampling, text))
     return 0
 

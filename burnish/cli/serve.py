@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help=f"what clients must show (default: ${KEY_VARIABLE}, else none is asked for)")
     add("--name", help="what clients call the model (default: the name of DIR)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32", help="of the arithmetic")
+    add(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
+    )
     add("--max-rows", type=int, default=256, help="most completions decoded at once (default 256)")
     add(
         "--max-queue", type=int, default=1024, help="most completions that wait; past it clients get 429 (default 1024)"
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     require_extra()
     check(args)
-    from burnish.evaluation.subject import find_subject
+    from burnish.evaluation.subject import compute_dtype, find_subject
 
     subject = find_subject(args.model)
     if subject.note is not None:
@@ -70,14 +74,15 @@ def run(args: argparse.Namespace) -> int:
     if api_key is None and not is_loopback(bound):
         say(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
     from burnish.config.model import Model
-    from burnish.models.policy import load_policy
+    from burnish.models.policy import load_policy, pick_device
     from burnish.serve.app import Api
     from burnish.serve.server import run as serve
 
-    policy = load_policy(Model(dtype=args.dtype, device=args.device), subject.path, None, seed=0)
+    dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
+    policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, seed=0)
     loop = engine_loop(args, policy)
     api = Api(served(args, policy, loop.engine), loop, max_body=int(args.max_body * MIB))
-    note = f"{policy.note}, {args.dtype}"
+    note = f"{policy.note}, {dtype}"
     serve(api, bound, api_key=api_key, grace_s=args.grace, log=say, note=note)
     return 0
 

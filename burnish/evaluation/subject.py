@@ -9,6 +9,7 @@ from typing import Any
 
 from burnish.config.environment import Environment
 from burnish.config.errors import UserError, hub_hint, nearest
+from burnish.config.model import Model
 from burnish.config.text import parse
 from burnish.run.checkpoints import Checkpoints
 from burnish.run.directory import RunDirectory
@@ -47,6 +48,23 @@ def stored_dtype(path: Path) -> str | None:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     found = config.get("dtype") or config.get("torch_dtype")
     return found if isinstance(found, str) else None
+
+
+def compute_dtype(subject: Subject, on_gpu: bool) -> str:
+    """The type to sample in where the command gives none: that of the run the model comes from.
+
+    Without a run it is, on a GPU, the half precision that the weights are stored in, else bfloat16. A CPU samples in float32, and in
+    float64 where the run did: half precision saves no time there.
+    """
+    beside = subject.path.parent.parent / "config.yaml" if subject.path.parent.name == "checkpoints" else None
+    config = subject.config
+    if not config and beside is not None and beside.is_file():  # a checkpoint that was named itself
+        config = parse(beside.read_text(encoding="utf-8"), str(beside)) or {}
+    ran_in = (config.get("model") or {}).get("dtype", Model().dtype) if config else None
+    if not on_gpu:
+        return "float64" if ran_in == "float64" else "float32"
+    stored = stored_dtype(subject.path)
+    return ran_in or (stored if stored in ("bfloat16", "float16") else "bfloat16")
 
 
 def _of_run(run: RunDirectory) -> Subject:

@@ -7,7 +7,7 @@ import pytest
 
 from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.evaluation.subject import find_subject, fit_max_tokens, stored_dtype
+from burnish.evaluation.subject import Subject, compute_dtype, find_subject, fit_max_tokens, stored_dtype
 from burnish.run.checkpoints import Checkpoints
 from burnish.run.contents import Blob, Snapshot
 
@@ -80,3 +80,24 @@ def test_the_stored_type_is_the_configs_and_of_an_adapter_its_bases(tmp_path: Pa
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../old"}))
     found = {name: stored_dtype(tmp_path / name) for name in ("old", "new", "none", "adapter")}
     assert found == {"old": "bfloat16", "new": "float16", "none": None, "adapter": "bfloat16"}
+
+
+def test_a_model_is_sampled_in_the_type_its_run_computed_in(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    plain = tmp_path / "plain"
+    for folder in (checkpoint, plain):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    for ran_in, on_gpu, on_cpu in (
+        ("bfloat16", "bfloat16", "float32"),
+        ("float32", "float32", "float32"),
+        ("float64", "float64", "float64"),
+        (None, "float32", "float32"),
+    ):
+        config = {"model": {"path": "x"} | ({"dtype": ran_in} if ran_in else {})}
+        (tmp_path / "run" / "config.yaml").write_text(json.dumps(config))
+        for subject in (Subject(checkpoint, config=config), Subject(checkpoint)):
+            assert [compute_dtype(subject, is_gpu) for is_gpu in (True, False)] == [on_gpu, on_cpu], ran_in
+    for stored, on_gpu in (("float32", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")):
+        (plain / "config.json").write_text(json.dumps({"dtype": stored}))
+        assert [compute_dtype(Subject(plain), is_gpu) for is_gpu in (True, False)] == [on_gpu, "float32"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from burnish.cli import serve
 from burnish.cli.main import main
@@ -155,6 +156,20 @@ def test_a_server_without_a_key_beyond_this_machine_is_warned_of(
         said = capsys.readouterr().err
         assert "enough" in said
         assert (warning in said) == is_warned
+
+
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["sample", "the"]], ids=lambda words: words[0])
+def test_on_a_gpu_a_model_is_not_loaded_in_float32_unless_told(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    def stop_here(config: Any, *_: object, **__: object) -> None:
+        raise UserError(f"loaded in {config.dtype}")
+
+    monkeypatch.setattr("burnish.models.policy.load_policy", stop_here)
+    monkeypatch.setattr("burnish.models.policy.pick_device", lambda name: torch.device("cuda"))
+    for options, dtype in (([], "bfloat16"), (["--dtype", "float32"], "float32")):
+        assert main([command[0], str(model_directory), *command[1:], *options]) == 2
+        assert f"loaded in {dtype}" in capsys.readouterr().err
 
 
 def test_without_the_extra_it_says_which_to_install(
