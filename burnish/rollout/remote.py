@@ -96,6 +96,8 @@ class RemoteEngine:
         fresh = set(map(attrgetter("id"), requests))
         if len(fresh) < len(requests) or not fresh.isdisjoint(self.unfinished):
             raise ValueError("two requests have the same id, or one is already running")
+        if undelivered := fresh.intersection(completion.id for completion in self.ready):
+            raise ValueError(f"request {min(undelivered)} is already running: its completion is not delivered yet")
         self.is_awake = True
         self.unfinished |= fresh
         self._deal(groups)

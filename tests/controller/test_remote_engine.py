@@ -75,6 +75,17 @@ def test_a_request_that_can_never_run_is_refused_at_once(tmp_path: Path) -> None
         parts.engine.submit(requests(1))
 
 
+def test_the_id_of_a_completion_that_is_not_delivered_yet_is_taken(tmp_path: Path) -> None:
+    engine = parts_of(tmp_path).engine
+    engine.submit(requests(2))
+    while engine.num_unfinished:
+        engine._listen()
+    with pytest.raises(ValueError, match="its completion is not delivered yet"):
+        engine.submit(requests(1))
+    assert sorted(completion.id for completion in engine.stream()) == sorted(request.id for request in requests(2))
+    engine.submit(requests(1))  # now it is free
+
+
 def test_an_interrupted_stream_goes_on_later(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts.engine.submit(requests(4))

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from typing import Any, Protocol
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request
+
+from burnish.core.http import deadline_opener
 
 MAX_WAIT_S = 60.0
 SHOWN_CHARS = 300
+OPENER = deadline_opener()
 Wait = Callable[[float], bool]
 """Sleeps so many seconds; True if it was woken because the judge is closing."""
 
@@ -93,7 +96,7 @@ class Endpoint:
 
     def _once(self, data: bytes, timeout_s: float) -> str:
         request = Request(self.address, data, self._headers)
-        with urlopen(request, timeout=max(timeout_s, 0.001)) as reply:
+        with OPENER.open(request, timeout=max(timeout_s, 0.001)) as reply:
             said = json.loads(reply.read())
         try:
             content = said["choices"][0]["message"]["content"]

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options
+from burnish.core.http import is_server_url
 from burnish.rewards.judge.parsing import check_parser
 
 SLOTS = re.compile(r"\{(question|answer|expected)\}")
@@ -107,8 +107,10 @@ class JudgeOptions:
 
     def check(self) -> None:
         """ValueError for what makes no sense."""
-        if self.url is not None and urlsplit(self.url).scheme not in ("http", "https"):
-            raise ValueError(f"url {self.url!r} should begin with http:// or https://")
+        if self.url is not None and not is_server_url(self.url):
+            raise ValueError(
+                f"url {self.url!r} should begin with http:// or https:// and name a server, such as http://localhost:8000/v1"
+            )
         for name, known in (("engine", ENGINES), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")

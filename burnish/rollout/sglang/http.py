@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from burnish.config.errors import UserError
+from burnish.core.http import connection_to, is_server_url
 
 CONNECT_S = 5.0
-CHUNK = 1 << 16
 SHOWN = 300
 """Characters of a server's own words in an error."""
 
@@ -32,29 +31,21 @@ class ServerError(Exception):
 
 def check_url(url: str) -> str:
     """The address of a server, without a slash at its end."""
-    parts = urlsplit(url)
-    try:
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
-        whole = False
-    if not whole or parts.query or parts.fragment or parts.username:
+    if not is_server_url(url):
         raise UserError(f"rollout.sglang.urls: {url!r} is no address of a server; write it as http://host:30000")
     return url.rstrip("/")
 
 
 def call(url: str, path: str, timeout_s: float, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
     """What `url` answers at `path`: JSON if it is, else text. GET, or POST with a body; a status past 299 is an error."""
-    parts = urlsplit(url)
-    deadline = time.monotonic() + timeout_s
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=max(0.001, min(CONNECT_S, timeout_s)))
+    connection = connection_to(url, timeout_s, CONNECT_S)
     try:
         connection.connect()
     except OSError as error:
         raise ServerError("unreachable", url, path, _named(error)) from error
     try:
         name = method or ("GET" if body is None else "POST")
-        status, data = _exchange(connection, name, parts.path + path, body, deadline)
+        status, data = _exchange(connection, name, urlsplit(url).path + path, body)
     except TimeoutError as error:
         raise ServerError("late", url, path, f"no answer within {round(timeout_s, 1):g} s") from error
     except (OSError, HTTPException) as error:
@@ -68,19 +59,11 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _exchange(
-    connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None, deadline: float
-) -> tuple[int, bytes]:
-    connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
+def _exchange(connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
     sent = None if body is None else json.dumps(body).encode()
     connection.request(method, path, sent, {"Content-Type": "application/json"} if sent else {})
     response = connection.getresponse()
-    data = bytearray()
-    while chunk := response.read1(CHUNK):
-        data += chunk
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    return response.status, bytes(data)
+    return response.status, response.read()
 
 
 def _answer(url: str, path: str, status: int, data: bytes) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 from burnish.config.errors import UserError
+from burnish.core.http import connection_to, is_server_url
 
 CONNECT_S = 10.0
 SHOWN = 400
@@ -26,24 +26,21 @@ class ServerError(UserError):
 
 def check_url(url: str) -> str:
     """The address of a server, without a slash at its end."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise UserError(f"rollout.vllm.url: {url!r} is no address of a server; write it as http://host:8000")
+    if not is_server_url(url):
+        raise UserError(
+            f"rollout.vllm.url: {url!r} is no address of a server; write it as http://host:8000, with a number for the port"
+        )
     return url.rstrip("/")
 
 
 def call(url: str, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
-    """What a server answers at a path: JSON if it is, else text. GET, or POST with a body."""
-    parts = urlsplit(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=CONNECT_S)
+    """What a server answers at a path within `timeout_s` in all: JSON if it is, else text. GET, or POST with a body."""
+    connection = connection_to(url, timeout_s, CONNECT_S)
     try:
         connection.connect()
-        assert isinstance(connection.sock, socket.socket)
-        connection.sock.settimeout(timeout_s)
         sent = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if sent is not None else {}
-        connection.request("GET" if sent is None else "POST", parts.path + path, sent, headers)
+        connection.request("GET" if sent is None else "POST", urlsplit(url).path + path, sent, headers)
         response = connection.getresponse()
         status, data = response.status, response.read()
     except TimeoutError as error:

@@ -1,0 +1,123 @@
+"""HTTP connections with a deadline for the whole exchange.
+
+The timeout of a socket is that of one read: a server that sends a byte now and then keeps its caller for ever. These connections of the
+standard library raise `TimeoutError` once their time is over, wherever the exchange then is.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+import time
+from http.client import HTTPConnection, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, build_opener
+
+
+def is_server_url(url: str) -> bool:
+    """Whether a text is the address of an HTTP server: scheme and host, perhaps a port and a path, and nothing else."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or of half an IPv6 address
+        return False
+    return is_whole and not (parts.query or parts.fragment or parts.username)
+
+
+class _DeadlineSocket:
+    """What `http.client` uses of a socket, with a deadline for all of it."""
+
+    def __init__(self, inner: socket.socket, deadline: float) -> None:
+        self._inner, self._deadline = inner, deadline
+        self._num_files, self._is_closed = 0, False
+
+    def _start(self) -> None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        self._inner.settimeout(left_s)
+
+    def sendall(self, data: Any) -> None:
+        self._start()
+        self._inner.sendall(data)  # its timeout is for all of the data
+
+    def recv_into(self, buffer: Any) -> int:
+        self._start()
+        return self._inner.recv_into(buffer)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        assert mode == "rb"
+        self._num_files += 1
+        return io.BufferedReader(_Reader(self))
+
+    def drop_file(self) -> None:
+        self._num_files -= 1
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket once no file of it is read any more."""
+        self._is_closed = True
+        if self._num_files <= 0:
+            self._inner.close()
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, owner: _DeadlineSocket) -> None:
+        self._owner = owner
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._owner.recv_into(buffer)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._owner.drop_file()
+        super().close()
+
+
+class _WithDeadline(HTTPConnection):
+    """`timeout` is for everything from here on."""
+
+    def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
+        super().__init__(*args, timeout=max(0.001, timeout), **kwargs)
+        self._deadline = time.monotonic() + timeout
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock: Any = _DeadlineSocket(self.sock, self._deadline)
+
+
+class DeadlineHTTPConnection(_WithDeadline, HTTPConnection):
+    """An `HTTPConnection` with a deadline."""
+
+
+class DeadlineHTTPSConnection(_WithDeadline, HTTPSConnection):
+    """An `HTTPSConnection` with a deadline."""
+
+
+def connection_to(url: str, timeout_s: float, connect_s: float) -> HTTPConnection:
+    """A connection to the server of an address, whose time begins now."""
+    parts = urlsplit(url)
+    kind = DeadlineHTTPSConnection if parts.scheme == "https" else DeadlineHTTPConnection
+    found = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    found.timeout = max(0.001, min(timeout_s, connect_s))
+    return found
+
+
+class _Plain(HTTPHandler):
+    def http_open(self, request: Request) -> Any:
+        return self.do_open(DeadlineHTTPConnection, request)
+
+
+class _Secure(HTTPSHandler):
+    def https_open(self, request: Request) -> Any:
+        return self.do_open(DeadlineHTTPSConnection, request)
+
+
+def deadline_opener() -> OpenerDirector:
+    """What `urlopen` does, proxies and redirects included, where the timeout of each exchange is its deadline."""
+    return build_opener(_Plain, _Secure)
