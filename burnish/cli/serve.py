@@ -76,12 +76,13 @@ def run(args: argparse.Namespace) -> int:
     from burnish.config.model import Model
     from burnish.models.policy import load_policy, pick_device
     from burnish.serve.app import Api
+    from burnish.serve.scoring import Scorer
     from burnish.serve.server import run as serve
 
     dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
     policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, seed=0)
     loop = engine_loop(args, policy)
-    api = Api(served(args, policy, loop.engine), loop, max_body=int(args.max_body * MIB))
+    api = Api(served(args, policy, loop.engine), loop, int(args.max_body * MIB), Scorer(policy.module))
     note = f"{policy.note}, {dtype}"
     serve(api, bound, api_key=api_key, grace_s=args.grace, log=say, note=note)
     return 0

@@ -82,7 +82,7 @@ class _Reader(io.RawIOBase):
 class _WithDeadline(HTTPConnection):
     """`timeout` is for everything from here on."""
 
-    def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, timeout: float = 60.0, **kwargs: Any) -> None:
         super().__init__(*args, timeout=max(0.001, timeout), **kwargs)
         self._deadline = time.monotonic() + timeout
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.core.engine import Request
@@ -18,6 +19,19 @@ from burnish.serve.choices import Delta
 from burnish.serve.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
+Top = Sequence[tuple[int, float]]
+"""Tokens with their log-probs, the likeliest first."""
+
+
+@dataclass
+class Echo:
+    """A prompt that is part of the answer."""
+
+    text: str
+    tokens: list[int]
+    logp: list[float] | None = None
+    """Of the tokens but the first, under the model itself; None where nobody asked."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class Answer(ABC):
@@ -91,41 +105,83 @@ class Answer(ABC):
 
     def _name(self, token: int, piece: str) -> str:
         """A token as its text; markup, which has none, by its name."""
-        return self.tokenizer.decode([token], skip_special=False) if self.tokenizer.is_special(token) else piece
+        return self._alone(token) if self.tokenizer.is_special(token) else piece
+
+    def _alone(self, token: int) -> str:
+        """A token as its text where it stands alone, which may be a part of a character."""
+        return self.tokenizer.decode([token], skip_special=False)
+
+    def _alternatives(
+        self, token: int, name: str, logp: float, top: Top | None, num_top: int
+    ) -> list[tuple[str, float]]:
+        """The likeliest tokens by name, and the token itself where it is not among them; its own log-prob is the engine's."""
+        if top is None:  # drawn greedily: the token is the likeliest
+            return [(name, logp)] if num_top else []
+        found = [(name, logp) if other == token else (self._alone(other), value) for other, value in top[:num_top]]
+        return found if token in [other for other, _ in top[:num_top]] else [*found, (name, logp)]
 
 
 class CompletionAnswer(Answer):
     """`text_completion`: a chunk looks like the whole."""
 
     object = chunk_object = "text_completion"
+    echoes: Sequence[Echo] = ()
+    """Of each prompt, where they are part of the answer."""
 
     def _choice(self, delta: Delta) -> Json:
         return self._part(delta, is_first=True)
 
     def _part(self, delta: Delta, is_first: bool) -> Json:
+        echo = self.echoes[delta.index // self.asked.n] if self.echoes else None
         found = {
             "index": delta.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta),
+            "text": delta.text if echo is None else echo.text + delta.text,
+            "logprobs": self._logprobs(delta, echo),
             "finish_reason": delta.finish,
         }
         if is_first and self.asked.return_token_ids:
             found["prompt_token_ids"] = list(self.requests[delta.index].tokens)
         return found | self._ids(delta)
 
-    def _logprobs(self, delta: Delta) -> Json | None:
+    def _logprobs(self, delta: Delta, echo: Echo | None) -> Json | None:
         num_top = self.asked.logprobs
         if num_top is None or delta.logp is None:
             return None
-        pieces = self.tokenizer.pieces(delta.tokens)
-        names = [self._name(token, piece) for token, piece in zip(delta.tokens, pieces, strict=True)]
-        starts = itertools.accumulate(map(len, pieces[:-1]), initial=0)
-        return {
-            "tokens": names,
-            "token_logprobs": delta.logp,
-            "top_logprobs": [{n: x} for n, x in zip(names, delta.logp, strict=True)] if num_top else None,
-            "text_offset": [min(start, len(delta.text)) for start in starts],
-        }
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
+        if echo is not None and echo.logp is not None:
+            # The first token of a text has no past, and so no log-prob.
+            top = [None, *echo.top] if num_top else None
+            self._add(found, echo.tokens, [None, *echo.logp], top, 0, len(echo.text))
+        start = 0 if echo is None else len(echo.text)
+        self._add(found, delta.tokens, delta.logp, delta.top, start, start + len(delta.text))
+        return found
+
+    def _add(
+        self,
+        found: Json,
+        tokens: Sequence[int],
+        logp: Sequence[float | None],
+        top: Sequence[Top | None] | None,
+        start: int,
+        end: int,
+    ) -> None:
+        """Append tokens whose text goes from `start` to `end`."""
+        num_top = self.asked.logprobs
+        pieces = self.tokenizer.pieces(tokens)
+        names = [self._name(token, piece) for token, piece in zip(tokens, pieces, strict=True)]
+        found["tokens"] += names
+        found["token_logprobs"] += logp
+        starts = itertools.accumulate(map(len, pieces[:-1]), initial=start) if pieces else []
+        found["text_offset"] += [min(at, end) for at in starts]
+        if not num_top:
+            return
+        for k, (token, name, value) in enumerate(zip(tokens, names, logp, strict=True)):
+            if value is None:
+                found["top_logprobs"].append(None)
+                continue
+            others = self._alternatives(token, name, value, None if top is None else top[k], num_top)
+            # Of two tokens with the same text the likelier one is told.
+            found["top_logprobs"].append(dict(sorted(others, key=lambda pair: pair[1])))
 
 
 class ChatAnswer(Answer):
@@ -161,8 +217,17 @@ class ChatAnswer(Answer):
         assert isinstance(asked, ChatRequest)
         content = []
         pieces = self.tokenizer.pieces(delta.tokens)
-        for token, piece, logp in zip(delta.tokens, pieces, delta.logp, strict=True):
+        for k, (token, piece, logp) in enumerate(zip(delta.tokens, pieces, delta.logp, strict=True)):
             name = self._name(token, piece)
             entry = {"token": name, "logprob": logp, "bytes": list(piece.encode()) if name == piece else None}
-            content.append({**entry, "top_logprobs": [entry] if asked.top_logprobs else []})
+            top = None if delta.top is None else delta.top[k]
+            others = self._alternatives(token, name, logp, top, asked.top_logprobs)[: asked.top_logprobs]
+            content.append(entry | {"top_logprobs": [self._other(other, entry) for other in others]})
         return {"content": content, "refusal": None}
+
+    @staticmethod
+    def _other(other: tuple[str, float], entry: Json) -> Json:
+        name, logp = other
+        if name == entry["token"] and logp == entry["logprob"]:
+            return dict(entry)
+        return {"token": name, "logprob": logp, "bytes": list(name.encode())}

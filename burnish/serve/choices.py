@@ -28,6 +28,8 @@ class Delta:
     logp: list[float] | None = None
     """Of the tokens, under the model itself where the request asked for that; known when the choice has ended."""
     finish: str | None = None
+    top: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens at each place with their log-probs, where they were computed."""
 
 
 class Choice:

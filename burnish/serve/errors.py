@@ -49,4 +49,6 @@ def not_a_number() -> ApiError:
 
 def internal_error() -> ApiError:
     """For a failure that is ours: its cause is in the server's log, and no business of the client."""
-    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+    # The connection ends with it, and a client that is told so does not ask on it again.
+    close = {"Connection": "close"}
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error", headers=close)

@@ -14,13 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from burnish.serve.errors import ApiError
 
 LONGEST_NOTE = 300
+HEALTH = "/health"
 
 
 class Guard:
     """An application behind a key, with a log."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, log: Callable[[str], None], count: Callable[[str, int, bool], None]
+    ) -> None:
         self.app, self.api_key, self.log = app, api_key, log
+        self.count = count
+        """Hears the path and the status of every answer, and whether its client left before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,6 +58,7 @@ class Guard:
             await answer(scope, watched_receive, watched_send)
         finally:
             self._write(scope, status, time.perf_counter() - started, has_left)
+            self.count(scope["path"], status or 500, has_left)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -64,6 +70,8 @@ class Guard:
                 code="ambiguous_length",
                 headers={"Connection": "close"},
             )
+        if scope["path"] == HEALTH:  # for probes, which have no key; it tells nothing but whether the server serves
+            return None
         if self.api_key is None:
             here, asked = (scope.get("server") or ("", 0))[0], _host(headers.get("host", ""))
             if not _is_this_machine(here) or _is_this_machine(asked):

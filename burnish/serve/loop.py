@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Engine, Request
 from burnish.serve.errors import ApiError
 
+T = TypeVar("T")
 Listener = Callable[[str, int], None]
 RETRY_AFTER_S = 1
 LONGEST_STEP_S = 30
@@ -86,9 +88,12 @@ class EngineLoop:
         self.engine = make_engine(self._hear)
         self.max_unfinished = max_unfinished
         self.num_unfinished = 0
+        self.num_tokens = 0  # of all completions that ended
+        self.finishes: Counter[str] = Counter()
         self.failure: EngineFailure | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._open: set[Generation] = set()  # of the event loop
+        self._calls: set[asyncio.Future[Any]] = set()  # of the event loop
         self._running: dict[str, tuple[Generation, int]] = {}  # of the thread, by the request's id
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: deque[tuple[Generation, Event | Exception] | EngineFailure] = deque()
@@ -112,6 +117,18 @@ class EngineLoop:
         for generation in list(self._open):
             generation.hear(_shutting_down())
             generation.cancel()
+        self._end_calls(_shutting_down())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the engine's queue."""
+        queue: Sized = getattr(self.engine, "queue", ())  # an engine that starts everything at once has none
+        return min(len(queue), self.num_unfinished)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being sampled."""
+        return self.num_unfinished - self.num_waiting
 
     def stop(self) -> None:
         """Drop what is unfinished and end the thread after the step it is in. A step that takes too long is left behind."""
@@ -122,16 +139,20 @@ class EngineLoop:
 
     def check_room(self, num: int) -> None:
         """Raise if so many more requests cannot be taken, now or ever."""
+        self.check_open()
+        if num > self.max_unfinished:
+            message = f"{num} completions are asked for at once; the server holds at most {self.max_unfinished}"
+            raise ApiError(400, message, param="n", code="too_many_completions")
+        if self.num_unfinished + len(self._calls) + num > self.max_unfinished:
+            message = f"the queue is full: {self.num_unfinished + len(self._calls)} of {self.max_unfinished} completions are unfinished; try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+
+    def check_open(self) -> None:
+        """Raise if nothing more is taken."""
         if self.failure is not None:
             raise ApiError(503, "the engine has failed, and the server is going down", code="engine_failed")
         if self._is_closed:
             raise _shutting_down()
-        if num > self.max_unfinished:
-            message = f"{num} completions are asked for at once; the server holds at most {self.max_unfinished}"
-            raise ApiError(400, message, param="n", code="too_many_completions")
-        if self.num_unfinished + num > self.max_unfinished:
-            message = f"the queue is full: {self.num_unfinished} of {self.max_unfinished} completions are unfinished; try again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
     def submit(self, requests: Sequence[Request], wants_tokens: bool) -> Generation:
         """Hand requests over; `wants_tokens` asks for an event for every token, and not only at the end."""
@@ -141,6 +162,46 @@ class EngineLoop:
         self._open.add(generation)
         self._send(lambda: self._submit(generation))
         return generation
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, called on the engine's thread between two steps: it may use the engine's model.
+
+        Calls take room from requests, but are not refused for lack of it: each belongs to a request that was taken.
+        """
+        self.check_open()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: T | None, error: Exception | None) -> None:
+            if future.done():  # the client has left, or the server ends
+                return
+            if error is None:
+                future.set_result(result)  # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+        def action() -> None:
+            if future.cancelled():
+                return
+            result, error = None, None
+            try:
+                result = work()
+            except Exception as raised:  # noqa: BLE001 (the caller has it; the engine was not touched)
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(tell, result, error)
+
+        self._calls.add(future)
+        try:
+            self._send(action)
+            return await future
+        finally:
+            self._calls.discard(future)
+
+    def _end_calls(self, error: Exception) -> None:
+        for future in self._calls:
+            if not future.done():
+                future.set_exception(error)
 
     def abort(self, generation: Generation) -> None:
         """Stop what is left of a generation."""
@@ -157,6 +218,7 @@ class EngineLoop:
             if isinstance(item, EngineFailure):
                 for generation in list(self._open):
                     self._tell(generation, item)
+                self._end_calls(item)
                 self.on_failure()
             else:
                 self._tell(*item)
@@ -167,6 +229,8 @@ class EngineLoop:
             ended = generation.num_unfinished
         elif isinstance(event.what, Completion):
             ended = 1
+            self.num_tokens += len(event.what.tokens)
+            self.finishes[event.what.finish] += 1
         generation.num_unfinished -= ended
         self.num_unfinished -= ended
         if not generation.num_unfinished:

@@ -17,7 +17,17 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.native.shared import MAX_BIASES
 from burnish.serve.errors import ApiError, bad_value
 from burnish.serve.intake import TextLimit
-from burnish.serve.schema import ChatRequest, CompletionRequest, Message
+from burnish.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+    draws_likeliest,
+    num_alternatives,
+    validated,
+)
+from burnish.serve.scoring import MAX_SCORED
 
 RESERVED = frozenset(
     {
@@ -51,17 +61,15 @@ def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple
     prompts = []
     for prompt in request.prompt:
         tokens = _encode(prompt, served) if isinstance(prompt, str) else prompt
-        wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
-        if wrong is not None:
-            raise bad_value("prompt", f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
+        _check_tokens(tokens, "prompt", served)
         prompts.append(tuple(tokens))
     return prompts
 
 
-def _encode(text: str, served: Served) -> list[int]:
+def _encode(text: str, served: Served, special: bool = True) -> list[int]:
     try:
         served.text_limit.check(text, "prompt")
-        return served.tokenizer.encode(text, special=True)
+        return served.tokenizer.encode(text, special=special)
     except UserError as error:
         raise bad_value("prompt", str(error)) from error
 
@@ -123,10 +131,11 @@ def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tu
         name, asked = "max_completion_tokens", request.max_completion_tokens
     if asked is not None and served.max_tokens is not None and asked > served.max_tokens:
         raise bad_value(name, f"got {asked}, but this server allows {served.max_tokens} new tokens at most")
-    if left is not None and (asked or 1) > left:
+    wanted = 1 if asked is None else asked
+    if left is not None and wanted > left:
         raise ApiError(
             400,
-            f"this server has {served.max_positions} positions for a sequence; the prompt has {longest} tokens, and {asked or 1} new "
+            f"this server has {served.max_positions} positions for a sequence; the prompt has {longest} tokens, and {wanted} new "
             "ones are asked for",
             param=name if left > 0 else "messages" if isinstance(request, ChatRequest) else "prompt",
             code="context_length_exceeded",
@@ -165,6 +174,50 @@ def engine_requests(
             index = len(requests)
             requests.append(Request(f"{name}/{index}", prompt, options, fold(noise, index)))
     return requests
+
+
+def check_scored(request: CompletionRequest | ChatRequest, requests: Sequence[Request]) -> None:
+    """Raise for sequences that are too long for the forward pass that `echo` and alternatives need."""
+    is_echo = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    is_top = num_alternatives(request) > (1 if draws_likeliest(request) else 0)
+    longest = max(len(r.tokens) + (r.sampling.max_tokens if is_top else 0) for r in requests)
+    if (is_echo or is_top) and longest > MAX_SCORED:
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        what = "prompts" if is_echo and not is_top else "prompt and max_tokens"
+        raise bad_value(
+            name,
+            f"log-probs beside those of sampled tokens are computed for {MAX_SCORED} tokens at most; {what} come to {longest}",
+        )
+
+
+def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer of `/tokenize`."""
+    if request.model is not None:
+        check_model(request.model, served)
+    if request.prompt is not None:
+        tokens = _encode(request.prompt, served, special=request.add_special_tokens)
+    else:
+        chat = {"model": served.name, "messages": request.messages, "tools": request.tools}
+        asked = validated(ChatRequest, chat | {"chat_template_kwargs": request.chat_template_kwargs})
+        tokens = list(chat_prompt(asked, served))
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_positions, "tokens": tokens}
+    if request.return_token_strs:
+        found["token_strs"] = served.tokenizer.pieces(tokens, skip_special=False)
+    return found
+
+
+def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer of `/detokenize`, with the text of markup too."""
+    if request.model is not None:
+        check_model(request.model, served)
+    _check_tokens(request.tokens, "tokens", served)
+    return {"prompt": served.tokenizer.decode(request.tokens, skip_special=False)}
+
+
+def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+    wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
+    if wrong is not None:
+        raise bad_value(param, f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
 
 
 def logit_bias_of(request: CompletionRequest | ChatRequest, served: Served) -> tuple[tuple[int, float], ...]:

@@ -44,6 +44,8 @@ MAX_PARTS = 16384
 """Text parts of all messages together."""
 MAX_TOOLS = 512
 """Also of the calls in one message."""
+MAX_TOKENS = 2**20
+"""Of one `/detokenize`."""
 MAX_LOGIT_BIASES = 4096
 """Keys of `logit_bias` that are looked at; the engine's own bound is lower and has its own message."""
 
@@ -56,7 +58,6 @@ IGNORED = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "echo": (False,),
     "best_of": (),  # but for n itself
     "suffix": ("",),
     "store": (False,),
@@ -73,6 +74,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """What OpenAI's APIs have and the engine cannot do, with the values that ask for nothing."""
+REASONS = {
+    "frequency_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
+    "presence_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
+    "response_format": "the engine does not constrain tokens to a grammar, so JSON could not be promised; ask for it in the prompt",
+    "best_of": "the engine does not rank completions; ask for n of them with logprobs",
+}
+"""Why, where it is not plain from the name."""
 
 
 class Fields(BaseModel):
@@ -164,8 +172,17 @@ class CompletionRequest(Sampled):
     """The body of `POST /v1/completions`."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts), Field(min_length=1)]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _some_answer(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 leaves nothing to answer; expected 1 or more, or echo=true")
+        if self.echo and self.stream:
+            raise ValueError("echo: not with stream=true; a prompt is scored as a whole")
+        return self
 
     @model_validator(mode="after")
     def _one_kind_of_prompt(self) -> CompletionRequest:
@@ -279,7 +296,32 @@ class ChatRequest(Sampled):
         return self
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
+class TokenizeRequest(Fields):
+    """The body of `POST /tokenize`: a text, or a dialogue as the chat template writes it."""
+
+    model: str | None = Field(None, max_length=NAME)
+    prompt: str | None = None
+    messages: Annotated[list[Any], BeforeValidator(_few_messages)] = []
+    tools: Annotated[list[Any], BeforeValidator(_at_most(MAX_TOOLS, "tools"))] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("prompt: give a text here, or messages, and not both")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = Field(None, max_length=NAME)
+    tokens: Annotated[list[int], FailFast(), BeforeValidator(_at_most(MAX_TOKENS, "tokens"))]
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def parse(kind: type[Body], body: bytes | bytearray) -> Body:
@@ -291,20 +333,26 @@ def parse(kind: type[Body], body: bytes | bytearray) -> Body:
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED}
-    for name in [name for name in fields if name in NEUTRAL]:
+    for name in [name for name in fields if name in NEUTRAL and issubclass(kind, Sampled)]:
         neutral = _best_of(fields) if name == "best_of" else NEUTRAL[name]
         if fields.pop(name) not in neutral:
-            raise bad_value(name, _cannot(neutral), "unsupported_parameter")
+            raise bad_value(name, _cannot(name, neutral), "unsupported_parameter")
+    request = validated(kind, fields)
+    if isinstance(request, CompletionRequest | ChatRequest):
+        _check_logprobs(request)
+    return request
+
+
+def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
+    """The request that the fields make, or the `ApiError` that names the first one that is wrong."""
     unknown = next((name for name in fields if name not in kind.model_fields), None)
     if unknown is not None:
         message = f"unknown parameter: {unknown}{nearest(unknown[:NAME], kind.model_fields)}"
         raise ApiError(400, message, param=unknown, code="unknown_parameter")
     try:
-        request = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
-    _check_logprobs(request)
-    return request
 
 
 def _best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
@@ -313,26 +361,22 @@ def _best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
     return (n,) if isinstance(n, int) else ()
 
 
-def _cannot(neutral: Sequence[Any]) -> str:
-    return "this server cannot do that; leave it out" + "".join(f", or give {value!r}" for value in neutral)
+def _cannot(name: str, neutral: Sequence[Any]) -> str:
+    why = f" ({REASONS[name]})" if name in REASONS else ""
+    return f"this server cannot do that{why}; leave it out" + "".join(f", or give {value!r}" for value in neutral)
+
+
+def num_alternatives(request: CompletionRequest | ChatRequest) -> int:
+    """How many of the likeliest tokens are wanted beside each token."""
+    return request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs or 0
+
+
+def draws_likeliest(request: CompletionRequest | ChatRequest) -> bool:
+    """Whether the token drawn is the likeliest under the log-probs that are told; a bias is not in the model's own."""
+    return request.temperature == 0 and not (request.raw_logprobs and request.logit_bias)
 
 
 def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
-    """The engine knows the log-prob of the token it drew, and of no other; drawn greedily it is also the likeliest, but for a bias
-    that the model's own log-probs do not see."""
-    name, num = (
-        ("top_logprobs", request.top_logprobs)
-        if isinstance(request, ChatRequest)
-        else ("logprobs", request.logprobs or 0)
-    )
-    is_likeliest = request.temperature == 0 and not (request.raw_logprobs and request.logit_bias)
-    if num > (1 if is_likeliest else 0):
-        plain = "logprobs=true alone" if isinstance(request, ChatRequest) else "logprobs=0"
-        raise bad_value(
-            name,
-            f"the engine gives the log-prob of the sampled token only, not of its alternatives (1 with temperature=0); use {plain}",
-            "unsupported_value",
-        )
     if request.raw_logprobs and (request.logprobs is None or request.logprobs is False):
         raise bad_value("raw_logprobs", "only with logprobs: it says which ones")
 

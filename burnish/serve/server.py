@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         self.api, self.grace_s, self.log, self.ready = api, grace_s, log, ready
         super().__init__(
             uvicorn.Config(
-                Guard(make_app(api), api_key, log),
+                Guard(make_app(api), api_key, log, api.metrics.count_request),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -21,6 +21,7 @@ from burnish.rollout.native.engine import NativeEngine
 from burnish.serve.app import Api
 from burnish.serve.loop import EngineLoop
 from burnish.serve.prompts import Served
+from burnish.serve.scoring import Scorer
 from burnish.serve.server import Server, bind, url_of
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"
@@ -145,7 +146,9 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     )
     log: list[str] = []
     bound = bind("127.0.0.1", 0)
-    server = Server(Api(served, loop, max_body), api_key, grace_s, log=log.append, ready="ready", limits=limits)
+    server = Server(
+        Api(served, loop, max_body, Scorer(model)), api_key, grace_s, log=log.append, ready="ready", limits=limits
+    )
     running = Running(model, tokenizer, served, loop, url_of(bound), server, log)
     thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()
