@@ -82,8 +82,8 @@ class _Reader(io.RawIOBase):
 class _WithDeadline(HTTPConnection):
     """`timeout` is for everything from here on."""
 
-    def __init__(self, *args: Any, timeout: float = 60.0, **kwargs: Any) -> None:
-        super().__init__(*args, timeout=max(0.001, timeout), **kwargs)
+    def __init__(self, host: str, port: int | None = None, *, timeout: float = 60.0, **kwargs: Any) -> None:
+        super().__init__(host, port, timeout=max(0.001, timeout), **kwargs)
         self._deadline = time.monotonic() + timeout
 
     def connect(self) -> None:

@@ -17,10 +17,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST = 4096
 SPARE_FILES = 128
-"""Files beside connections that the server may have open, with those of one batch of new connections."""
+"""Files that the server may have open beside those of connections, with new connections that it has not looked at yet."""
 LEAST = 16
-ACCEPTED_AT_ONCE = 64
-"""New connections of one turn of the event loop; each has a file before the first of them is looked at."""
+ACCEPTED_AT_ONCE = 16
+"""New connections of one turn of the event loop. It takes some turns until one can be closed for another, with a file open all the while."""
 
 
 @dataclass(frozen=True)

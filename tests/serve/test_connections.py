@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from typing import Any
 
 import pytest
 
-from burnish.serve.connections import Limits
+from burnish.serve.connections import Limits, limits_here
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SHORT = {"model": "tiny", "prompt": [65], "max_tokens": 2}
@@ -76,6 +77,14 @@ def test_idle_connections_make_room_for_those_that_ask(start_server: Any) -> Non
     assert held[0].recv(100).startswith(b"HTTP/1.1 408 ")  # the oldest first
     for connection in held:
         connection.close()
+
+
+@pytest.mark.parametrize(("files", "most"), [(1024, 896), (100, 16), (10**6, 4096), (resource.RLIM_INFINITY, 4096)])
+def test_there_are_fewer_connections_than_the_process_may_open_files(
+    monkeypatch: pytest.MonkeyPatch, files: int, most: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert limits_here().most == most
 
 
 def test_connections_that_are_being_answered_are_not_closed_for_new_ones(start_server: Any) -> None:

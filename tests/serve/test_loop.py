@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,6 +20,7 @@ from burnish.rollout.native.paged import PagedEngine
 from burnish.rollout.transformers_engine import TransformersEngine
 from burnish.serve.errors import ApiError
 from burnish.serve.loop import EngineLoop, Generation
+from burnish.serve.scoring import Scorer
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,41 @@ def test_room_is_counted_until_the_engine_has_let_go(run: Run) -> None:
         assert len((await read(loop.submit(requests("d", 4, 5), wants_tokens=True)))[1]) == 4
 
     run(body, max_unfinished=4)
+
+
+def test_calls_run_on_the_thread_of_the_engine_and_change_no_tokens(run: Run, model: Decoder) -> None:
+    alone = NativeEngine(model)
+    alone.submit(requests("a", 2, 40))
+    wanted = {c.id: c.tokens.tolist() for c in alone.stream()}
+    scorer = Scorer(model)
+    tokens = list(range(1, 40))
+    whole = scorer.score(tokens, 1, 2)
+
+    def fail() -> None:
+        raise ZeroDivisionError("of the call")
+
+    async def body(loop: EngineLoop) -> None:
+        threads = {await loop.call(threading.get_ident)}
+        generation = loop.submit(requests("a", 2, 40), wants_tokens=False)
+        for first in (1, 20, 39 - 1):
+            scores = await loop.call(lambda first=first: scorer.score(tokens, first, 2))
+            assert scores.logp == pytest.approx(whole.logp[first - 1 :], abs=1e-9)
+            threads.add(await loop.call(threading.get_ident))
+        with pytest.raises(ZeroDivisionError):
+            await loop.call(fail)
+        found = {c.id: c.tokens.tolist() for c in (await read(generation))[1].values()}
+        assert found == wanted
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
+        pending = asyncio.create_task(loop.call(threading.get_ident))
+        await asyncio.sleep(0)
+        loop.close()
+        with pytest.raises(ApiError, match="shutting down"):
+            await pending
+        with pytest.raises(ApiError, match="shutting down"):
+            await loop.call(threading.get_ident)
+
+    run(body)
 
 
 def test_stopping_with_requests_running_leaves_the_engine_empty(run: Run) -> None:

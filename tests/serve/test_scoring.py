@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.models.hf import TransformersPolicy
 from burnish.serve import prompts
 from burnish.serve.scoring import Scorer
 
@@ -161,3 +162,16 @@ def test_a_fault_while_scoring_is_that_requests_alone(random_server: Any, monkey
     assert random_server.loop.failure is None
     assert complete(random_server, echo=True, max_tokens=0, logprobs=1).choices
     random_server.wait_until(random_server.is_idle)
+
+
+def test_a_model_of_transformers_is_scored_too() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 50}
+    model = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    found = Scorer(TransformersPolicy(model)).score(tokens, 3, 2)
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)[2:-1]
+    assert found.logp == pytest.approx(wanted.gather(1, torch.tensor(tokens[3:])[:, None])[:, 0].tolist(), abs=1e-6)
+    assert [[i for i, _ in row] for row in found.top] == wanted.topk(2).indices.tolist()
