@@ -267,8 +267,10 @@ class Tool(Fields):
 
 def _few_messages(value: Any) -> Any:
     """The messages, if there are not too many of them, nor of their parts."""
+    if not isinstance(value, list):
+        return value
     _at_most(MAX_MESSAGES, "messages")(value)
-    contents = [message.get("content") for message in value if isinstance(message, dict)] if value else []
+    contents = [message.get("content") for message in value if isinstance(message, dict)]
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
     if num_parts > MAX_PARTS:
         raise ValueError(f"the contents have {num_parts} parts together; expected {MAX_PARTS} at most")

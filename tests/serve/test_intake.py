@@ -52,6 +52,8 @@ def test_the_number_of_errors_does_not_grow_with_the_number_of_wrong_values(kind
         ({"messages": [HELLO], "tools": [0] * 600}, "tools: got 600 tools; expected 512 at most"),
         ({"messages": [HELLO | MANY]}, "messages[0]: got 3002 fields, among them 'k0', which is not known"),
         ({"messages": [HELLO], **MANY}, "unknown parameter: k0"),
+        ({"messages": 3}, "messages: Input should be a valid list"),
+        ({"messages": {"a": 1}}, "messages: Input should be a valid list"),
         (
             {"messages": [HELLO], "n": [0] * NUM, "best_of": 2},
             "best_of: this server cannot do that (the engine does not rank",

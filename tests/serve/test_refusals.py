@@ -10,7 +10,15 @@ import openai
 import pytest
 
 from burnish.serve.errors import ApiError
-from burnish.serve.schema import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, parse
+from burnish.serve.schema import (
+    IGNORED,
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
 
 JSON = {"Content-Type": "application/json"}
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 1}
@@ -180,3 +188,47 @@ def test_numbers_that_are_none_are_an_error_and_no_answer(start_server: Any) -> 
     with pytest.raises(openai.APIError, match="not numbers"):
         list(running.client().completions.create(**asked, stream=True))
     running.wait_until(running.is_idle)
+
+
+def test_a_field_of_any_json_type_is_taken_or_refused_with_a_reason() -> None:
+    dialogue = [{"role": "user", "content": "a"}]
+    odd = [
+        [{"role": "user", "content": 3}],
+        [{"role": "assistant", "tool_calls": 3}],
+        [{"role": "user", "content": [3]}],
+    ]
+    values = [
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        1e308,
+        "",
+        "x",
+        [],
+        [0],
+        [[]],
+        [None],
+        [{}],
+        {},
+        {"a": 1},
+        {"1": 1},
+        ["a", 1],
+        *odd,
+    ]
+    bases: list[tuple[Any, dict[str, Any]]] = [
+        (ChatRequest, {"model": "m", "messages": dialogue}),
+        (CompletionRequest, {"model": "m", "prompt": "a"}),
+        (TokenizeRequest, {"prompt": "a"}),
+        (DetokenizeRequest, {"tokens": [1]}),
+    ]
+    refusals: list[ApiError] = []
+    for kind, base in bases:
+        for name in [*kind.model_fields, *NEUTRAL, *IGNORED, "other"]:
+            for value in values:
+                try:
+                    parse(kind, json.dumps(base | {name: value}).encode())
+                except ApiError as error:
+                    refusals.append(error)
+    assert {(error.status, bool(error.message)) for error in refusals} == {(400, True)}
