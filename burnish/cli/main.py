@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from burnish import __version__
@@ -88,8 +89,20 @@ def dispatch(argv: list[str], is_command: bool = False, table: Commands | None =
     module.add_arguments(parser)
     # Intermixed, so that overrides may stand on either side of an option: `train a.yaml --dry-run rollout.n=4`.
     args = parser.parse_intermixed_args(rest, argparse.Namespace(is_command=is_command))
-    status: int = module.run(args)
+    try:
+        status: int = module.run(args)
+    except SystemExit as error:
+        raise UserError(_exited(error)) from error
     return status
+
+
+def _exited(error: SystemExit) -> str:
+    """What is said of an exit that no command asks for: code that a config names has called `sys.exit()`."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{where.filename}, line {where.lineno} ({where.name}) called sys.exit({error.code!r}) before the command was done; "
+        "code that a config names must return or raise an exception: remove that call and run the same command again"
+    )
 
 
 def top_parser(table: Commands, program: str) -> argparse.ArgumentParser:

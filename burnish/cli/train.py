@@ -166,6 +166,7 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str) -> i
     with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
         if not execute(parts, run, args.profile):
             run.display.stop()
+            run.end(run.last_step, is_complete=False)
             print(f"stopped; the same command goes on from here: {run.directory.path}")
             return 0
         run.display.stop()
@@ -174,6 +175,7 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str) -> i
 
             run_controls(loaded.config, loaded.base, run)
         finish(run)
+        run.end(run.last_step, is_complete=True)
     return 0
 
 

@@ -15,8 +15,13 @@ LOST = 75
 HUNG = 124
 """Of a run whose driver hung, as `timeout` reports it."""
 FAILED = 1
+ENDED = ("complete", "stopped")
+"""Events with which a driver that ends well closes the journal."""
+OUTCOME = "outcome.json"
+"""What a stage that is no training run leaves when it is done (`stage_index.py`)."""
 DELIBERATE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which people end a process on purpose."""
+EXITED_EARLY = "exited with status 0 before the run was complete (does a plug-in call sys.exit() or os._exit()?)"
 TAIL = 5
 """Lines of the log that are shown again."""
 
@@ -52,10 +57,20 @@ class Life:
         self.begun = self.journal.stat().st_size if self.journal.exists() else 0
 
     def death(self, pid: int, code: int, cause: str) -> Death:
-        """Of a driver with an exit code, negative for a signal's number."""
+        """Of a driver with an exit code, negative for a signal's number.
+
+        An exit code of 0 is believed only if the run says that it ended: a plug-in may call `sys.exit(0)` or `os._exit(0)`.
+        """
+        if code == 0 and not self.has_ended():
+            code, cause = FAILED, EXITED_EARLY
         status = code if code >= 0 else 128 - code
         is_final = code not in (FAILED, LOST) if code >= 0 else -code in DELIBERATE
         return self._death(pid, status, is_final, cause)
+
+    def has_ended(self) -> bool:
+        """Whether the driver recorded that the run is complete or was stopped, or that its stage is done."""
+        events = self._events()
+        return (bool(events) and events[-1]["event"] in ENDED) or (self.folder / OUTCOME).is_file()
 
     def hang(self, pid: int, cause: str, is_final: bool = False) -> Death:
         """Of a driver that had to be killed."""

@@ -117,7 +117,8 @@ class Display:
 
     def step(self, step: int, values: dict[str, Any]) -> None:
         """One step is done."""
-        self._values = self._values | summarise(values)  # a new dictionary: rich's thread may be reading the old one
+        # A new dictionary: rich's thread may be reading the old one. A number that this step does not have is not shown.
+        self._values = {k: v for k, v in self._values.items() if k == "accuracy"} | summarise(values)
         self._step, self._phase = step, ""
         if step > self._seen[-1][0]:
             self._seen.append((step, self._clock()))

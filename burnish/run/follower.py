@@ -43,6 +43,9 @@ class Follower(Run):
         """Return when nothing is being written any more."""
         self.saving.collect(wait=True)
 
+    def end(self, step: int, is_complete: bool) -> None:
+        """The owner records it."""
+
     def close(self) -> None:
         """Wait for what is being written."""
         try:

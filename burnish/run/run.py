@@ -41,6 +41,8 @@ class Run:
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
         self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
+        self.last_step = 0
+        """The last step that is committed, or that the checkpoint was of which the run goes on from."""
         self._cost: dict[str, float] = {}  # of saving, since the last step's metrics
 
     def resume(self) -> Checkpoint | None:
@@ -49,6 +51,7 @@ class Run:
         if latest is None and self.journal.num_events == 0:
             return None
         step = -1 if latest is None else latest.step
+        self.last_step = max(step, 0)
         self.metrics.truncate_after(step)
         self.worst_tokens.truncate_after(step)
         self.journal.rewind(step)
@@ -64,6 +67,7 @@ class Run:
         self.metrics.append(step, values)
         prompts = {FIELD: [visit.values() for visit in visits]} if visits else {}
         self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step, **prompts})])
+        self.last_step = step
         for tracker in self.trackers:
             tracker.log(step, values)
         self.display.step(step, values)
@@ -94,6 +98,11 @@ class Run:
         self._cost["time/checkpoint_write_s"] = saved.write_s
         self.journal.append("checkpoint", step=saved.step, path=saved.path.name, score=saved.score)
         self.journal.drop_attachments(lambda name: int(name.split("-")[1]) > saved.step)
+
+    def end(self, step: int, is_complete: bool) -> None:
+        """Record that the run is complete, or was stopped by its user: without it the supervisor takes no exit for a success."""
+        self.wait()
+        self.journal.append("complete" if is_complete else "stopped", step=step)
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written; give back the terminal, the trackers and the lock."""

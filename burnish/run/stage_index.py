@@ -16,11 +16,12 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.run.contents import file_sums
+from burnish.run.deaths import OUTCOME
 from burnish.run.files import atomic_write
 from burnish.run.heartbeat import FILE as HEARTBEAT
 from burnish.run.journal import checksum
 
-INDEX, OUTCOME = "stages.json", "outcome.json"
+INDEX = "stages.json"
 FORMAT = 1
 
 

@@ -45,6 +45,10 @@ from burnish.training.memory_use import restart_peak
 from burnish.training.profile import profiled
 
 
+MAX_UNSCORED_STEPS = 3
+"""A run ends with an error after so many steps in a row without one scored sample: no step after them would learn anything either."""
+
+
 def train(job: Job) -> bool:
     """Train from `job.state.step` on. True when all steps are done, False when the user asked to stop."""
     config, run = job.config, job.run
@@ -54,6 +58,7 @@ def train(job: Job) -> bool:
         measured = job.validate(0)
         refuse_unmeasured(config, measured)
         run.commit(0, measured, [])
+    num_unscored = 0
     with StopOnInterrupt(run.display.note) as stop:
         for step in range(job.state.step + 1, total + 1):
             started = time.perf_counter()
@@ -61,6 +66,7 @@ def train(job: Job) -> bool:
             with recording(job, step):
                 with record_function("rollout"):
                     rollouts, batch = gather(job, step)
+                    num_unscored = count_unscored(rollouts, step, num_unscored)
                     job.source.begin(step + 1)
                 learning = time.perf_counter()
                 learned = learn(job, step, batch) if batch is not None else Learned()
@@ -108,8 +114,8 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
         # An environment may have lost all of them by chance.
         if step == 1 and all(t.finish != "error" for t in rollouts.failed):
             raise UserError(
-                f"step 1: not one of {len(rollouts.trajectories)} samples could be scored; mend the reward, and give the run another name "
-                f"(run.name), since this one's journal has these samples. First: {next((t.error for t in rollouts.failed), None)}"
+                f"step 1: not one of {len(rollouts.trajectories)} samples could be scored; mend the reward and run the same command again. "
+                f"First: {next((t.error for t in rollouts.failed), None)}"
             )
         note(job, step, f"no update, not one of {len(rollouts.trajectories)} samples could be scored")
         return rollouts, None
@@ -123,6 +129,18 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
         note(job, step, f"no update, {observe.why_no_signal(shaped)}")
         return rollouts, None
     return rollouts, batch.to(job.learner.device)
+
+
+def count_unscored(rollouts: Scored, step: int, earlier: int) -> int:
+    """Steps in a row, this one included, without one scored sample; the error for too many of them."""
+    if any(t.reward is not None for t in rollouts.trajectories):
+        return 0
+    if earlier + 1 >= MAX_UNSCORED_STEPS:
+        raise UserError(
+            f"step {step}: not one sample could be scored in {earlier + 1} steps in a row, so the run stops here; mend the reward and run "
+            f"the same command again: failed scores are computed anew. First: {next((t.error for t in rollouts.failed), None)}"
+        )
+    return earlier + 1
 
 
 def num_kept_groups(batch: Batch, recipe: Recipe) -> int:

@@ -205,5 +205,7 @@ def outcome(job: UpdateJob) -> Outcome:
     """What there is to say at the end, from what is on disk."""
     latest = job.run.checkpoints.latest()
     assert latest is not None  # training ends with a checkpoint, and a complete run has one
-    last = read(job.run.directory.metrics)[-1]
-    return Outcome(job.run.directory.path, job.updates >= job.total, last.get(f"{job.prefix}/loss"), latest.path)
+    rows, is_complete = read(job.run.directory.metrics), job.updates >= job.total
+    loss = rows[-1].get(f"{job.prefix}/loss") if rows else None
+    job.run.end(job.updates, is_complete)
+    return Outcome(job.run.directory.path, is_complete, loss, latest.path)
