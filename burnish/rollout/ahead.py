@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import Draw, PromptStream
 from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
-from burnish.rollout.record import from_arrays, restore_scores
+from burnish.rollout.driver import Driver, RolloutStopped
 from burnish.rollout.scored import Progress, Scored, Scoring
 from burnish.rollout.sources import (
     Place,
     Plans,
+    Recalled,
     RolloutPlan,
     SyncSource,
     Ticket,
@@ -34,6 +35,8 @@ from burnish.run.background import Background
 from burnish.run.journal import Journal
 
 LOOK_EVERY_S = 0.2
+STOP_AFTER_S = 2.0
+"""How long a batch may still take when the user has asked to stop."""
 CLOSING_S = 10.0
 """How long a batch that nobody wants any more may take to stop."""
 
@@ -54,6 +57,10 @@ class _Coming:
     draws: list[Draw]
     place: Place
     made: _Made | None = None
+    scoring: Scoring | None = None
+    """While it is made."""
+    recalled: Recalled | None = None
+    """What the journal had of it."""
 
 
 class AheadSource(SyncSource):
@@ -76,6 +83,7 @@ class AheadSource(SyncSource):
         self._coming: _Coming | None = None
         self._work: Background[_Made] = Background()
         self._waited_s = 0.0
+        self._is_stopping = False
         self._said = ""
         """How far the batch on its way is, in the words of its thread."""
 
@@ -116,7 +124,7 @@ class AheadSource(SyncSource):
         place = Place(step, 0, [group_id(draw) for draw in draws])
         self.journal.append("drawn", **place._asdict())  # what it said of steps after the checkpoint counts no more
         self._start(_Coming(draws, place), plan)
-        if self._coming is not None and self._coming.made is None:
+        if self._coming is not None and self._coming.recalled is None:
             self.memory.earlier.clear()  # which followed from them
             self.note(
                 f"the rollouts of step {step}, made before step {step - 1} was complete, are not in the journal any more, or damaged: "
@@ -125,26 +133,31 @@ class AheadSource(SyncSource):
 
     def close(self) -> None:
         if not self._work.is_idle:
-            self.driver.engine.interrupt()
-            self._work.wait(CLOSING_S)
+            with self.driver.stopping.allowed():
+                self.driver.stopping.request()
+                self._work.wait(CLOSING_S)
 
     # --- the batch on its way --------------------------------------------------------------------------------------------
 
     def _start(self, coming: _Coming, plan: RolloutPlan) -> None:
         """Take it from the journal, or have it made beside the main thread, which alone writes there."""
         self._coming = coming
-        saved, scores = (self.memory.recall(event, coming.place) for event in ("completed", "scored"))
-        if saved is not None and scores is not None:
-            trajectories = from_arrays(saved)
-            restore_scores(trajectories, scores)
-            coming.made = _Made(trajectories)
+        recalled = coming.recalled = self.memory.recall_round(coming.place)
+        if recalled is not None and recalled.was_scored and not recalled.unscored:
+            coming.made = _Made(recalled.trajectories)
             return
-        self._work.start(lambda: self._make(coming.draws, plan), f"rollouts of step {coming.place.step}")
+        kept = self.memory.recall_partial(coming.place) if recalled is None else []
+        scoring = coming.scoring = Scoring(self.driver, self.rewards, coming.draws, self._say, kept)
+        self._work.start(lambda: self._make(scoring, plan, recalled), f"rollouts of step {coming.place.step}")
 
-    def _make(self, draws: list[Draw], plan: RolloutPlan) -> _Made:
+    def _make(self, scoring: Scoring, plan: RolloutPlan, recalled: Recalled | None) -> _Made:
         started = time.perf_counter()
-        scoring = Scoring(self.driver, self.rewards, draws, self._say)
-        trajectories = generate(scoring, plan)
+        if recalled is None:
+            trajectories = generate(scoring, plan)
+        else:
+            trajectories = recalled.trajectories
+            scoring.found += trajectories
+            scoring.submit(recalled.unscored)
         generated = time.perf_counter()
         collect(scoring, trajectories)
         return _Made(trajectories, generated - started, time.perf_counter() - generated)
@@ -160,12 +173,32 @@ class AheadSource(SyncSource):
         coming = self._coming
         if coming is None or coming.made is not None:
             return None if coming is None else coming.made
-        started, told = time.perf_counter(), ""
-        while not self._work.wait(LOOK_EVERY_S):
-            if told != self._said:  # a sign of life only where there is life
-                told = self._said
-                self.progress(f"step {coming.place.step} ahead: {told}")
-        coming.made = self._work.pick_up()
-        self._waited_s += time.perf_counter() - started
-        self.memory.keep_all(coming.place, coming.made.trajectories)
-        return coming.made
+        started, told, asked = time.perf_counter(), "", 0.0
+        with ExitStack() as block:
+            while not self._work.wait(LOOK_EVERY_S):
+                if told != self._said:  # a sign of life only where there is life
+                    told = self._said
+                    self.progress(f"step {coming.place.step} ahead: {told}")
+                if self.driver.stopping.is_requested:
+                    asked = asked or time.perf_counter()
+                    # A step whose next batch is not complete cannot be saved: a batch that is nearly there is waited for.
+                    if time.perf_counter() - asked > STOP_AFTER_S and not self._is_stopping:
+                        self._is_stopping = True
+                        block.enter_context(self.driver.stopping.allowed())
+        return self._collected(coming, time.perf_counter() - started)
+
+    def _collected(self, coming: _Coming, waited_s: float) -> _Made:
+        """The batch that was made beside the main thread, now in the journal, or as much of it as there is."""
+        try:
+            made = coming.made = self._work.pick_up()
+        except RolloutStopped:
+            plan = self.plans(coming.place.step)
+            assert plan is not None and coming.scoring is not None
+            coming.scoring.take_scores()
+            self.memory.keep_partial(coming.place, plan, coming.scoring.found)
+            raise
+        self._waited_s += waited_s
+        if coming.recalled is not None:
+            self.memory.forget_after_new_scores(coming.place, coming.recalled)
+        self.memory.keep_all(coming.place, made.trajectories)
+        return made

@@ -22,20 +22,25 @@ from dataclasses import replace
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompts import PromptStream
+from burnish.data.prompts import Draw, PromptStream
 from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
+from burnish.rollout.driver import Driver, RolloutStopped
 from burnish.rollout.flight import Flight
 from burnish.rollout.groups import Group, complete, of_groups, ready
 from burnish.rollout.pump import Pump
-from burnish.rollout.record import from_arrays, restore_scores
 from burnish.rollout.scored import GREEDY, Progress, Scored, apply_score, score_request, share_baseline
-from burnish.rollout.sources import Memory, Place, Plans, RolloutPlan, Ticket, in_order
+from burnish.rollout.sources import Memory, Place, Plans, Recalled, RolloutPlan, Ticket, in_order
 from burnish.rollout.staleness import oldest_version, staleness
 from burnish.run.journal import Journal
 
 LOOK_EVERY_S = 0.02
 CLOSING_S = 10.0
+
+
+def _share_baselines(trajectories: Sequence[Trajectory]) -> None:
+    """Tell samples the reward of their prompt's greedy answer, where there is one."""
+    if greedy := [t for t in trajectories if t.sample == GREEDY]:
+        share_baseline([t for t in trajectories if t.sample != GREEDY], greedy)
 
 
 class AsyncSource:
@@ -59,6 +64,8 @@ class AsyncSource:
         self.plans, self.max_staleness, self.deadline_s, self.note = plans, max_staleness, deadline_s, note
         self.clock = clock
         self.memory = Memory(journal)
+        self._kept = {(f"{t.prompt_id}#{t.visit}", t.sample): t for t in self.memory.recall_all_partial()}
+        """Samples that had ended when the run was stopped, by their group and number."""
         self.version = 0
         self.groups: dict[str, Group] = {}
         """Those in line, oldest first."""
@@ -79,10 +86,13 @@ class AsyncSource:
         self.pump.run()
         started = time.perf_counter()
         if not chosen:
-            chosen = self._wait(step, min(plan.prompts, len(self.groups)), progress)
+            try:
+                chosen = self._wait(step, min(plan.prompts, len(self.groups)), progress)
+            except RolloutStopped:
+                self._keep_ended(step, plan, round)
+                raise
             trajectories = of_groups(chosen)
-            if greedy := [t for t in trajectories if t.sample == GREEDY]:
-                share_baseline([t for t in trajectories if t.sample != GREEDY], greedy)
+            _share_baselines(trajectories)
             self.memory.keep_all(Place(step, round, [group.id for group in chosen]), trajectories)
         with self.pump.changed:
             for group in chosen:
@@ -103,6 +113,12 @@ class AsyncSource:
         self.driver.engine.load(version, ())
         self.version = version
         self._drop_old()
+
+    def stop(self) -> None:
+        self.driver.stopping.request()
+
+    def forget(self, step: int) -> None:
+        self.memory.forget(step)
 
     def rest(self) -> None:
         while self._scoring:  # every call of a scorer has its own deadline
@@ -167,7 +183,13 @@ class AsyncSource:
         for trajectory in group.demonstrations:  # they have ended before they begin
             self._ended(trajectory)
         for sample in group.samples:
-            self._issue(group, sample)
+            kept = self._kept.pop((group.id, sample), None)
+            oldest = None if kept is None else oldest_version(kept)
+            if kept is None or (oldest is not None and oldest < self.version - self.max_staleness):
+                self._issue(group, sample)
+                continue
+            self._ended(kept)
+            group.oldest = min((v for v in (group.oldest, oldest) if v is not None), default=None)
 
     def _issue(self, group: Group, sample: int) -> None:
         options, stream = group.plan.sampling, "train"
@@ -183,16 +205,29 @@ class AsyncSource:
         chosen = [self.groups[name] for name in record["ids"] if name in self.groups] if record is not None else []
         if record is not None and len(chosen) == len(record["ids"]):
             place = Place(step, round, record["ids"])
-            saved, scores = (self.memory.recall(event, place) for event in ("completed", "scored"))
-            if saved is not None and scores is not None:
-                trajectories = from_arrays(saved)
-                restore_scores(trajectories, scores)
-                return chosen, trajectories
+            recalled = self.memory.recall_round(place)
+            if recalled is not None and recalled.was_scored:
+                self._score_again(place, chosen, recalled)
+                return chosen, recalled.trajectories
         self.memory.earlier.clear()
         for group in self.groups.values():
             if not group.is_begun:
                 self._begin(group)
         return [], []
+
+    def _score_again(self, place: Place, groups: Sequence[Group], recalled: Recalled) -> None:
+        """Wait for the scores of samples whose scorer failed in an earlier life."""
+        if not recalled.unscored:
+            return
+        draws = {group.id: group.draw for group in groups}
+        for trajectory in recalled.unscored:
+            self._submit(trajectory, draws[f"{trajectory.prompt_id}#{trajectory.visit}"])
+        while any(trajectory in recalled.unscored for trajectory in self._scoring.values()):
+            self._take_scores()
+            time.sleep(LOOK_EVERY_S)
+        _share_baselines(recalled.trajectories)
+        self.memory.forget_after_new_scores(place, recalled)
+        self.memory.keep_all(place, recalled.trajectories)
 
     def _drop_old(self) -> None:
         """Issue again what is too old for any later step; know how old the rest is."""
@@ -223,6 +258,8 @@ class AsyncSource:
         is_second, told = False, ""
         while True:
             self._take_scores()
+            if self.driver.stopping.is_requested:
+                raise RolloutStopped
             with self.pump.changed:
                 self.pump.check()
                 line = list(self.groups.values())
@@ -266,6 +303,16 @@ class AsyncSource:
         self._num_reissued += len(self.flight.aside)
         self.pump.run()
 
+    def _keep_ended(self, step: int, plan: RolloutPlan, round: int) -> None:
+        """Stop sampling and write down which samples have ended, scored or not."""
+        self.pump.stop()
+        for trajectory in self.flight.halt():
+            self._ended(trajectory)
+        self._take_scores()
+        groups = list(self.groups.values())
+        found = [trajectory for group in groups for trajectory in group.found.values()]
+        self.memory.keep_partial(Place(step, round, [group.id for group in groups]), plan, found)
+
     # --- sampling and scoring --------------------------------------------------------------------------------------------
 
     def _has_work(self) -> bool:
@@ -292,7 +339,11 @@ class AsyncSource:
                 group.scored.add(trajectory.sample)
                 self.pump.changed.notify_all()
                 return
-        request = score_request(trajectory, group.draw)
+        self._submit(trajectory, group.draw)
+
+    def _submit(self, trajectory: Trajectory, draw: Draw) -> None:
+        """Send a sample to be scored."""
+        request = score_request(trajectory, draw)
         name, again = request.id, 0
         with self._rewards_lock:
             while name in self._scoring:  # the score of a sample that was drawn again is still to come

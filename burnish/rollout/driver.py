@@ -6,7 +6,9 @@ at once. What comes out depends on the keys and the weights, not on the order of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
@@ -19,6 +21,46 @@ from burnish.rollout.trees import Tree, TreeFlight
 
 Branching = Chain | Tree
 """How the samples of a prompt come to have beginnings in common."""
+
+
+class RolloutStopped(Exception):
+    """The user asked to stop while the samples of a step were made. The samples that had ended were yielded before."""
+
+
+class Stopping:
+    """A request to end sampling early. Another thread may make it at any time; it acts only inside `allowed()`.
+
+    So a measurement on held-out prompts, which uses the same engine, is never cut short.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self.is_requested = False
+        self._interrupt, self._num_allowed, self._lock = interrupt, 0, threading.Lock()
+
+    def request(self) -> None:
+        """End the sampling that is allowed to end now, or else the next. Call it again while that has not happened."""
+        with self._lock:
+            self.is_requested = True
+            if self._num_allowed:
+                self._interrupt()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Sampling and scoring inside this block end with `RolloutStopped` once it is requested."""
+        with self._lock:
+            self._num_allowed += 1
+            if self.is_requested:
+                self._interrupt()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_allowed -= 1
+
+    @property
+    def is_effective(self) -> bool:
+        """Whether it is requested and allowed."""
+        return self.is_requested and self._num_allowed > 0
 
 
 class Driver:
@@ -39,6 +81,7 @@ class Driver:
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
         limits = [limit for limit in (max_positions, max_tokens) if limit is not None]
         self.longest = min(limits, default=None)
+        self.stopping = Stopping(lambda: self.engine.interrupt())
         self.demonstrations: Callable[[Draw, int], list[Trajectory]] = nobody
         """What joins the samples of a draw in training, numbered from so many on."""
 
@@ -50,8 +93,10 @@ class Driver:
         stream: str,
         done: Container[tuple[str, int]] = frozenset(),
         branching: Branching | None = None,
+        kept: Container[tuple[str, int, int]] = frozenset(),
     ) -> Iterator[Trajectory]:
-        """`n` trajectories of each draw, as they finish; those whose (prompt id, sample) is `done` are left out.
+        """`n` trajectories of each draw, as they finish; those whose (prompt id, sample) is `done` are left out, and those whose
+        (prompt id, visit, sample) is `kept`.
 
         As a tree they branch, and every path to a leaf is a trajectory; as a chain their beginnings will be continued. In training
         the demonstrations of a draw come with its samples.
@@ -59,7 +104,8 @@ class Driver:
         flight = TreeFlight(self, branching) if isinstance(branching, Tree) else Flight(self, branching is not None)
         for draw in draws:
             for sample in range(n):
-                if (draw.prompt.row.id, sample) not in done:
+                row = draw.prompt.row
+                if (row.id, sample) not in done and (row.id, draw.visit, sample) not in kept:
                     failed = flight.add(draw, sample, sampling, stream)
                     if failed is not None:
                         yield failed
@@ -78,11 +124,18 @@ class Driver:
 
     def _finish(self, flight: Flight) -> Iterator[Trajectory]:
         """What comes of the trajectories on their way, as each ends."""
-        for completion in self.engine.stream():
-            finished = flight.take(completion)
-            if finished is not None:
-                yield finished
-            flight.go_on()
+        while True:
+            for completion in self.engine.stream():
+                finished = flight.take(completion)
+                if finished is not None:
+                    yield finished
+                flight.go_on()
+            if not flight.running:
+                return
+            # The stream was interrupted: to stop, or by a request to stop that came too late for the sampling before this one.
+            if self.stopping.is_effective:
+                yield from flight.halt()
+                raise RolloutStopped
 
 
 def nobody(draw: Draw, first: int) -> list[Trajectory]:

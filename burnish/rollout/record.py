@@ -52,6 +52,12 @@ def restore_scores(trajectories: Sequence[Trajectory], arrays: dict[str, np.ndar
             setattr(trajectory, name, score[name])
 
 
+def copy_score(scored: Trajectory, trajectory: Trajectory) -> None:
+    """Give a trajectory the score of another copy of it."""
+    for name in SCORE:
+        setattr(trajectory, name, getattr(scored, name))
+
+
 def _to_bytes(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
 

@@ -174,6 +174,12 @@ class ReplaySource:
     def load(self, version: int) -> None:
         self.inner.load(version)
 
+    def stop(self) -> None:
+        self.inner.stop()
+
+    def forget(self, step: int) -> None:
+        self.inner.forget(step)
+
     def rest(self) -> None:
         self.inner.rest()
 

@@ -18,11 +18,12 @@ from burnish.data.prompts import Draw
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import Score, ScoreRequest
 from burnish.rollout.chains import STATE, Chain, beginnings, cut
-from burnish.rollout.driver import Branching, Driver
+from burnish.rollout.driver import Branching, Driver, RolloutStopped
 from burnish.rollout.trees import Tree
 
 Progress = Callable[[str], None]
 MESSAGE = 64  # trajectories sent to the reward workers at once: fewer, larger messages
+LOOK_EVERY_S = 0.2  # how often a wait for scores looks whether the user asked to stop
 GREEDY = -1  # the sample index of a prompt's greedy answer: no sampled one has it, so its id is its own
 
 
@@ -102,19 +103,28 @@ class Scoring:
     rewards: Rewards
     draws: Sequence[Draw]
     progress: Progress
+    kept: Sequence[Trajectory] = ()
+    """Trajectories that an earlier life of the run finished; they are not made again, and scored only where they are not."""
+    found: list[Trajectory] = field(default_factory=list)
+    """All that have ended so far."""
 
     def generate(
         self, n: int, sampling: SamplingOptions, stream: str, branching: Branching | None = None
     ) -> list[Trajectory]:
         """All trajectories in order; the reward of each starts as soon as it ends."""
         most = n * (branching.leaves if isinstance(branching, Tree) else 1) * len(self.draws)
-        return self._run(self.driver.run(self.draws, n, sampling, stream, branching=branching), most, "rollout")
+        kept = [t for t in self.kept if t.sample != GREEDY]
+        names = {(t.prompt_id, t.visit, t.sample) for t in kept}
+        answers = self.driver.run(self.draws, n, sampling, stream, branching=branching, kept=names)
+        return self._run(answers, most, "rollout", kept)
 
     def greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
         """Each draw's most likely answer, one token after the other (ReMax, 2310.10505), on its way to be scored."""
-        answers = self.driver.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline")
+        kept = [t for t in self.kept if t.sample == GREEDY]
+        names = {(t.prompt_id, t.visit, 0) for t in kept}
+        answers = self.driver.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline", kept=names)
         numbered = (replace(answer, sample=GREEDY) for answer in answers)
-        return self._run(numbered, len(self.draws), "greedy answers")
+        return self._run(numbered, len(self.draws), "greedy answers", kept)
 
     def values(self, samples: Sequence[Trajectory], chain: Chain, sampling: SamplingOptions) -> list[Trajectory]:
         """The samples are cut into segments; the answers continued from the borders, on their way to be scored."""
@@ -133,26 +143,40 @@ class Scoring:
         self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in unscored])
 
     def collect(self, trajectories: Sequence[Trajectory]) -> None:
-        """Wait for the scores and write them into the trajectories."""
+        """Wait for the scores and write them into the trajectories; `RolloutStopped` where that is requested meanwhile."""
         by_id = {t.id: t for t in trajectories}
         while self.rewards.pending:
-            for score in self.rewards.poll(None):
-                apply_score(by_id[score.id], score)
-            self.progress(f"scoring, {self.rewards.pending} left")
+            if self.driver.stopping.is_effective:
+                raise RolloutStopped
+            if scores := self.rewards.poll(LOOK_EVERY_S):
+                for score in scores:
+                    apply_score(by_id[score.id], score)
+                self.progress(f"scoring, {self.rewards.pending} left")
 
-    def _run(self, answers: Iterable[Trajectory], total: int, what: str) -> list[Trajectory]:
+    def take_scores(self) -> None:
+        """Write the scores that are there into the trajectories that have ended, without waiting for more."""
+        by_id = {t.id: t for t in self.found}
+        for score in self.rewards.poll(0.0):
+            apply_score(by_id[score.id], score)
+
+    def _run(
+        self, answers: Iterable[Trajectory], total: int, what: str, kept: Sequence[Trajectory] = ()
+    ) -> list[Trajectory]:
         order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
+        self.found += kept
+        self.submit(kept)
         found = list[Trajectory]()
         for trajectory in answers:
+            self.found.append(trajectory)
             budget = self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.budget
             if budget is not None:
                 trajectory.metadata["budget"] = budget
             found.append(trajectory)
             if len(found) % MESSAGE == 0:
                 self.submit(found[-MESSAGE:])
-            self.progress(f"{what} {len(found)}/{total}")
+            self.progress(f"{what} {len(kept) + len(found)}/{total}")
         self.submit(found[len(found) - len(found) % MESSAGE :])
-        return sorted(found, key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+        return sorted([*kept, *found], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
 
 
 def share_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:

@@ -24,8 +24,8 @@ from burnish.core.trajectory import Trajectory
 from burnish.data.prompts import Draw, PromptStream
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.chains import FIRST, STATES, Chain, share_values
-from burnish.rollout.driver import Branching, Driver
-from burnish.rollout.record import from_arrays, restore_scores, scores_to_arrays, to_arrays
+from burnish.rollout.driver import Branching, Driver, RolloutStopped
+from burnish.rollout.record import copy_score, from_arrays, restore_scores, scores_to_arrays, to_arrays
 from burnish.rollout.scored import GREEDY, Progress, Scored, Scoring, share_baseline
 from burnish.run.journal import Journal
 
@@ -74,6 +74,13 @@ class Source(Protocol):
     def load(self, version: int) -> None:
         """The learner has new weights: take them."""
 
+    def stop(self) -> None:
+        """The user asked to stop: end `next`, or `load`, soon with `RolloutStopped`, and keep in the journal what has ended. May be
+        called from another thread, again and again."""
+
+    def forget(self, step: int) -> None:
+        """Make the rollouts of this step and later ones anew, whatever the journal has of them."""
+
     def rest(self) -> None:
         """Leave engine and rewards to somebody else until `next`; called after `load`."""
 
@@ -107,6 +114,17 @@ def group_id(draw: Draw) -> str:
     return f"{draw.prompt.row.id}#{draw.visit}"
 
 
+@dataclass(frozen=True)
+class Recalled:
+    """A round from the journal."""
+
+    trajectories: list[Trajectory]
+    unscored: list[Trajectory]
+    """Those to be scored: their score is not in the journal, or their scorer failed."""
+    was_scored: bool
+    """Whether the journal has scores of the round, failures among them or not."""
+
+
 class Memory:
     """The rollouts of rounds in the journal: written when they are there, read back by a later life of the run."""
 
@@ -116,7 +134,9 @@ class Memory:
         self.earlier: dict[tuple[str, int, int], dict[str, Any]] = {}
         for event in journal.events:
             kind = event["event"]
-            if kind not in ("drawn", "completed", "scored"):
+            if kind == "forgotten":
+                self._drop_from(event["step"])
+            if kind not in ("drawn", "partial", "completed", "scored"):
                 continue
             key = kind, event["step"], event.get("round", 0)
             if kind == "completed":  # of a round made again, what followed it in an earlier life did not happen
@@ -135,10 +155,69 @@ class Memory:
             return None
         return self.journal.attachment(record["file"])
 
+    def recall_round(self, place: Place) -> Recalled | None:
+        """The trajectories of a round as far as an earlier life came with them; None where they are not known, or damaged. Scores
+        alone are not used: they belong to trajectories that are lost."""
+        saved, scores = (self.recall(event, place) for event in ("completed", "scored"))
+        if saved is None:
+            return None
+        trajectories = from_arrays(saved)
+        if scores is not None:
+            restore_scores(trajectories, scores)
+            return Recalled(trajectories, reset_failed(trajectories), was_scored=True)
+        scored = {t.id: t for t in self.recall_partial(place) if t.reward is not None}
+        for trajectory in trajectories:
+            if trajectory.id in scored:
+                copy_score(scored[trajectory.id], trajectory)
+        return Recalled(trajectories, reset_failed(trajectories), was_scored=False)
+
+    def recall_partial(self, place: Place) -> list[Trajectory]:
+        """The trajectories of a round that had ended when its run was stopped, scored as far as they were then."""
+        saved = self.recall("partial", place)
+        trajectories = [] if saved is None else from_arrays(saved)
+        reset_failed(trajectories)
+        return trajectories
+
+    def recall_all_partial(self) -> list[Trajectory]:
+        """The same of the round that was stopped last, whatever its place."""
+        places = [Place(e["step"], e["round"], e["ids"]) for key, e in self.earlier.items() if key[0] == "partial"]
+        return [t for place in places[-1:] for t in self.recall_partial(place)]
+
+    def keep_partial(self, place: Place, plan: RolloutPlan, found: Sequence[Trajectory]) -> None:
+        """Write what has ended of a round that is stopped. Answers with parts in common are made again, all of them."""
+        ended = [t for t in found if not t.is_demonstration]
+        if ended and plan.branching is None:
+            self.keep("partial", place, to_arrays(ended))
+
+    def forget(self, step: int) -> None:
+        """Take nothing of this step and later ones from the journal: it does not follow from what the run does now."""
+        if any(key[1] >= step for key in self.earlier):
+            self.journal.append("forgotten", step=step)
+            self._drop_from(step)
+
+    def forget_after_new_scores(self, place: Place, recalled: Recalled) -> None:
+        """Later steps were made by a policy that had not learnt from the samples that have a score only now."""
+        if recalled.was_scored and any(t.reward is not None for t in recalled.unscored):
+            self.forget(place.step + 1)
+
+    def _drop_from(self, step: int) -> None:
+        self.earlier = {key: event for key, event in self.earlier.items() if key[1] < step}
+
     def keep_all(self, place: Place, trajectories: Sequence[Trajectory]) -> None:
         """Write a round that is scored already."""
         self.keep("completed", place, to_arrays(trajectories))
         self.keep("scored", place, scores_to_arrays(trajectories))
+
+
+def reset_failed(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those whose scorer failed, now as before they were scored: a reward that was mended since gets another try.
+
+    One that its environment failed stays as it is: it has no answer to score.
+    """
+    failed = [t for t in trajectories if t.reward is None and t.finish != "error"]
+    for trajectory in failed:
+        trajectory.error, trajectory.accuracy, trajectory.parts = None, None, {}
+    return failed
 
 
 def in_order(draws: Sequence[Draw], found: Sequence[Trajectory], rollout_s: float, reward_s: float) -> Scored:
@@ -166,24 +245,38 @@ class SyncSource:
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> Scored:
         draws, place = self._draw(step, plan, round)
-        scoring = Scoring(self.driver, self.rewards, draws, progress)
         started = time.perf_counter()
-        saved = self.memory.recall("completed", place)
-        if saved is None:
-            trajectories = generate(scoring, plan)
-            self.memory.keep("completed", place, to_arrays(trajectories))
-        else:
-            trajectories = from_arrays(saved)
-        generated = time.perf_counter()
-        scores = self.memory.recall("scored", place)
-        if scores is None:
-            if saved is not None:
-                scoring.submit(trajectories)
-            collect(scoring, trajectories)
-            self.memory.keep("scored", place, scores_to_arrays(trajectories))
-        else:
-            restore_scores(trajectories, scores)
+        recalled = self.memory.recall_round(place)
+        kept = self.memory.recall_partial(place) if recalled is None else []
+        scoring = Scoring(self.driver, self.rewards, draws, progress, kept)
+        try:
+            with self.driver.stopping.allowed():
+                if recalled is None:
+                    trajectories = generate(scoring, plan)
+                    self.memory.keep("completed", place, to_arrays(trajectories))
+                else:
+                    trajectories = recalled.trajectories
+                generated = time.perf_counter()
+                self._score(scoring, place, trajectories, recalled)
+        except RolloutStopped:
+            scoring.take_scores()
+            self.memory.keep_partial(place, plan, scoring.found)
+            raise
         return in_order(draws, trajectories, generated - started, time.perf_counter() - generated)
+
+    def _score(
+        self, scoring: Scoring, place: Place, trajectories: list[Trajectory], recalled: Recalled | None
+    ) -> None:
+        """Wait for the scores of a round and write them down; of a round that the journal has, only those that are missing there."""
+        if recalled is not None:
+            scoring.found += trajectories
+            if recalled.was_scored and not recalled.unscored:
+                return
+            scoring.submit(recalled.unscored)
+        collect(scoring, trajectories)
+        if recalled is not None:
+            self.memory.forget_after_new_scores(place, recalled)
+        self.memory.keep("scored", place, scores_to_arrays(trajectories))
 
     def _draw(self, step: int, plan: RolloutPlan, round: int) -> tuple[list[Draw], Place]:
         """New prompts, and their place in the journal, which has heard of them."""
@@ -201,6 +294,12 @@ class SyncSource:
 
     def load(self, version: int) -> None:
         self.driver.engine.load(version, ())
+
+    def stop(self) -> None:
+        self.driver.stopping.request()
+
+    def forget(self, step: int) -> None:
+        self.memory.forget(step)
 
     def rest(self) -> None:
         """Nothing goes on between two calls."""

@@ -43,6 +43,8 @@ class Run:
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
         self.last_step = 0
         """The last step that is committed, or that the checkpoint was of which the run goes on from."""
+        self.saved_step = 0
+        """The step of the newest checkpoint, written or being written."""
         self._cost: dict[str, float] = {}  # of saving, since the last step's metrics
 
     def resume(self) -> Checkpoint | None:
@@ -51,7 +53,7 @@ class Run:
         if latest is None and self.journal.num_events == 0:
             return None
         step = -1 if latest is None else latest.step
-        self.last_step = max(step, 0)
+        self.last_step = self.saved_step = max(step, 0)
         self.metrics.truncate_after(step)
         self.worst_tokens.truncate_after(step)
         self.journal.rewind(step)
@@ -82,6 +84,7 @@ class Run:
         self.worst_tokens.sync()
         self.wait()
         self.saving.begin(step, take, score, metric)
+        self.saved_step = step
         if not self.saving.in_background:
             self.wait()
         self._cost["time/checkpoint_blocked_s"] = time.perf_counter() - started

@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.core.trajectory import pack
+from burnish.rollout.driver import RolloutStopped
 from burnish.rollout.scored import Scored
 from burnish.run.checkpoints import score_by
 from burnish.run.interrupt import StopOnInterrupt
@@ -58,34 +60,53 @@ def train(job: Job) -> bool:
         measured = job.validate(0)
         refuse_unmeasured(config, measured)
         run.commit(0, measured, [])
-    num_unscored = 0
-    with StopOnInterrupt(run.display.note) as stop:
-        for step in range(job.state.step + 1, total + 1):
-            started = time.perf_counter()
-            restart_peak(job.learner.device)
-            with recording(job, step):
-                with record_function("rollout"):
-                    rollouts, batch = gather(job, step)
-                    num_unscored = count_unscored(rollouts, step, num_unscored)
-                    job.source.begin(step + 1)
-                learning = time.perf_counter()
-                learned = learn(job, step, batch) if batch is not None else Learned()
-                settle(job, step, rollouts, learned)
-                speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
-            values = observe.step_values(
-                rollouts, learned, time.perf_counter() - started, bool(config.algorithm.shaping)
-            )
-            values |= speed
-            values |= job.source.values(rollouts, step - 1)
-            values |= demonstration_values(rollouts) if config.data.demonstrations_per_group else {}
-            if job.memory is not None:
-                values |= job.memory.after(job.learner.updates, values, run.display.note)
-            for line in job.health.check(step, values, job.facts):
-                run.display.note(line)
-            stopping = finish_step(job, step, values, rollouts, learned, stop)
-            if stopping and step < total:
-                return False
+    with StopOnInterrupt(run.display.note, end_early=job.source.stop) as stop:
+        try:
+            return make_steps(job, stop)
+        except RolloutStopped:
+            return False
+
+
+def make_steps(job: Job, stop: StopOnInterrupt) -> bool:
+    """The steps that are left; False when the user asked to stop."""
+    config, run, num_unscored = job.config, job.run, 0
+    total = config.training.steps
+    for step in range(job.state.step + 1, total + 1):
+        started = time.perf_counter()
+        restart_peak(job.learner.device)
+        with recording(job, step):
+            with record_function("rollout"), saved_if_stopped(job):
+                rollouts, batch = gather(job, step)
+                num_unscored = count_unscored(rollouts, step, num_unscored)
+                job.source.begin(step + 1)
+            learning = time.perf_counter()
+            learned = learn(job, step, batch) if batch is not None else Learned()
+            settle(job, step, rollouts, learned)
+            speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
+        is_shaped = bool(config.algorithm.shaping)
+        values = observe.step_values(rollouts, learned, time.perf_counter() - started, is_shaped) | speed
+        values |= job.source.values(rollouts, step - 1)
+        values |= demonstration_values(rollouts) if config.data.demonstrations_per_group else {}
+        if job.memory is not None:
+            values |= job.memory.after(job.learner.updates, values, run.display.note)
+        for line in job.health.check(step, values, job.facts):
+            run.display.note(line)
+        stopping = finish_step(job, step, values, rollouts, learned, stop)
+        if stopping and step < total:
+            return False
     return True
+
+
+@contextmanager
+def saved_if_stopped(job: Job) -> Iterator[None]:
+    """Save the last step that is done if the user asks to stop while the next one samples: no weights have changed since."""
+    try:
+        yield
+    except RolloutStopped:
+        if job.state.step > job.run.saved_step:
+            job.run.checkpoint(job.state.step, lambda stage: snapshot(job, stage), None)
+            job.run.wait()
+        raise
 
 
 def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:

@@ -23,7 +23,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.driver import Driver
+from burnish.rollout.driver import Driver, RolloutStopped
 from burnish.rollout.measure import measure, summary
 from burnish.rollout.native.engine import NativeEngine
 from burnish.rollout.scored import GREEDY
@@ -138,6 +138,7 @@ def test_a_lost_attachment_is_made_again_and_is_equal(life: Any, tmp_path: Path,
     second = life()
     same(second.next(1, PLAN, quiet).trajectories, expected.trajectories)
     assert drawn_tokens(second) == (expected.num_tokens if lost == "completed" else 0)
+    assert second.rewards.pending == 0  # a score that is left over would belong to no sample of the next step
 
 
 @pytest.mark.parametrize("lost", ["completed", "scored"])
@@ -250,6 +251,95 @@ def greedy_life(life: Any) -> Any:
         return source
 
     return start
+
+
+def test_failed_scores_are_computed_again_and_what_followed_from_them_is_made_again(life: Any) -> None:
+    asked: list[str] = []
+
+    def start(is_mended: bool) -> SyncSource:
+        def score(request: ScoreRequest) -> Score:
+            asked.append(request.id)
+            if "/1#" in request.id and not is_mended:
+                return Score(request.id, None, None, {}, False, "not mended yet")
+            return Score(request.id, len(request.completion) / 100, 1.0, {"judge": 1.0})
+
+        source: SyncSource = life()
+        source.rewards = cast(Rewards, Judge(score))
+        return source
+
+    broken = start(is_mended=False)
+    first, _ = (broken.next(step, PLAN, quiet) for step in (1, 2))
+    assert [t.id for t in first.failed] == [f"sort_digits/train/1#0.{k}" for k in range(3)]
+    asked.clear()
+    mended = start(is_mended=True)
+    again = mended.next(1, PLAN, quiet)
+    assert asked == [t.id for t in first.failed]
+    assert again.failed == []
+    assert [t.completion for t in again.trajectories] == [t.completion for t in first.trajectories]
+    assert drawn_tokens(mended) == 0
+    kept = [t for t in first.trajectories if t.reward is not None]
+    same([t for t in again.trajectories if t.id in {k.id for k in kept}], kept)
+    third = start(is_mended=True)  # killed before it came further
+    same(third.next(1, PLAN, quiet).trajectories, again.trajectories)
+    for source in (mended, third):  # the policy of step 2 had not learnt from them
+        assert source.next(2, PLAN, quiet).num_tokens == drawn_tokens(source) > 0
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_stop_keeps_what_has_ended_and_the_next_life_makes_only_the_rest(life: Any, greedy: bool) -> None:
+    plan = GREEDY_PLAN if greedy else PLAN
+    whole = life()
+    expected = whole.next(1, plan, quiet)
+    (whole.journal.folder / "events.jsonl").unlink()
+    first = life()
+
+    def stop_at(text: str) -> None:
+        if text == "rollout 4/12":
+            first.stop()
+
+    with pytest.raises(RolloutStopped):
+        first.next(1, plan, stop_at)
+    assert [e["event"] for e in first.journal.events] == ["drawn", "partial"]
+    second = life()
+    again = second.next(1, plan, quiet)
+    same(again.trajectories, expected.trajectories)
+    same(again.greedy, expected.greedy)
+    assert drawn_tokens(second) < expected.num_tokens
+
+
+def test_a_stop_while_scores_are_awaited_keeps_those_that_are_there(life: Any) -> None:
+    first = life()
+    asked: list[str] = []
+
+    class Slow(Judge):
+        def poll(self, timeout_s: float | None) -> list[Score]:
+            done, self.done = self.done[:5], self.done[5:]
+            first.stop()
+            return done
+
+    def score(request: ScoreRequest) -> Score:
+        asked.append(request.id)
+        return by_length(request)
+
+    first.rewards = cast(Rewards, Slow(score))
+    with pytest.raises(RolloutStopped):
+        first.next(1, PLAN, quiet)
+    scored, asked[:] = asked[:10], []  # five of the wait, and five of the last look
+    second = life()
+    second.rewards = cast(Rewards, Judge(score))
+    assert len(second.next(1, PLAN, quiet).usable) == 12
+    assert len(asked) == 2
+    assert not set(asked) & set(scored)
+    assert drawn_tokens(second) == 0
+
+
+def test_a_request_to_stop_cuts_no_measurement_short(life: Any, rewards: Rewards) -> None:
+    source = life()
+    expected = measure(source.driver, rewards, [d.prompt for d in source.stream.draw(3)], 2, SAMPLING, quiet)
+    other = life()
+    other.stop()
+    other.driver.engine.interrupt()  # as one that came in the last moment of the step's sampling
+    same(measure(other.driver, rewards, [d.prompt for d in other.stream.draw(3)], 2, SAMPLING, quiet).trajectories, expected.trajectories)  # fmt: skip
 
 
 def test_the_reward_of_the_greedy_answer_reaches_all_samples_of_its_prompt(greedy_life: Any, life: Any) -> None:

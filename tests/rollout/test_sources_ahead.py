@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -215,3 +216,20 @@ def test_staleness_counts_tokens() -> None:
         "staleness/share/2": 0.5,
     }
     assert staleness([sample([-1])], 5) == {}
+
+
+def test_failed_scores_of_the_next_batch_are_computed_again(tmp_path: Path) -> None:
+    first = Life(tmp_path)
+    score = Judge.poll
+    first.step(1)
+    saved = first.saved()
+    first.source.rewards.poll = lambda timeout_s: [replace(s, reward=None, error="ill") for s in score(cast(Judge, first.source.rewards), timeout_s)]  # type: ignore[method-assign]
+    assert first.step(2).failed == []  # it was made and scored in step 1
+    assert len(first.source.next(3, PLAN, lambda text: None).failed) == 6
+    second = Life(tmp_path)
+    second.restored(1, saved)
+    second.step(2)
+    again = second.step(3)
+    assert again.failed == []
+    assert second.engine.version == 3
+    assert ages(again, 3) == {1}

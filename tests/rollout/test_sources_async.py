@@ -25,7 +25,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.rewards import Rewards
 from burnish.rewards.types import Score, ScoreRequest
 from burnish.rollout.asynchronous import AsyncSource
-from burnish.rollout.driver import Driver
+from burnish.rollout.driver import Driver, RolloutStopped
 from burnish.rollout.scored import GREEDY, Scored
 from burnish.rollout.sources import RolloutPlan, SyncSource
 from burnish.run.journal import Journal
@@ -348,3 +348,29 @@ def test_scores_on_their_way_are_all_there_after_a_rest(tmp_path: Path, close: l
     life.source.rest()
     assert judge.pending == 0
     check_whole(life.step(2), 2, 1)
+
+
+def test_a_stop_keeps_the_samples_that_have_ended(tmp_path: Path, close: list[Life]) -> None:
+    first = Life(tmp_path, SlowEngine())
+    close.append(first)
+    first.step(1)
+    saved = first.saved()
+    first.source.pump.run()
+    until = time.monotonic() + 60
+    while not any(group.found for group in first.source.groups.values()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    first.source.stop()
+    with pytest.raises(RolloutStopped):
+        first.source.next(2, PLAN, lambda text: None)
+    assert first.journal.events[-1]["event"] == "partial"
+    second = Life(tmp_path, SlowEngine())
+    close.append(second)
+    kept = {f"{group}.{sample}" for group, sample in second.source._kept}
+    assert kept
+    second.restored(1, saved)
+    issued: list[str] = []
+    issue = second.source._issue
+    second.source._issue = lambda group, sample: (issued.append(f"{group.id}.{sample}"), issue(group, sample))[1]  # type: ignore[func-returns-value,method-assign]
+    check_whole(second.step(2), 2, 1)
+    assert not kept & set(issued)

@@ -1,0 +1,95 @@
+"""Ctrl-C while samples are drawn: the run stops there, keeps what has ended, and goes on as if it had never been stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from burnish.config.load import load
+from burnish.config.schema import TrainConfig
+from burnish.core.trajectory import Trajectory
+from burnish.rollout import ahead
+from burnish.rollout.driver import Driver
+from burnish.rollout.flight import Flight
+from burnish.run.metrics import MEASURED, read
+from burnish.trainers.session import checked_run, execute
+from tests.trainers.tiny import TINY, run_of
+
+REWARD = "reward.parts=[{name: format, options: {pattern: '[0-9]{3,5}'}}]"
+STEPS = [REWARD, "training.steps=5", "rollout.prompts=6", "rollout.max_tokens=8", "run.save_every=2"]
+ASKED_S = 60
+
+
+def result(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    metrics = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
+    last = max((run / "checkpoints").glob("step-*"))
+    return metrics, {f"{f.name} {n}": t.tobytes() for f in last.rglob("*.safetensors") for n, t in load_file(f).items()}
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]
+
+
+def stopped_run(folder: Path, overrides: list[str], patch: pytest.MonkeyPatch, step: int, ended: int) -> Path:
+    """A run whose user presses Ctrl-C when so many samples of a step have ended."""
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text(TINY)
+    loaded = load(TrainConfig, folder / "tiny.yaml", [*overrides, f"run.directory={folder}", "run.name=it"])
+    whole, count = Driver.run, 0
+
+    def counted(self: Driver, draws: Any, *args: Any, **options: Any) -> Iterator[Trajectory]:
+        nonlocal count
+        count += 1
+        for number, trajectory in enumerate(whole(self, draws, *args, **options), 1):
+            yield trajectory
+            if count == step and number == ended:
+                press(self)
+
+    patch.setattr(Driver, "run", counted)
+    with checked_run(loaded.config, loaded.resolved, loaded.base, "it") as (parts, run):
+        assert not execute(parts, run)
+    patch.undo()
+    return folder / "it"
+
+
+def press(driver: Driver) -> None:
+    """Ctrl-C, and the moment until it acts."""
+    signal.raise_signal(signal.SIGINT)
+    until = time.monotonic() + ASKED_S
+    while not driver.stopping.is_effective:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["sync", "greedy", "ahead"])
+def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {"sync": [], "greedy": ["algorithm=remax", "algorithm.kl.reference=none", "algorithm.kl.reward.coef=0"]}
+    overrides = [*STEPS, *kinds.get(kind, ["rollout.source=ahead"])]
+    expected = result(run_of(tmp_path / "whole", TINY, overrides))
+    if kind == "ahead":
+        monkeypatch.setattr(ahead, "STOP_AFTER_S", -1.0)
+    step = 8 if kind == "greedy" else 4  # calls: a greedy one goes before that of the samples
+    run = stopped_run(tmp_path / "stopped", overrides, monkeypatch, step, 5)
+    (partial,) = [event for event in events(run) if event["event"] == "partial"]
+    assert partial["step"] == 4
+    newest = max((run / "checkpoints").glob("step-*")).name
+    assert newest == ("step-000002" if kind == "ahead" else "step-000003")  # saved when it stopped, where that can be
+    added: list[tuple[str, int]] = []
+    add = Flight.add
+
+    def counted(self: Flight, draw: Any, sample: int, *rest: Any) -> Trajectory | None:
+        added.append((draw.prompt.row.id, sample))
+        return add(self, draw, sample, *rest)
+
+    monkeypatch.setattr(Flight, "add", counted)
+    assert result(run_of(tmp_path / "stopped", TINY, overrides)) == expected
+    assert len(added) <= 2 * 6 * 4 + (6 if kind == "greedy" else 0) - 5, "samples that had ended are made again"
