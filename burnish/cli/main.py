@@ -7,6 +7,7 @@ for: `burnish --help` loads neither torch nor pydantic. A command that is severa
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -36,9 +37,25 @@ COMMANDS: Commands = {
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),
     "doctor": ("burnish.cli.doctor", "tell what this machine can do and what is missing for what"),
 }
+EXAMPLES = {
+    "train": ("a recipe", "recipes/sort_digits.yaml rollout.n=8"),
+    "sft": ("a recipe", "recipes/sft.yaml --shrink"),
+    "prefer": ("a recipe", "recipes/dpo.yaml --shrink"),
+    "reward-model": ("a recipe", "recipes/reward_model.yaml --shrink"),
+    "stages": ("a recipe with stages", "recipes/r1_toy.yaml"),
+    "sample": ("a model or a run and a prompt", "runs/sort_digits-0 '31524>'"),
+    "export": ("a run and a folder to write", "runs/sort_digits-0 sorted"),
+    "merge": ("a folder to write and the models", "merged runs/first runs/second"),
+    "view": ("a run", "runs/sort_digits-0"),
+    "serve": ("a model or a run", "runs/sort_digits-0"),
+    "launch": ("a recipe", "recipes/sort_digits.yaml --address HEAD:6379 --nodes 2"),
+}
+"""What a command that is given nothing asks for, and an example of it. (`eval` says it itself: some of its options need no model.)"""
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""A full disk, a quota, a limit on the size of files, a disk that cannot be written: nothing that the program could mend."""
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -54,15 +71,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"burnish: error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:
+        # The reader (`| head`) is gone. What is still buffered goes nowhere, or the interpreter complains on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        print(f"burnish: error: {_refused(error)}", file=sys.stderr)
+        return USAGE_ERROR
     except KeyboardInterrupt:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this line with a traceback
         print("burnish: interrupted", file=sys.stderr)
         signal.signal(signal.SIGINT, before)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) is gone. What is still buffered goes nowhere, or the interpreter complains on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+
+
+def _refused(error: OSError) -> str:
+    """What is said of a file that the system refuses to write."""
+    do = "mount it for writing" if error.errno == errno.EROFS else "make room (or raise the quota)"
+    path = error.filename if error.filename is not None else "a file"
+    return f"cannot write {path}: {error.strerror}; {do} and run the same command again: what was done is kept"
 
 
 def dispatch(argv: list[str], is_command: bool = False, table: Commands | None = None, program: str = "burnish") -> int:
@@ -81,6 +110,10 @@ def dispatch(argv: list[str], is_command: bool = False, table: Commands | None =
     module = importlib.import_module(module_name)
     if (inner := getattr(module, "COMMANDS", None)) is not None:
         return dispatch(rest, is_command, inner, f"{program} {name}")
+    is_bare = all(word.startswith("-") and word not in ("-h", "--help") for word in rest)
+    if is_bare and table is COMMANDS and name in EXAMPLES:
+        wanted, example = EXAMPLES[name]
+        raise UserError(f"burnish {name} needs {wanted}, such as: burnish {name} {example}   (burnish {name} --help tells all)")
     parser = argparse.ArgumentParser(
         prog=f"{program} {name}",
         description=summary[0].upper() + summary[1:] + ".",

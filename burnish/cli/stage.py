@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.cli.train import add_profile, load_recipe, print_memory, print_problems
+from burnish.cli.train import add_fresh, add_profile, begin_afresh, load_recipe, print_memory, print_problems
 from burnish.config.load import Loaded, dump
+from burnish.run.directory import run_name
 
 if TYPE_CHECKING:
     from burnish.trainers.updates import Outcome
@@ -23,6 +24,7 @@ def add_stage_arguments(parser: argparse.ArgumentParser, config: type[Any], exam
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
+    add_fresh(parser)
     add_profile(parser, "update")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(config)
@@ -37,6 +39,7 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
         print(dump(loaded.config))
         print(plan_text(loaded.config))
         return print_problems(loaded, [lambda: print_rows_to_learn(loaded), lambda: print_memory(loaded)])
+    begin_afresh(args, loaded.config.run, run_name(loaded.config.run.name, name, loaded.config.seed))
     from burnish.training.parallel.join import leave
 
     outcome = importlib.import_module(session).execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)

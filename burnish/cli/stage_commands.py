@@ -16,7 +16,7 @@ from burnish.config.references import resolved
 from burnish.core.workers import WorkerLost
 from burnish.run.checkpoints import Checkpoint, Checkpoints, read_manifest
 from burnish.run.directory import RunDirectory
-from burnish.run.files import atomic_directory
+from burnish.run.files import atomic_directory, writing
 from burnish.run.heartbeat import FILE, Heartbeat
 from burnish.run.metrics import held_out_figures, read
 from burnish.run.stage_index import Outcome, sums_of, write_outcome
@@ -182,7 +182,8 @@ class _Heard:
         self._count += 1
         self._heartbeat.beat(0, f"line {self._count}")
         if "\r" not in text:  # a line that is redrawn in a terminal
-            self._log.write(text)
+            with writing(Path(self._log.name)):
+                self._log.write(text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

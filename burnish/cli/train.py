@@ -6,6 +6,7 @@ The process that is started is a supervisor (`burnish.run.supervise`); a fork of
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from burnish.config.load import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import TrainConfig
 from burnish.config.text import parse
 from burnish.core.workers import WorkerLost
-from burnish.run.directory import run_name
+from burnish.run.directory import run_name, set_aside
 from burnish.run.supervise import LOST, is_possible, supervise
 
 if TYPE_CHECKING:
@@ -43,10 +44,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
     )
+    add_fresh(parser)
     add_profile(parser, "step")
     add_supervision(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(TrainConfig)
+
+
+def add_fresh(parser: argparse.ArgumentParser) -> None:
+    """The option `--fresh`."""
+    parser.add_argument(
+        "--fresh", action="store_true", help="begin the run anew; an old one of its name is moved aside, to NAME.1 or so"
+    )
+
+
+def begin_afresh(args: argparse.Namespace, settings: Any, name: str) -> None:
+    """With `--fresh` move the old run aside and say where. Of several processes that train together the first does it."""
+    if args.fresh and int(os.environ.get("RANK", "0")) == 0:
+        moved = set_aside(Path(settings.directory), name)
+        if moved is not None:
+            print(f"the old run is now {moved}", flush=True)
 
 
 def add_supervision(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         check_controls(args, loaded.config)
         return show(loaded)
     restarts = num_restarts(args)
+    begin_afresh(args, loaded.config.run, folder_of(loaded.config, name).name)
     if restarts:
         status = supervise(folder_of(loaded.config, name), restarts, patience_s(args, loaded.config))
         if status is not None:

@@ -219,11 +219,16 @@ def paged_engine(engine: Engine) -> PagedEngine | None:
     return inner if isinstance(inner, PagedEngine) else None
 
 
+def policy_updates(config: TrainConfig) -> int:
+    """Updates of the policy in a whole run: none while the critic alone is trained."""
+    training, critic = config.training, config.algorithm.critic
+    steps = training.steps - (critic.warmup_steps if critic is not None else 0)
+    return steps * training.mini_batches * training.epochs
+
+
 def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Learner:
     """The learner of the actor; its schedule ends with the last step. Of several ranks the policy is divided among them."""
-    training, critic = config.training, config.algorithm.critic
-    steps = training.steps - (critic.warmup_steps if critic is not None else 0)  # those the policy is trained in
-    total = steps * training.mini_batches * training.epochs
+    training, total = config.training, policy_updates(config)
     set_activations(policy.module, training.activations)
     if training.compile:
         compile_layers(policy.module)

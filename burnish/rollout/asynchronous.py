@@ -117,9 +117,6 @@ class AsyncSource:
     def stop(self) -> None:
         self.driver.stopping.request()
 
-    def forget(self, step: int) -> None:
-        self.memory.forget(step)
-
     def rest(self) -> None:
         while self._scoring:  # every call of a scorer has its own deadline
             self._take_scores()

@@ -177,9 +177,6 @@ class ReplaySource:
     def stop(self) -> None:
         self.inner.stop()
 
-    def forget(self, step: int) -> None:
-        self.inner.forget(step)
-
     def rest(self) -> None:
         self.inner.rest()
 

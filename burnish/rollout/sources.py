@@ -78,9 +78,6 @@ class Source(Protocol):
         """The user asked to stop: end `next`, or `load`, soon with `RolloutStopped`, and keep in the journal what has ended. May be
         called from another thread, again and again."""
 
-    def forget(self, step: int) -> None:
-        """Make the rollouts of this step and later ones anew, whatever the journal has of them."""
-
     def rest(self) -> None:
         """Leave engine and rewards to somebody else until `next`; called after `load`."""
 
@@ -134,8 +131,6 @@ class Memory:
         self.earlier: dict[tuple[str, int, int], dict[str, Any]] = {}
         for event in journal.events:
             kind = event["event"]
-            if kind == "forgotten":
-                self._drop_from(event["step"])
             if kind not in ("drawn", "partial", "completed", "scored"):
                 continue
             key = kind, event["step"], event.get("round", 0)
@@ -192,16 +187,13 @@ class Memory:
     def forget(self, step: int) -> None:
         """Take nothing of this step and later ones from the journal: it does not follow from what the run does now."""
         if any(key[1] >= step for key in self.earlier):
-            self.journal.append("forgotten", step=step)
-            self._drop_from(step)
+            self.journal.forget(step)
+            self.earlier = {key: event for key, event in self.earlier.items() if key[1] < step}
 
     def forget_after_new_scores(self, place: Place, recalled: Recalled) -> None:
         """Later steps were made by a policy that had not learnt from the samples that have a score only now."""
         if recalled.was_scored and any(t.reward is not None for t in recalled.unscored):
             self.forget(place.step + 1)
-
-    def _drop_from(self, step: int) -> None:
-        self.earlier = {key: event for key, event in self.earlier.items() if key[1] < step}
 
     def keep_all(self, place: Place, trajectories: Sequence[Trajectory]) -> None:
         """Write a round that is scored already."""
@@ -297,9 +289,6 @@ class SyncSource:
 
     def stop(self) -> None:
         self.driver.stopping.request()
-
-    def forget(self, step: int) -> None:
-        self.memory.forget(step)
 
     def rest(self) -> None:
         """Nothing goes on between two calls."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.run.contents import Snapshot, Sums, file_sums, write_file
+from burnish.run.contents import Snapshot, Sums, what_is_damaged, write_file
 from burnish.run.files import atomic_directory, atomic_write, remove
 from burnish.run.parts import whole_folder, write_part
 
@@ -57,17 +57,8 @@ def damage(path: Path, contents: bool = True, of: str | None = None) -> str | No
     manifest = read_manifest(path)
     if manifest is None:
         return f"{MANIFEST} is missing or unreadable"
-    for name, entry in manifest["files"].items():
-        if of is not None and entry["of"] != of:
-            continue
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
-        if contents and file_sums(file)["crc32"] != entry["crc32"]:
-            return f"{name} has another checksum than when it was written"
-    return None
+    wanted = {name: entry for name, entry in manifest["files"].items() if of is None or entry["of"] == of}
+    return what_is_damaged(path, wanted, contents)
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
@@ -153,7 +144,7 @@ class Checkpoints:
         if reasons:
             listed = "\n  ".join(reasons)
             raise UserError(
-                f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, or delete {self.folder.parent} to start over"
+                f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, or start the run anew with --fresh"
             )
         return None
 

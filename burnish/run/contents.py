@@ -88,6 +88,25 @@ def file_sums(path: Path) -> dict[str, Any]:
     return {"size": size, "crc32": crc}
 
 
+def folder_sums(folder: Path) -> Sums:
+    """Sizes and checksums of the files of a folder; none where there is no folder."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {file.name: file_sums(file) for file in files if file.is_file()}
+
+
+def what_is_damaged(folder: Path, sums: Sums, contents: bool = True) -> str | None:
+    """Which file of a folder is not what was written, or None. Without `contents` only names and sizes are compared."""
+    for name, entry in sums.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["size"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
+        if contents and file_sums(file)["crc32"] != entry["crc32"]:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
 def write_file(folder: Path, name: str, chunks: Iterable[bytes | memoryview]) -> Sums:
     """A file made of chunks, on disk when this returns; while it works other threads can run.
 

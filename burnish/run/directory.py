@@ -2,9 +2,10 @@
 
     <root>/<name>/config.yaml  metrics.jsonl  journal/  samples/  checkpoints/  report.html  curves.png  log.txt
 
-The same command again finds the same config and goes on; another config under the same name is refused with the keys
-that differ, so two experiments never mix. One process at a time writes a run: the lock is the kernel's (`flock`), so
-it goes with the process however that ends.
+The same command again finds the same config and goes on. Some keys may have other values then: the change is told and
+recorded, and the config from before stays as config.1.yaml, config.2.yaml and so on. Any other difference is refused with
+the keys that differ, so two experiments never mix. One process at a time writes a run: the lock is the kernel's
+(`flock`), so it goes with the process however that ends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +23,7 @@ import yaml
 
 from burnish.config.errors import UserError, nearest
 from burnish.run.files import atomic_write, sweep
+from burnish.run.journal import Journal
 
 MAX_SHOWN_KEYS = 12
 MAY_CHANGE = (
@@ -48,14 +52,47 @@ MAY_CHANGE = (
     "placement.timeout_s",
     "rollout.source.deadline_s",
 )
+MEASURING = ("validation", "preference.held_out_every")
+"""What a run that goes on may measure otherwise; the training itself stays as it is."""
+TOTALS = ("training.steps", "sft.updates", "preference.updates", "reward_model.updates")
+"""How long a run is. It may become longer, and schedules of the learning rate are then those of the new length."""
+OPTIMIZERS = tuple(
+    f"{section}.optimizer"
+    for section in ("training", "sft", "preference", "reward_model", "algorithm.critic", "algorithm.process")
+)
+SCHEDULE = tuple(f"{name}.{key}" for name in OPTIMIZERS for key in ("lr", "schedule", "warmup", "decay", "final"))
+"""Learning rates and their schedules: another value counts from the next update on."""
+ROWS = "data.validation"
+"""The held-out rows, which may change too, unless a new model's tokenizer was made of their letters."""
 BEFORE = ("lock", "stacks")
 """What may lie in a run's folder before its config: the supervisor keeps the stacks of a driver that hung, however early."""
 _held: set[int] = set()
 
 
+def _is_in(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def may_change(key: str) -> bool:
     """Whether a run that goes on may have another value there."""
-    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+    return _is_in(key, (*MAY_CHANGE, *MEASURING, *TOTALS, *SCHEDULE))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value than when the run was last begun."""
+
+    key: str
+    old: str
+    new: str
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether steps that are made again come out differently."""
+        return _is_in(self.key, (*TOTALS, *SCHEDULE))
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} before, {self.new} from here on"
 
 
 def run_name(given: str | None, recipe: str, seed: int) -> str:
@@ -88,6 +125,8 @@ class RunDirectory:
         self.report = path / "report.html"
         self.curves = path / "curves.png"
         self.log = path / "log.txt"
+        self.changes: list[Change] = []
+        """Keys whose values differ from those the run was last begun with."""
         self._lock: int | None = None
 
     @classmethod
@@ -122,7 +161,7 @@ class RunDirectory:
             raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
         try:
             if run.config.exists():
-                _refuse_other_config(run, config_text)
+                run.changes = _changes(run, config_text)
         except BaseException:
             run.close()
             raise
@@ -156,10 +195,16 @@ class RunDirectory:
     def close(self) -> None:
         """Give the lock back; a run that never began goes with it. Safe to call twice."""
         if self._lock is not None and self._lock in _held:
-            _held.remove(self._lock)
             if not self.config.exists() and [entry.name for entry in self.path.iterdir()] == ["lock"]:
                 (self.path / "lock").unlink()
                 self.path.rmdir()
+            self.release()
+        self._lock = None
+
+    def release(self) -> None:
+        """Give the lock back and leave everything else as it is. Safe to call twice."""
+        if self._lock is not None and self._lock in _held:
+            _held.remove(self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child that was forked but has not run yet
             os.close(self._lock)
         self._lock = None
@@ -167,12 +212,34 @@ class RunDirectory:
     def begin(self, config_text: str) -> None:
         """Write the config of a new run and its folders; clear what a killed writer left in an old one."""
         try:
-            atomic_write(self.config, config_text)  # of an old run: what may change has changed
+            if self.changes:
+                self._keep_config()
+                if self.changes_training:
+                    self.forget_rollouts()
+            atomic_write(self.config, config_text)  # last: a kill before it finds the changes again
             for folder in (self.path, self.journal, self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
                 sweep(folder)
         except OSError as error:
             raise UserError(f"cannot write the run directory {self.path}: {error.strerror}") from error
+
+    @property
+    def changes_training(self) -> bool:
+        """Whether the length of the run or its learning rates differ from those it was last begun with."""
+        return any(change.is_of_training for change in self.changes)
+
+    def _keep_config(self) -> None:
+        """Copy the config from before the changes to the next free name."""
+        kept = kept_configs(self.path)
+        text = self.config.read_bytes()
+        if not kept or kept[-1].read_bytes() != text:
+            number = 1 + (int(kept[-1].name.split(".")[1]) if kept else 0)
+            atomic_write(self.path / f"config.{number}.yaml", text)
+
+    def forget_rollouts(self) -> None:
+        """Have the rollouts in the journal made again: they are of a policy that was trained otherwise."""
+        if self.journal.is_dir():
+            Journal(self.journal).forget(0)
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -183,39 +250,96 @@ class RunDirectory:
         self.close()
 
 
+def kept_configs(path: Path) -> list[Path]:
+    """The configs that a run had before changes, oldest first."""
+    found = [file for file in path.glob("config.*.yaml") if file.name.split(".")[1].isdigit()]
+    return sorted(found, key=lambda file: int(file.name.split(".")[1]))
+
+
+def set_aside(root: Path, name: str) -> Path | None:
+    """Move a run to the next free name, `name.1` and so on, and return that; None where there is no such run."""
+    run = RunDirectory(root / name)
+    if not run.path.is_dir() or not any(run.path.iterdir()):
+        return None
+    if not run.config.exists() and not run.journal.is_dir():
+        _refuse_foreign(run.path)
+    try:
+        run.lock()  # nobody writes to it now
+        number = 1
+        while (target := root / f"{name}.{number}").exists():
+            number += 1
+        os.rename(run.path, target)
+    except OSError as error:
+        raise UserError(f"cannot move {run.path} aside: {error.strerror}; move it yourself and start again") from error
+    finally:
+        run.release()
+    return target
+
+
 def _refuse_foreign(path: Path) -> None:
     """A folder that is not a run stays untouched. One that ended before its config was written holds nothing but what `BEFORE` names."""
     if not path.is_dir():
         raise UserError(f"{path} is a file, but the run wants a folder there: choose another run.name")
     foreign = sorted(e.name for e in path.iterdir() if e.name not in BEFORE and not e.name.startswith("."))
+    if "journal" in foreign and "checkpoints" in foreign:
+        raise UserError(
+            f"{path / 'config.yaml'} is missing, so what this run was made with is not known: restore it from a copy"
+            f"{_older_config(path)}, or start the run anew with --fresh"
+        )
     if foreign:
         raise UserError(
             f"{path} exists and is not a run (no config.yaml, but {', '.join(foreign[:3])}): choose another run.name"
         )
 
 
-def _refuse_other_config(run: RunDirectory, config_text: str) -> None:
-    try:
-        old = flatten(yaml.safe_load(run.config.read_text()))
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"{run.config} is not readable as YAML ({error}): restore it, or choose another run.name"
-        ) from error
-    new = flatten(yaml.safe_load(config_text))
+def _changes(run: RunDirectory, config_text: str) -> list[Change]:
+    """What differs from the config of an old run; the error for what may not."""
+    old, new = _old_config(run), flatten(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
-    differing = [k for k in differing if not may_change(k)]
-    if not differing:
-        return
-    shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in differing[:MAX_SHOWN_KEYS]]
-    if len(differing) > len(shown):
-        shown.append(f"  and {len(differing) - len(shown)} more")
-    raise UserError(
-        f"run {run.path} exists with another config:\n"
-        + "\n".join(shown)
-        + f"\ngive this one another run.name, repeat the old settings to continue it, or delete {run.path} to start over"
-        + f"\n(a run that goes on may change only what leaves its numbers as they are: {', '.join(MAY_CHANGE)})"
-    )
+    is_new_model = any(not flat.get("model.path") for flat in (old, new))
+    refused = [k for k in differing if not may_change(k) and (is_new_model or not _is_in(k, (ROWS,)))]
+    if refused:
+        shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in refused[:MAX_SHOWN_KEYS]]
+        if len(refused) > len(shown):
+            shown.append(f"  and {len(refused) - len(shown)} more")
+        raise UserError(
+            f"run {run.path} exists with another config:\n"
+            + "\n".join(shown)
+            + "\ngive this one another run.name, repeat the old settings to continue it, or start it anew with --fresh, which moves the old "
+            "run aside\n(a run that goes on may have more steps, another learning rate and schedule, other validation, trackers, saving and "
+            "placement; another model, data, seed or algorithm would make its first steps part of another experiment)"
+        )
+    _refuse_fewer_steps(run, new, differing)
+    return [Change(k, _value(old, k), _value(new, k)) for k in differing]
+
+
+def _old_config(run: RunDirectory) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(run.config.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no keys")
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, too
+        raise UserError(
+            f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_older_config(run.path)}, or start the run "
+            "anew with --fresh"
+        ) from error
+    return flatten(found)
+
+
+def _older_config(path: Path) -> str:
+    kept = kept_configs(path)
+    return f" ({kept[-1]} is the one before the last change)" if kept else ""
+
+
+def _refuse_fewer_steps(run: RunDirectory, new: dict[str, Any], differing: list[str]) -> None:
+    """A run that has made more steps than it shall have is not what its config says."""
+    made = max((int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()), default=0)
+    for key in TOTALS:
+        if key in differing and isinstance(new.get(key), int) and new[key] < made:
+            raise UserError(
+                f"{key}={new[key]}, but run {run.path} has made {made}: give {made} or more, or another run.name for a shorter one"
+            )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -118,7 +118,8 @@ class Display:
     def step(self, step: int, values: dict[str, Any]) -> None:
         """One step is done."""
         # A new dictionary: rich's thread may be reading the old one. A number that this step does not have is not shown.
-        self._values = {k: v for k, v in self._values.items() if k == "accuracy"} | summarise(values)
+        found = summarise(values)
+        self._values = {k: v for k, v in (self._values | found).items() if k in found or k == "accuracy"}
         self._step, self._phase = step, ""
         if step > self._seen[-1][0]:
             self._seen.append((step, self._clock()))

@@ -18,11 +18,23 @@ TEMPORARY = ".tmp-"
 ASIDE = ".old-"
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Put the name of a file into what the system says when it refuses to write it: a full disk is otherwise an error without a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
 def fsync_path(path: Path) -> None:
     """Force a file's content, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with writing(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -31,7 +43,7 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     """Replace a file's content, durably, or leave it as it was."""
     temporary = _temporary(path)
     try:
-        with open(temporary, "wb") as file:
+        with writing(path), open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -59,11 +71,12 @@ def append(path: Path, data: bytes, durable: bool = False) -> None:
     try:
         length = os.fstat(descriptor).st_size
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            if durable:
-                os.fsync(descriptor)
+            with writing(path):
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+                if durable:
+                    os.fsync(descriptor)
         except BaseException:
             os.ftruncate(descriptor, length)
             raise
@@ -73,7 +86,7 @@ def append(path: Path, data: bytes, durable: bool = False) -> None:
 
 def truncate(path: Path, length: int) -> None:
     """Cut a file to its first bytes, durably."""
-    with open(path, "r+b") as file:
+    with writing(path), open(path, "r+b") as file:
         file.truncate(length)
         os.fsync(file.fileno())
 

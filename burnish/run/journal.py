@@ -93,6 +93,10 @@ class Journal:
         """Say that the run goes on after `step`: records of later steps written until now are no longer live."""
         self.append("resumed", step=step)
 
+    def forget(self, step: int) -> None:
+        """Say that the work of this step and later ones, as far as it is written, does not follow from what the run does now."""
+        self.append("forgotten", step=step)
+
     def attach(self, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Write arrays beside the journal; returns the reference `{"file", "crc"}` to put in a record's field."""
         import numpy as np
@@ -111,7 +115,7 @@ class Journal:
 
         try:
             content = (self.folder / reference["file"]).read_bytes()
-        except FileNotFoundError:
+        except OSError:  # gone, or on a part of the disk that cannot be read
             return None
         return load(content) if zlib.crc32(content) == reference["crc"] else None
 
@@ -124,6 +128,8 @@ class Journal:
     def _hold(self, record: dict[str, Any]) -> None:
         if record["event"] == "checkpoint":  # which was written while later steps went on
             self.events = [event for event in self.events if event.get("step", -1) > record["step"]]
+        if record["event"] == "forgotten":
+            self.events = [event for event in self.events if event.get("step", -1) < record["step"]]
         self.events.append(record)
         self.num_events += 1
 
@@ -142,7 +148,7 @@ class Journal:
         if num_after:
             raise UserError(
                 f"{self.path}, line {self.num_events + 1}: the record is damaged or missing, and {num_after} intact ones follow it, so "
-                "this is not a torn last write; restore the file from a copy, or delete the run to start over"
+                "this is not a torn last write; restore the file from a copy, or start the run anew with --fresh"
             )
         if num_bad:
             truncate(self.path, length)

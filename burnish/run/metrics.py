@@ -75,15 +75,48 @@ class Metrics:
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room and start again") from error
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps and a torn last line, all at once: the run goes on after `step`."""
+    def truncate_after(self, step: int) -> list[str]:
+        """Drop the lines of later steps and a torn last line, all at once: the run goes on after `step`.
+
+        Returns what to tell the user: lines that cannot be read (the file with them is kept under another name) and steps without one.
+        """
+        kept, damaged = list[tuple[str, int]](), list[int]()
+        for number, line in enumerate(_whole_lines(self.path), 1) if self.path.exists() else ():
+            try:
+                found = parse_line(line)["step"]
+                kept += [(line, found)] if found <= step else []
+            except ValueError:
+                damaged.append(number)
+        remarks = []
+        if damaged:
+            aside = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
+            atomic_write(aside, self.path.read_bytes())
+            remarks.append(
+                f"{self.path}: {_listed('line', damaged)} cannot be read and left out; the file as it was is {aside}"
+            )
         if self.path.exists():
-            atomic_write(self.path, "".join(line + "\n" for line, row in _lines(self.path) if row["step"] <= step))
+            atomic_write(self.path, "".join(line + "\n" for line, _ in kept))
+        if missing := sorted(set(range(1, step + 1)) - {found for _, found in kept}):
+            remarks.append(
+                f"{self.path} has no line of {_listed('step', missing)}: it was cut, deleted or damaged. The run goes on all the same; restore "
+                "the file from a copy if its curves shall be whole"
+            )
+        return remarks
+
+
+def _listed(what: str, numbers: list[int]) -> str:
+    """`step 3`, or `steps 3 to 7 (4 in all)`."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    return f"{what}s {numbers[0]} to {numbers[-1]} ({len(numbers)} in all)"
+
+
+def _whole_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").split("\n")[:-1]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    *lines, _ = path.read_text(errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_whole_lines(path), 1):
         try:
             yield line, parse_line(line)
         except ValueError as error:

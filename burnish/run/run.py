@@ -16,7 +16,7 @@ from typing import Any
 from burnish.config.schema import Run as RunConfig
 from burnish.run.checkpoints import Checkpoint, Checkpoints
 from burnish.run.clock import process_seconds
-from burnish.run.directory import RunDirectory
+from burnish.run.directory import RunDirectory, kept_configs
 from burnish.run.display import Display
 from burnish.run.heartbeat import FILE, BeatingDisplay, Heartbeat
 from burnish.run.journal import Journal
@@ -40,6 +40,12 @@ class Run:
         self.worst_tokens = WorstTokens(directory.worst_tokens)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
         self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
+        for change in directory.changes:
+            self.display.note(str(change))
+        if directory.changes:
+            self.display.note(f"the config from before is {kept_configs(directory.path)[-1]}")
+            changes = {change.key: [change.old, change.new] for change in directory.changes}
+            self.journal.append("config", changes=changes)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
         self.last_step = 0
         """The last step that is committed, or that the checkpoint was of which the run goes on from."""
@@ -50,12 +56,14 @@ class Run:
     def resume(self) -> Checkpoint | None:
         """The checkpoint to go on from, with metrics, worst tokens and journal taken back to it; None for a fresh start."""
         latest = self.checkpoints.latest()
-        if latest is None and self.journal.num_events == 0:
-            return None
         step = -1 if latest is None else latest.step
         self.last_step = self.saved_step = max(step, 0)
-        self.metrics.truncate_after(step)
+        # Also where the journal has no record: a kill may have come after the line of step 0 and before its record.
+        for remark in self.metrics.truncate_after(step):
+            self.display.note(remark)
         self.worst_tokens.truncate_after(step)
+        if latest is None and self.journal.num_events == 0:
+            return None
         self.journal.rewind(step)
         return latest
 

@@ -14,6 +14,7 @@ The supervisor loads neither torch nor numpy and starts no thread, so a fork of 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -65,6 +66,16 @@ def supervise(folder: Path, max_restarts: int, deadline_s: float) -> int | None:
     `folder` is the run's. `deadline_s` is the longest time that a driver may go without a sign of life (`heartbeat.py`).
     """
     return Supervisor(folder, max_restarts, deadline_s).run()
+
+
+def _is_written(path: Path, content: bytes) -> bool:
+    """Whether there was room for a file."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    except OSError:
+        return False
+    return True
 
 
 class Supervisor:
@@ -204,10 +215,8 @@ class Supervisor:
         self.say(f"the driver (process {self.driver}) {death.cause}, {death.where}")
         self.stacks.seek(0)
         found = self.stacks.read()
-        if found and self.folder.is_dir():
-            path = self.folder / "stacks" / f"driver-{self.driver}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(found)
+        path = self.folder / "stacks" / f"driver-{self.driver}.txt"
+        if found and self.folder.is_dir() and _is_written(path, found):
             workers = self.folder / "workers" / "stacks"
             others = f", what its workers were doing in {workers}" if death.status == HUNG and workers.is_dir() else ""
             self.say(f"what it was doing is in {path}{others}")
@@ -222,6 +231,8 @@ class Supervisor:
         """To the terminal, and to the run's log."""
         print(f"burnish: {text}", file=sys.stderr, flush=True)
         log = self.folder / "log.txt"
-        if log.is_file():
+        if not log.is_file():
+            return
+        with contextlib.suppress(OSError):  # a full disk: it was said above
             with open(log, "a", encoding="utf-8", errors="replace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  supervisor: {text}\n")

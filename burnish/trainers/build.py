@@ -38,9 +38,11 @@ from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, sampling_options, summary
 from burnish.rollout.scored import Scored
+from burnish.run.contents import Sums, folder_sums, what_is_damaged, write_contents
 from burnish.run.diagnosis import Facts
 from burnish.run.files import atomic_directory, atomic_write
 from burnish.run.run import Run
+from burnish.run.staging import leave
 from burnish.trainers import observe, sft
 from burnish.trainers.demonstrated import demonstrations_of
 from burnish.trainers.job import Demonstrations, Job, Validate
@@ -87,6 +89,8 @@ class Parts:
     """Where the run's other processes are, where it has any."""
     weights: Path | None = None
     """The warm-started model, where there is one."""
+    makes_warm_start: bool = False
+    """Whether it is still to be made, or made again because it is damaged."""
 
 
 def check_parts(
@@ -312,5 +316,34 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, parts.examples, config, seed, run.display.step)
     run.display.stop()  # its last step is shown before anything is said about what follows
+    expected = (read_warm_sums(path) or folder_sums(path)) if run.journal.num_events else None
     with atomic_directory(path, replace=True) as folder:
-        policy.save(folder)
+        sums = write_contents(folder, policy.contents(leave))
+        if expected not in (None, {}, sums):
+            raise UserError(
+                f"{path} is damaged or missing, and the warm start made again gives other weights than the run was begun with (another "
+                "machine, library or number of threads?): restore the folder from a copy, or start the run anew with --fresh"
+            )
+        atomic_write(warm_sums(path), json.dumps(sums, indent=1) + "\n")  # first: a folder without its checksums cannot be checked
+
+
+def warm_sums(path: Path) -> Path:
+    """The file with the checksums of a warm-started model: beside its folder, which is a plain model directory."""
+    return path.with_name(f"{path.name}.json")
+
+
+def read_warm_sums(path: Path) -> Sums | None:
+    """The checksums of a warm-started model; None where they are not known."""
+    try:
+        sums = json.loads(warm_sums(path).read_text())
+    except (OSError, ValueError):
+        return None
+    return sums if isinstance(sums, dict) else None
+
+
+def warm_damage(path: Path) -> str | None:
+    """Why a warm-started model cannot be used, or None."""
+    sums = read_warm_sums(path)
+    if sums is None:
+        return f"{warm_sums(path).name}, which has its checksums, is missing or damaged"
+    return what_is_damaged(path, sums)

@@ -8,6 +8,7 @@ from; data that has changed since is an error.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def cached_means(run: Run, name: str, learner: Learner, units: Sequence[Unit], l
         path = folder / f"{name}-{start:08d}.safetensors"
         # One process looks: another might see a file that was not there a moment ago, and they would wait for each other.
         values = learner.ranks.from_first(_read(path, part) if learner.ranks.is_first else None)
+        if values is None and path.is_file():
+            run.display.note(f"{path} is damaged: its log-probs are computed again")
         if values is None:
             run.display.phase(f"reference log-probs of {name} {start:,}/{len(units):,}")
             batch = pack_units(part, loss).to(learner.device)
@@ -54,22 +57,33 @@ def _fingerprint(units: Sequence[Unit]) -> str:
 
 
 def _read(path: Path, units: Sequence[Unit]) -> Tensor | None:
+    """What a file holds; None where it is missing or damaged, and is made again with the same weights."""
     if not path.is_file():
         return None
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        if (file.metadata() or {}).get("tokens") != _fingerprint(units):
-            raise UserError(
-                f"{path} was computed from other rows: the data (or the tokenizer) has changed since this run began. "
-                "Put the old data back, or give the run another run.name"
-            )
-        values: Tensor = file.get_tensor("means")
+    try:
+        with safe_open(path, "pt") as file:
+            known, values = file.metadata() or {}, file.get_tensor("means")
+    except (SafetensorError, OSError):
+        return None
+    if known.get("crc32") != _checksum(known.get("tokens", ""), values):
+        return None
+    if known["tokens"] != _fingerprint(units):
+        raise UserError(
+            f"{path} was computed from other rows: the data (or the tokenizer) has changed since this run began. "
+            "Put the old data back, or give the run another run.name"
+        )
     return values
+
+
+def _checksum(tokens: str, values: Tensor) -> str:
+    return f"{zlib.crc32(values.numpy().tobytes(), zlib.crc32(tokens.encode())):08x}"
 
 
 def _write(path: Path, units: Sequence[Unit], values: Tensor) -> None:
     from safetensors.torch import save
 
     path.parent.mkdir(exist_ok=True)
-    atomic_write(path, save({"means": values.contiguous()}, {"tokens": _fingerprint(units)}))
+    tokens = _fingerprint(units)
+    atomic_write(path, save({"means": values.contiguous()}, {"tokens": tokens, "crc32": _checksum(tokens, values)}))

@@ -81,7 +81,7 @@ def execute(
     set_activations(policy.module, stage.activations)
     distribute(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
-    with updates.open_run(config, config.run, resolved, name, config.seed, ranks) as run:
+    with updates.open_run(config, resolved, base, name, ranks) as run:
         job = PreferenceJob(
             config.run, run, policy, learner, stage.updates, "preference", memory=MemoryWatch(memory, "preference"),
             config=config, loss=loss, rows=units, held_out=held_out, batch_size=stage.batch_size,

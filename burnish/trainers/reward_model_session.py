@@ -106,7 +106,7 @@ def execute(
     del policy  # and with it the output head
     set_activations(scorer.module, stage.activations)
     learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
-    with updates.open_run(config, config.run, resolved, name, config.seed, SOLO) as run:
+    with updates.open_run(config, resolved, base, name, SOLO) as run:
         order = reward_model.pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
         job = ScorerJob(
             config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryWatch(memory, "reward model"),

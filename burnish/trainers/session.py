@@ -15,7 +15,7 @@ from burnish.config.schema import TrainConfig
 from burnish.controller.judge import EngineJudge
 from burnish.controller.memory import planned
 from burnish.controller.placement import check_placement
-from burnish.controller.roles import build_policy, build_scorers
+from burnish.controller.roles import build_policy, build_scorers, policy_updates
 from burnish.controller.start import open_cluster
 from burnish.rewards.parts import JUDGE, MODEL
 from burnish.rewards.rewards import Rewards
@@ -24,12 +24,13 @@ from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
-from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_start
+from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_damage, warm_start
 from burnish.trainers.data_checks import read_checked, repeated
 from burnish.trainers.inputs import keep_inputs
 from burnish.trainers.job import restore
 from burnish.trainers.memory import MemoryWatch
 from burnish.training.profile import step_to_profile
+from burnish.training.schedule import described
 
 
 @contextmanager
@@ -50,7 +51,10 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         is_here = config.placement.name == "local"
         memory = planned(config, base) if is_here else None
         notes = [memory.text, *memory.check()] if memory is not None else []
-        needs_warmth = config.warm_start is not None and not warm_folder(directory).is_dir()
+        warm = warm_folder(directory)
+        damage = warm_damage(warm) if config.warm_start is not None and warm.is_dir() else None
+        needs_warmth = config.warm_start is not None and (damage is not None or not warm.is_dir())
+        notes += [f"{warm}: {damage}; the warm start is made again"] if damage is not None else []
         # Where others train, this process holds weights for a warm start only, and then no more.
         model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})
         policy = build_policy(model, sources, config.seed, base)
@@ -61,12 +65,13 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         parts = check_parts(config, base, policy, rewards, rows.take)
         parts.notes = [*notes, *repeated(config, rows.sizes), *parts.notes]
         parts.memory = MemoryWatch(memory, "training") if memory is not None else None
-        if config.warm_start is not None and not warm_folder(directory).is_dir():
+        if config.warm_start is not None and needs_warmth:
+            parts.makes_warm_start = True
             parts.examples, note = demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
             parts.notes += [note] if note is not None else []
         with open_cluster(config) as parts.cluster:
             directory.begin(place[2])
-            parts.notes += keep_inputs(directory.path, config, resolved, base)
+            parts.notes += keep_inputs(directory.path, config, resolved, base, directory.forget_rollouts)
             with Run(directory, config.run, resolved) as run:
                 yield parts, run
 
@@ -77,7 +82,7 @@ def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:
     `profile` is the step to record with a profiler, or `NEXT`.
     """
     config, warm = parts.config, warm_folder(run.directory)
-    if config.warm_start is not None and not warm.is_dir():
+    if config.warm_start is not None and parts.makes_warm_start:
         warm_start(parts, config.warm_start, run, warm)
     elif config.warm_start is not None and parts.cluster is None:
         parts.policy.load_weights(warm)
@@ -91,6 +96,8 @@ def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:
         if job.state.step >= config.training.steps:
             run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
             return True
+        if run.directory.changes_training:
+            run.display.note(described(config.training.optimizer, job.learner.updates, policy_updates(config)))
         job.profile = step_to_profile(profile, job.state.step, config.training.steps)
         return rl.train(job)
     finally:

@@ -46,7 +46,7 @@ def execute(
     set_activations(policy.module, stage.activations)
     distribute(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
-    with updates.open_run(config, config.run, resolved, name, config.seed, ranks) as run:
+    with updates.open_run(config, resolved, base, name, ranks) as run:
         job = UpdateJob(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryWatch(memory, "sft"))
         updates.resume(job)
         if updates.begin(job, f"supervised on {len(examples):,} examples", profile):

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from burnish.config.load import dump
+from burnish.config.preference import PreferConfig
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import Run as RunConfig
-from burnish.config.slots import Record
+from burnish.config.schema import SftConfig
 from burnish.run.checkpoints import score_by
 from burnish.run.contents import Blob, Content, Part, Snapshot
 from burnish.run.directory import RunDirectory, run_name
@@ -24,11 +26,14 @@ from burnish.run.interrupt import StopOnInterrupt
 from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.run.staging import Stage
+from burnish.trainers.inputs import keep_inputs
 from burnish.trainers.memory import MemoryWatch
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import Ranks
 from burnish.training.profile import profiled, step_to_profile
+from burnish.training.schedule import described
 
+UpdateConfig = SftConfig | PreferConfig | RewardModelConfig
 OnUpdate = Callable[[int, dict[str, float]], bool | None]
 """Called after every update with its number and metrics; True ends the training there."""
 Around = Callable[[int], AbstractContextManager[None]]
@@ -133,13 +138,22 @@ def validation_name(update: int) -> str:
     return "validation before update 1" if update == 0 else f"validation after update {update}"
 
 
-def open_run(config: Record, settings: RunConfig, resolved: dict[str, Any], name: str, seed: int, ranks: Ranks) -> Run:
+def open_run(config: UpdateConfig, resolved: dict[str, Any], base: Path, name: str, ranks: Ranks) -> Run:
     """The run directory, new or with its past, in the hands of the first process; the others follow when it is there."""
+    settings = config.run
     if not ranks.is_first:
         return Follower(Path(ranks.from_first("")), settings)
-    folder = RunDirectory.create(Path(settings.directory), run_name(settings.name, name, seed), dump(config))
+    folder = RunDirectory.create(Path(settings.directory), run_name(settings.name, name, config.seed), dump(config))
+    try:
+        notes = keep_inputs(folder.path, config, resolved, base)
+    except BaseException:
+        folder.close()
+        raise
     ranks.from_first(str(folder.path))
-    return Run(folder, settings, resolved)
+    run = Run(folder, settings, resolved)
+    for note in notes:
+        run.display.note(note)
+    return run
 
 
 def begin(job: UpdateJob, what: str, profile: int | None) -> bool:
@@ -149,6 +163,8 @@ def begin(job: UpdateJob, what: str, profile: int | None) -> bool:
         display.note(f"{job.run.directory.path} is complete: all {job.total} updates are done")
         return False
     display.start(f"{what}: {job.policy.note}", job.total, job.updates)
+    if job.run.directory.changes_training:
+        display.note(described(job.learner.config, job.updates, job.total))
     job.profile = step_to_profile(profile, job.updates, job.total) if job.learner.ranks.is_first else None
     if job.updates == 0 and (before := job.measure(0)):
         job.run.commit(0, before, [])

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from burnish.config.errors import UserError
+from burnish.run.files import atomic_write
 from burnish.training.trace import summarise, text
 
 TRACE, PAGE = "trace.json.gz", "profile.txt"
@@ -43,7 +44,7 @@ def profiled(folder: Path, title: str, note: Callable[[str], None]) -> Iterator[
         if on_gpu:
             torch.cuda.synchronize()  # what was asked for inside belongs to it
     recorded.export_chrome_trace(str(folder / TRACE))
-    (folder / PAGE).write_text(text(summarise(read_trace(folder / TRACE)), title))
+    atomic_write(folder / PAGE, text(summarise(read_trace(folder / TRACE)), title))
     note(f"{title} was profiled: {folder / PAGE}; open {folder / TRACE} in ui.perfetto.dev")
 
 

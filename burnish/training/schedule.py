@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 
+from burnish.config.optimizer import Optimizer
+
 
 def num_warmup(warmup: int | float, total: int) -> int:
     """Warm-up in updates: a number below 1 is a fraction of `total`."""
     return round(warmup * total) if warmup < 1 else int(warmup)
+
+
+def described(optimizer: Optimizer, update: int, total: int) -> str:
+    """What the learning rate is from an update on, for a run whose length or schedule has changed."""
+    scale = factor(update, total, optimizer.schedule, optimizer.warmup, optimizer.final, optimizer.decay)
+    return (
+        f"learning rate of the next update: {optimizer.lr * scale:.3g}, that of update {update + 1} on the {optimizer.schedule} schedule of a "
+        f"run of {total:,} updates with lr={optimizer.lr:g}"
+    )
 
 
 def factor(update: int, total: int, schedule: str, warmup: int | float, final: float, decay: float = 0.2) -> float:

@@ -1,8 +1,11 @@
 """The command line's scaffold: what it loads, what it prints on errors, how it exits."""
 
+import errno
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from burnish import __version__
 from burnish.cli import main as cli
 from burnish.config.errors import UserError
+from burnish.run.files import writing
 
 
 def command(monkeypatch: pytest.MonkeyPatch, run) -> None:
@@ -77,6 +81,43 @@ def test_a_user_error_is_one_message_and_status_2(monkeypatch, capsys: pytest.Ca
     command(monkeypatch, raising(UserError("a.yaml: no such file")))
     assert cli.main(["probe"]) == 2
     assert capsys.readouterr() == ("", "burnish: error: a.yaml: no such file\n")
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_an_exit_that_a_plug_in_asks_for_is_an_error_that_names_it(monkeypatch, capsys, code: int | None) -> None:
+    def run(args: Namespace) -> int:
+        sys.exit(code)
+
+    command(monkeypatch, run)
+    assert cli.main(["probe"]) == 2
+    said = capsys.readouterr().err
+    assert f"{__file__}, line " in said
+    assert f"(run) called sys.exit({code}) before the command was done" in said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_file_that_cannot_be_written_is_one_line_with_its_name(monkeypatch, capsys, tmp_path, number: int) -> None:
+    def run(args: Namespace) -> int:
+        with writing(tmp_path / "log"):
+            raise OSError(number, "no")
+
+    command(monkeypatch, run)
+    assert cli.main(["probe"]) == 2
+    assert capsys.readouterr().err.startswith(f"burnish: error: cannot write {tmp_path / 'log'}: {os.strerror(number)}; ")
+    command(monkeypatch, raising(FileNotFoundError(errno.ENOENT, "a bug", "x")))
+    with pytest.raises(FileNotFoundError):
+        cli.main(["probe"])
+
+
+@pytest.mark.parametrize("name", [*cli.EXAMPLES, "eval"])
+def test_a_command_without_arguments_says_what_it_needs_in_a_line(name: str, capsys) -> None:
+    for words in ([], ["--shrink"]) if name == "train" else ([],):
+        assert cli.main([name, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"burnish: error: burnish {name} needs a ")
+        assert f": burnish {name} " in line
+    recipe = next((word for word in line.split() if word.startswith("recipes/")), "recipes")
+    assert (Path(cli.__file__).parents[2] / recipe).exists()
 
 
 def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:

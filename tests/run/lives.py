@@ -50,6 +50,7 @@ def live(folder: Path, words: list[str]) -> int:
         else:
             display.phase(f"about to {word}")
             end(word)
+    journal.append("complete", step=done)
     return 0
 
 
@@ -57,6 +58,8 @@ def end(word: str) -> None:
     """The end of a life."""
     if word.isdecimal():
         sys.exit(int(word))
+    if word == "exit":
+        os._exit(0)
     if word == "bug":
         raise ZeroDivisionError("a bug")
     if word == "crash":

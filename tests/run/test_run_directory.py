@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.directory import RunDirectory, flatten
+from burnish.run.directory import RunDirectory, flatten, kept_configs, set_aside
+from burnish.run.journal import Journal
 
 CONFIG = "seed: 0\ntraining:\n  steps: 10\n  optimizer: {lr: 0.1}\n"
 
@@ -28,10 +29,10 @@ def test_the_same_config_opens_the_same_run_again(tmp_path: Path) -> None:
 def test_another_config_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, "r", CONFIG).close()
     with pytest.raises(UserError) as error:
-        RunDirectory.create(tmp_path, "r", "seed: 0\ntraining:\n  steps: 20\n  optimizer: {}\n")
-    assert "training.steps: 10 there, 20 now" in str(error.value)
-    assert "training.optimizer.lr: 0.1 there, not set now" in str(error.value)
-    assert "seed" not in str(error.value)
+        RunDirectory.create(tmp_path, "r", "seed: 5\ntraining:\n  steps: 20\n  optimizer: {}\n")
+    assert "  seed: 0 there, 5 now" in str(error.value)
+    assert "training.steps: " not in str(error.value)  # which may change
+    assert "start it anew with --fresh" in str(error.value)
     assert (tmp_path / "r" / "config.yaml").read_text() == CONFIG
     RunDirectory.create(tmp_path, "r", CONFIG).close()  # the refusal gave the lock back
 
@@ -137,10 +138,66 @@ def test_a_run_that_was_claimed_but_never_began_vanishes(tmp_path: Path) -> None
     assert (tmp_path / "r" / "config.yaml").read_text() == CONFIG
 
 
-def test_what_leaves_the_numbers_as_they_are_may_change(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path, "r", "run: {save_every: 10, keep_last: 2}\nseed: 1\n").close()
-    with RunDirectory.create(tmp_path, "r", "run: {save_every: 5, keep_last: 9}\nseed: 1\n") as run:
-        assert "save_every: 5" in run.config.read_text()
-    with pytest.raises(UserError, match="may change only what leaves its numbers"):
-        RunDirectory.create(tmp_path, "r", "run: {save_every: 5, keep_last: 9}\nseed: 2\n")
-    assert "seed: 1" in (tmp_path / "r" / "config.yaml").read_text()
+def test_what_may_change_is_told_and_the_config_before_is_kept(tmp_path: Path) -> None:
+    first, second = "run: {save_every: 10}\nseed: 1\ntraining: {steps: 4}\n", "run: {save_every: 5}\nseed: 1\ntraining: {steps: 8}\n"
+    RunDirectory.create(tmp_path, "r", first).close()
+    Journal(tmp_path / "r" / "journal").append("completed", step=5)
+    with RunDirectory.create(tmp_path, "r", second.replace("8", "4")) as run:
+        assert [str(change) for change in run.changes] == ["run.save_every: 10 before, 5 from here on"]
+        assert not run.changes_training
+    assert Journal(tmp_path / "r" / "journal").events != []
+    with RunDirectory.create(tmp_path, "r", second) as run:
+        assert [change.key for change in run.changes] == ["training.steps"]
+        assert run.config.read_text() == second
+    assert [path.name for path in kept_configs(run.path)] == ["config.1.yaml", "config.2.yaml"]
+    assert kept_configs(run.path)[0].read_text() == first
+    journal = Journal(tmp_path / "r" / "journal")
+    assert [event["event"] for event in journal.events] == ["forgotten"]  # rollouts of a policy that was trained otherwise
+    with RunDirectory.create(tmp_path, "r", second) as run:
+        assert run.changes == []
+    with pytest.raises(UserError, match="  seed: 1 there, 2 now"):
+        RunDirectory.create(tmp_path, "r", second.replace("seed: 1", "seed: 2"))
+    (run.checkpoints / "step-000006").mkdir()
+    with pytest.raises(UserError, match=r"training\.steps=4, but run .* has made 6: give 6 or more"):
+        RunDirectory.create(tmp_path, "r", second.replace("steps: 8", "steps: 4"))
+    assert run.config.read_text() == second
+
+
+@pytest.mark.parametrize(("model", "is_allowed"), [("{path: m}", True), ("{new: {layers: 1}}", False)])
+def test_held_out_rows_may_change_unless_a_new_tokenizer_is_made_of_them(
+    tmp_path: Path, model: str, is_allowed: bool
+) -> None:
+    text = "model: %s\ndata: {validation: [{path: %s}]}\n"
+    RunDirectory.create(tmp_path, "r", text % (model, "a")).close()
+    if is_allowed:
+        RunDirectory.create(tmp_path, "r", text % (model, "b")).close()
+    else:
+        with pytest.raises(UserError, match=r"data\.validation"):
+            RunDirectory.create(tmp_path, "r", text % (model, "b"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a: [", b"- 1\n"])
+def test_a_damaged_config_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    RunDirectory.create(tmp_path, "r", CONFIG).close()
+    (tmp_path / "r" / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=r"r/config\.yaml is damaged \(.*\): restore it from a copy, or start the run anew with --fresh"):
+        RunDirectory.create(tmp_path, "r", CONFIG)
+    (tmp_path / "r" / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"r/config\.yaml is missing"):
+        RunDirectory.create(tmp_path, "r", CONFIG)
+
+
+def test_a_run_is_set_aside_whole_and_never_while_it_is_written(tmp_path: Path) -> None:
+    assert set_aside(tmp_path, "r") is None
+    with RunDirectory.create(tmp_path, "r", CONFIG) as run:
+        run.metrics.write_text("kept")
+        with pytest.raises(UserError, match="is being written by another process"):
+            set_aside(tmp_path, "r")
+    assert set_aside(tmp_path, "r") == tmp_path / "r.1"
+    assert (tmp_path / "r.1" / "metrics.jsonl").read_text() == "kept"
+    RunDirectory.create(tmp_path, "r", CONFIG).close()
+    assert set_aside(tmp_path, "r") == tmp_path / "r.2"
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.txt").touch()
+    with pytest.raises(UserError, match="is not a run"):
+        set_aside(tmp_path, "r")

@@ -81,12 +81,20 @@ def test_a_crash_leaves_the_stack_of_it(tmp_path: Path) -> None:
     assert "ctypes" in (tmp_path / "stacks" / f"driver-{ended.drivers[0]}.txt").read_text()
 
 
-@pytest.mark.parametrize(("word", "status"), [("0", 0), ("2", 2), ("130", 130), ("term", 143), ("int", 130)])
+@pytest.mark.parametrize(("word", "status"), [("wait", 0), ("2", 2), ("130", 130), ("term", 143), ("int", 130)])
 def test_what_a_user_did_or_must_see_to_is_not_tried_again(tmp_path: Path, word: str, status: int) -> None:
     ended = supervised(tmp_path, f"step,{word}")
     assert ended.status == status
     assert len(ended.drivers) == 1
     assert "restart" not in ended.said
+
+
+@pytest.mark.parametrize("word", ["0", "exit"])
+def test_status_0_of_a_driver_that_did_not_end_its_run_is_an_error(tmp_path: Path, word: str) -> None:
+    ended = supervised(tmp_path, f"step,{word}", f"{word}")
+    assert ended.status == 1
+    assert "exited with status 0 before the run was complete (does a plug-in call sys.exit() or os._exit()?)" in ended.said
+    assert len(ended.drivers) == 2  # after a step it may have been an accident; then it would come again
 
 
 def test_a_run_that_dies_twice_in_the_same_step_stops(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def test_the_learner_learns_while_the_engine_samples(tmp_path: Path, monkeypatch
     sampled = [threading.Event() for _ in range(STEPS + 2)]
     make, learn = AheadSource._make, rl.learn
 
-    def making(source: Any, draws: Any, plan: Any) -> Any:
-        made = make(source, draws, plan)
+    def making(source: Any, *args: Any) -> Any:
+        made = make(source, *args)
         sampled[int(threading.current_thread().name.rpartition(" ")[2])].set()
         return made
 

@@ -49,7 +49,11 @@ class Cache:
         body = json.dumps([key, text])
         line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
         with self._lock:
-            if os.write(self._file, line) != len(line):
+            try:
+                num_written = os.write(self._file, line)
+            except OSError as error:
+                raise UserError(f"the judge's cache {self.path} cannot be written: {error.strerror}") from error
+            if num_written != len(line):
                 raise UserError(f"the judge's cache {self.path} cannot be written: no room is left")
             self._texts[key] = text
 
