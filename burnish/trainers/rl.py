@@ -152,9 +152,14 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
     return rollouts, batch.to(job.learner.device)
 
 
+def is_scored(rollouts: Scored) -> bool:
+    """Whether a step has one new sample with a reward."""
+    return any(t.reward is not None for t in rollouts.trajectories)
+
+
 def count_unscored(rollouts: Scored, step: int, earlier: int) -> int:
     """Steps in a row, this one included, without one scored sample; the error for too many of them."""
-    if any(t.reward is not None for t in rollouts.trajectories):
+    if is_scored(rollouts):
         return 0
     if earlier + 1 >= MAX_UNSCORED_STEPS:
         raise UserError(
@@ -266,7 +271,9 @@ def finish_step(
     run.commit(step, values, observe.used_ids(rollouts, learned.batch), observe.visits(rollouts))
     stopping = stop.requested
     measured_best = config.run.keep_best and score is not None
-    if stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0:
+    # A step without one score is not saved: a run whose reward was mended makes it again.
+    is_saved = is_scored(rollouts) and (measured_best or step % config.run.save_every == 0)
+    if stopping or step == config.training.steps or is_saved:
         run.checkpoint(step, lambda stage: snapshot(job, stage), *(score or (None, None)))
     if stopping or step == config.training.steps:
         run.wait()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +49,17 @@ def fails_on_short(data_source, solution_str, ground_truth, extra_info):
 
 def always_fails(data_source, solution_str, ground_truth, extra_info):
     raise ValueError("never works")
+
+def breaks(data_source, solution_str, ground_truth, extra_info):
+    count = Path(__file__).with_name("count")
+    number = int(count.read_text()) if count.exists() else 0
+    count.write_text(str(number + 1))
+    if number >= 24 and Path(__file__).with_name("broken").exists():
+        raise ValueError("broken from step 3 on")
+    return len(solution_str) / 10
+
+def exits(batch):
+    raise SystemExit(0)
 
 def constant(data_source, solution_str, ground_truth, extra_info):
     return 1.0
@@ -328,9 +342,112 @@ def test_the_same_command_on_a_complete_run_says_so_and_changes_nothing(capsys: 
 def test_another_config_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("new.yaml") == 0
     before = metrics()
-    assert train("new.yaml", "training.steps=3") == 2
-    assert "training.steps: 2 there, 3 now" in capsys.readouterr().err
+    assert train("new.yaml", "rollout.n=5") == 2
+    assert "rollout.n: 4 there, 5 now" in capsys.readouterr().err
     assert metrics() == before
+
+
+def weights(run: str) -> dict[str, bytes]:
+    from safetensors.numpy import load_file
+
+    last = max(Path(run, "checkpoints").glob("step-*"))
+    return {name: array.tobytes() for name, array in load_file(last / "model.safetensors").items()}
+
+
+def test_a_finished_run_goes_on_to_more_steps_as_if_it_had_been_asked_for_them_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("new.yaml", "training.steps=4", "run.name=whole") == 0
+    assert train("new.yaml") == 0
+    capsys.readouterr()
+    assert train("new.yaml", "training.steps=4", "run.save_every=1") == 0
+    said = "".join(capsys.readouterr())
+    assert "training.steps: 2 before, 4 from here on" in said
+    assert "the config from before is runs/r/config.1.yaml" in said
+    assert "learning rate of the next update: 0.001, that of update 3 on the constant schedule of a run of 4 updates" in said
+    assert weights("runs/r") == weights("runs/whole")
+    assert [row["step"] for row in metrics()] == [1, 2, 3, 4]
+    changes = {"run.save_every": ["25", "1"], "training.steps": ["2", "4"]}
+    events = [json.loads(line) for line in Path("runs/r/journal/events.jsonl").read_text().splitlines()]
+    assert [event["changes"] for event in events if event["event"] == "config"] == [changes]
+    assert train("new.yaml", "training.steps=3") == 2
+    assert "training.steps=3, but run runs/r has made 4" in capsys.readouterr().err
+
+
+def test_another_learning_rate_counts_from_the_last_checkpoint_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the journal has of later steps was sampled by a policy that the old learning rate had made."""
+    linear = "training.optimizer={lr: 0.001, schedule: linear}"
+    with pytest.raises(RuntimeError, match="killed"), killed_in("settle", step=4):
+        train("new.yaml", "training.steps=4", "run.save_every=2")
+    capsys.readouterr()
+    assert train("new.yaml", "training.steps=4", "run.save_every=2", "training.optimizer.lr=0.1") == 0
+    assert "training.optimizer.lr: 0.001 before, 0.1 from here on" in "".join(capsys.readouterr())
+    rows = metrics()
+    assert [row["actor/lr"] for row in rows] == [0.001, 0.001, 0.1, 0.1]
+    assert all(row["mismatch/max"] < 1e-3 for row in rows)
+    assert train("new.yaml", "training.steps=8", linear) == 0
+    assert [row["actor/lr"] for row in metrics()[4:]] == pytest.approx([0.001 * (7 - k) / 7 for k in range(4, 8)])
+
+
+@contextmanager
+def killed_in(name: str, step: int) -> Iterator[None]:
+    """The run dies before a part of a step."""
+    from burnish.trainers import rl
+
+    part = getattr(rl, name)
+
+    def dying(job: Any, number: int, *args: Any) -> Any:
+        if number == step:
+            raise RuntimeError("killed")
+        return part(job, number, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, name, dying)
+        yield
+
+
+def test_fresh_begins_anew_and_moves_the_old_run_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml", "--fresh") == 0  # nothing is there yet
+    assert train("new.yaml", "rollout.n=5", "--fresh") == 0
+    assert "the old run is now runs/r.1" in capsys.readouterr().out
+    assert "n: 5" in Path("runs/r/config.yaml").read_text()
+    assert "n: 4" in Path("runs/r.1/config.yaml").read_text()
+    assert [row["step"] for row in metrics()] == [1, 2]
+
+
+def test_a_run_whose_samples_are_never_scored_ends_and_goes_on_when_the_reward_is_mended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ("new.yaml", "reward.parts=plug.py:breaks", "training.steps=6", "run.save_every=1")
+    Path("broken").touch()
+    assert train(*command) == 2
+    assert [row["step"] for row in metrics()] == [1, 2, 3, 4]
+    said = "".join(capsys.readouterr())
+    assert "step 5: not one sample could be scored in 3 steps in a row, so the run stops here; mend the reward and run the same" in said
+    steps = [line for line in said.splitlines() if line.startswith("step ")]
+    assert "reward 0." in next(line for line in steps if line.startswith("step 2/6"))
+    assert "reward" not in next(line for line in steps if line.startswith("step 4/6"))  # a number of an earlier step
+    Path("broken").unlink()
+    assert train(*command) == 0
+    rows = metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["reward/failed"] for row in rows] == [0] * 6  # no step without a score was saved, so all are made up for
+
+
+def test_a_mended_reward_goes_on_under_the_same_name(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text("def judge(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
+    assert train("new.yaml", "reward.parts=mine.py:judge") == 2
+    assert "mend the reward and run the same command again. First: " in capsys.readouterr().err
+    Path("mine.py").write_text("def judge(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
+    assert train("new.yaml", "reward.parts=mine.py:judge") == 0
+    assert "ZeroDivisionError" not in "".join(capsys.readouterr())
+    assert [row["reward/mean"] for row in metrics()] == [0.5, 0.5]
+
+
+def test_a_plug_in_that_exits_is_named_and_the_run_is_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("new.yaml", "algorithm.advantage=plug.py:exits") == 2
+    assert "plug.py, line " in (said := capsys.readouterr().err)
+    assert "(exits) called sys.exit(0) before the command was done" in said
 
 
 def test_a_second_process_on_the_same_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,7 +538,7 @@ def test_samples_whose_reward_raises_leave_the_loss_and_are_shown(capsys: pytest
     ("overrides", "message"),
     [
         ([], "before the first step 9 of 9 held-out samples could not be scored; mend the reward. First: "),
-        (["data.validation=[]"], "step 1: not one of 16 samples could be scored; mend the reward, and give the run another name (run.name)"),
+        (["data.validation=[]"], "step 1: not one of 16 samples could be scored; mend the reward and run the same command again. First: "),
     ],
 )  # fmt: skip
 def test_a_reward_that_always_raises_ends_the_run_at_once(
