@@ -135,7 +135,9 @@ def _of_this_machine() -> str:
 
 def train_command(args: argparse.Namespace) -> list[str]:
     """The arguments of `burnish train`."""
-    flags = [f"--{name.replace('_', '-')}" for name in ("dry_run", "shrink", "controls", "fresh") if getattr(args, name)]
+    flags = [
+        f"--{name.replace('_', '-')}" for name in ("dry_run", "shrink", "controls", "fresh") if getattr(args, name)
+    ]
     options = [f"--deadline={args.deadline}"]
     if args.max_restarts is not None:
         options.append(f"--max-restarts={args.max_restarts}")

@@ -113,7 +113,9 @@ def dispatch(argv: list[str], is_command: bool = False, table: Commands | None =
     is_bare = all(word.startswith("-") and word not in ("-h", "--help") for word in rest)
     if is_bare and table is COMMANDS and name in EXAMPLES:
         wanted, example = EXAMPLES[name]
-        raise UserError(f"burnish {name} needs {wanted}, such as: burnish {name} {example}   (burnish {name} --help tells all)")
+        raise UserError(
+            f"burnish {name} needs {wanted}, such as: burnish {name} {example}   (burnish {name} --help tells all)"
+        )
     parser = argparse.ArgumentParser(
         prog=f"{program} {name}",
         description=summary[0].upper() + summary[1:] + ".",

@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_fresh(parser: argparse.ArgumentParser) -> None:
     """The option `--fresh`."""
     parser.add_argument(
-        "--fresh", action="store_true", help="begin the run anew; an old one of its name is moved aside, to NAME.1 or so"
+        "--fresh",
+        action="store_true",
+        help="begin the run anew; an old one of its name is moved aside, to NAME.1 or so",
     )
 
 

@@ -193,7 +193,8 @@ class AheadSource(SyncSource):
             made = coming.made = self._work.pick_up()
         except RolloutStopped:
             plan = self.plans(coming.place.step)
-            assert plan is not None and coming.scoring is not None
+            assert plan is not None
+            assert coming.scoring is not None
             coming.scoring.take_scores()
             self.memory.keep_partial(coming.place, plan, coming.scoring.found)
             raise

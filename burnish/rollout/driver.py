@@ -23,6 +23,10 @@ Branching = Chain | Tree
 """How the samples of a prompt come to have beginnings in common."""
 
 
+MAX_EMPTY = 3
+"""Streams in a row that may end without a completion: one is interrupted by a request to stop that came late."""
+
+
 class RolloutStopped(Exception):
     """The user asked to stop while the samples of a step were made. The samples that had ended were yielded before."""
 
@@ -124,8 +128,11 @@ class Driver:
 
     def _finish(self, flight: Flight) -> Iterator[Trajectory]:
         """What comes of the trajectories on their way, as each ends."""
+        num_empty = 0
         while True:
+            num_empty += 1
             for completion in self.engine.stream():
+                num_empty = 0
                 finished = flight.take(completion)
                 if finished is not None:
                     yield finished
@@ -136,6 +143,10 @@ class Driver:
             if self.stopping.is_effective:
                 yield from flight.halt()
                 raise RolloutStopped
+            if num_empty > MAX_EMPTY:
+                raise RuntimeError(
+                    f"the engine ended its stream {num_empty} times with {len(flight.running)} requests unanswered"
+                )
 
 
 def nobody(draw: Draw, first: int) -> list[Trajectory]:

@@ -256,9 +256,7 @@ class SyncSource:
             raise
         return in_order(draws, trajectories, generated - started, time.perf_counter() - generated)
 
-    def _score(
-        self, scoring: Scoring, place: Place, trajectories: list[Trajectory], recalled: Recalled | None
-    ) -> None:
+    def _score(self, scoring: Scoring, place: Place, trajectories: list[Trajectory], recalled: Recalled | None) -> None:
         """Wait for the scores of a round and write them down; of a round that the journal has, only those that are missing there."""
         if recalled is not None:
             scoring.found += trajectories

@@ -74,8 +74,8 @@ def _is_in(key: str, names: Iterable[str]) -> bool:
 
 
 def may_change(key: str) -> bool:
-    """Whether a run that goes on may have another value there."""
-    return _is_in(key, (*MAY_CHANGE, *MEASURING, *TOTALS, *SCHEDULE))
+    """Whether another value there leaves a run's numbers as they are."""
+    return _is_in(key, MAY_CHANGE)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,10 @@ class RunDirectory:
                 folder.mkdir(exist_ok=True)
                 sweep(folder)
         except OSError as error:
-            raise UserError(f"cannot write the run directory {self.path}: {error.strerror}") from error
+            where = error.filename or self.path
+            raise UserError(
+                f"cannot write {where}: {error.strerror}; see to that and run the same command again"
+            ) from error
 
     @property
     def changes_training(self) -> bool:
@@ -298,7 +301,8 @@ def _changes(run: RunDirectory, config_text: str) -> list[Change]:
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
     is_new_model = any(not flat.get("model.path") for flat in (old, new))
-    refused = [k for k in differing if not may_change(k) and (is_new_model or not _is_in(k, (ROWS,)))]
+    allowed = (*MAY_CHANGE, *MEASURING, *TOTALS, *SCHEDULE, *(() if is_new_model else (ROWS,)))
+    refused = [k for k in differing if not _is_in(k, allowed)]
     if refused:
         shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in refused[:MAX_SHOWN_KEYS]]
         if len(refused) > len(shown):

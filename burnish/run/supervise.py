@@ -233,6 +233,6 @@ class Supervisor:
         log = self.folder / "log.txt"
         if not log.is_file():
             return
-        with contextlib.suppress(OSError):  # a full disk: it was said above
-            with open(log, "a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  supervisor: {text}\n")
+        # On a full disk the line above is all there is.
+        with contextlib.suppress(OSError), open(log, "a", encoding="utf-8", errors="replace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  supervisor: {text}\n")

@@ -324,7 +324,9 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
                 f"{path} is damaged or missing, and the warm start made again gives other weights than the run was begun with (another "
                 "machine, library or number of threads?): restore the folder from a copy, or start the run anew with --fresh"
             )
-        atomic_write(warm_sums(path), json.dumps(sums, indent=1) + "\n")  # first: a folder without its checksums cannot be checked
+        atomic_write(
+            warm_sums(path), json.dumps(sums, indent=1) + "\n"
+        )  # first: a folder without its checksums cannot be checked
 
 
 def warm_sums(path: Path) -> Path:

@@ -54,7 +54,9 @@ def keep_inputs(
     atomic_write(path, json.dumps(now, indent=1) + "\n")  # last: a kill before it finds the change again
     notes = [f"{name} has changed since the run was begun: from here on the new code counts" for name in changed_files]
     if before is None and any((folder / "checkpoints").glob("step-*")):
-        notes.append(f"{path} is missing: models and plug-ins are taken as they are now, whether they have changed is not known")
+        notes.append(
+            f"{path} is missing: models and plug-ins are taken as they are now, whether they have changed is not known"
+        )
     return notes
 
 

@@ -46,7 +46,6 @@ from burnish.trainers.state import advance, entropy_coefficient
 from burnish.training.memory_use import restart_peak
 from burnish.training.profile import profiled
 
-
 MAX_UNSCORED_STEPS = 3
 """A run ends with an error after so many steps in a row without one scored sample: no step after them would learn anything either."""
 

@@ -103,7 +103,9 @@ def test_a_file_that_cannot_be_written_is_one_line_with_its_name(monkeypatch, ca
 
     command(monkeypatch, run)
     assert cli.main(["probe"]) == 2
-    assert capsys.readouterr().err.startswith(f"burnish: error: cannot write {tmp_path / 'log'}: {os.strerror(number)}; ")
+    assert capsys.readouterr().err.startswith(
+        f"burnish: error: cannot write {tmp_path / 'log'}: {os.strerror(number)}; "
+    )
     command(monkeypatch, raising(FileNotFoundError(errno.ENOENT, "a bug", "x")))
     with pytest.raises(FileNotFoundError):
         cli.main(["probe"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -364,7 +366,10 @@ def test_a_finished_run_goes_on_to_more_steps_as_if_it_had_been_asked_for_them_a
     said = "".join(capsys.readouterr())
     assert "training.steps: 2 before, 4 from here on" in said
     assert "the config from before is runs/r/config.1.yaml" in said
-    assert "learning rate of the next update: 0.001, that of update 3 on the constant schedule of a run of 4 updates" in said
+    assert (
+        "learning rate of the next update: 0.001, that of update 3 on the constant schedule of a run of 4 updates"
+        in said
+    )
     assert weights("runs/r") == weights("runs/whole")
     assert [row["step"] for row in metrics()] == [1, 2, 3, 4]
     changes = {"run.save_every": ["25", "1"], "training.steps": ["2", "4"]}
@@ -406,6 +411,30 @@ def killed_in(name: str, step: int) -> Iterator[None]:
         yield
 
 
+def test_a_disk_that_refuses_is_one_line_with_the_file_and_the_run_goes_on_when_there_is_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("new.yaml", "run.name=whole") == 0
+    named = set()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Bytes of a file: as a full disk, it stops each of them somewhere.
+    for limit in (100, 2_000, 5_000, 12_000):
+        capsys.readouterr()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            status = train("new.yaml")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        said = capsys.readouterr().err
+        assert status == 2
+        found = re.fullmatch(r"burnish: error: cannot write .*?(\S+): File too large; .*\n", said)
+        assert found is not None, said
+        named.add(Path(found[1]).name)
+    assert len(named) >= 3, named
+    assert train("new.yaml") == 0
+    assert weights("runs/r") == weights("runs/whole")
+
+
 def test_fresh_begins_anew_and_moves_the_old_run_aside(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("new.yaml", "--fresh") == 0  # nothing is there yet
     assert train("new.yaml", "rollout.n=5", "--fresh") == 0
@@ -423,7 +452,10 @@ def test_a_run_whose_samples_are_never_scored_ends_and_goes_on_when_the_reward_i
     assert train(*command) == 2
     assert [row["step"] for row in metrics()] == [1, 2, 3, 4]
     said = "".join(capsys.readouterr())
-    assert "step 5: not one sample could be scored in 3 steps in a row, so the run stops here; mend the reward and run the same" in said
+    assert (
+        "step 5: not one sample could be scored in 3 steps in a row, so the run stops here; mend the reward and run the same"
+        in said
+    )
     steps = [line for line in said.splitlines() if line.startswith("step ")]
     assert "reward 0." in next(line for line in steps if line.startswith("step 2/6"))
     assert "reward" not in next(line for line in steps if line.startswith("step 4/6"))  # a number of an earlier step
@@ -431,7 +463,9 @@ def test_a_run_whose_samples_are_never_scored_ends_and_goes_on_when_the_reward_i
     assert train(*command) == 0
     rows = metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["reward/failed"] for row in rows] == [0] * 6  # no step without a score was saved, so all are made up for
+    assert [row["reward/failed"] for row in rows] == [
+        0
+    ] * 6  # no step without a score was saved, so all are made up for
 
 
 def test_a_mended_reward_goes_on_under_the_same_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,9 @@ def test_failed_scores_of_the_next_batch_are_computed_again(tmp_path: Path) -> N
     score = Judge.poll
     first.step(1)
     saved = first.saved()
-    first.source.rewards.poll = lambda timeout_s: [replace(s, reward=None, error="ill") for s in score(cast(Judge, first.source.rewards), timeout_s)]  # type: ignore[method-assign]
+    first.source.rewards.poll = lambda timeout_s: [
+        replace(s, reward=None, error="ill") for s in score(cast(Judge, first.source.rewards), timeout_s)
+    ]  # type: ignore[method-assign]
     assert first.step(2).failed == []  # it was made and scored in step 1
     assert len(first.source.next(3, PLAN, lambda text: None).failed) == 6
     second = Life(tmp_path)

@@ -139,7 +139,10 @@ def test_a_run_that_was_claimed_but_never_began_vanishes(tmp_path: Path) -> None
 
 
 def test_what_may_change_is_told_and_the_config_before_is_kept(tmp_path: Path) -> None:
-    first, second = "run: {save_every: 10}\nseed: 1\ntraining: {steps: 4}\n", "run: {save_every: 5}\nseed: 1\ntraining: {steps: 8}\n"
+    first, second = (
+        "run: {save_every: 10}\nseed: 1\ntraining: {steps: 4}\n",
+        "run: {save_every: 5}\nseed: 1\ntraining: {steps: 8}\n",
+    )
     RunDirectory.create(tmp_path, "r", first).close()
     Journal(tmp_path / "r" / "journal").append("completed", step=5)
     with RunDirectory.create(tmp_path, "r", second.replace("8", "4")) as run:
@@ -152,7 +155,9 @@ def test_what_may_change_is_told_and_the_config_before_is_kept(tmp_path: Path) -
     assert [path.name for path in kept_configs(run.path)] == ["config.1.yaml", "config.2.yaml"]
     assert kept_configs(run.path)[0].read_text() == first
     journal = Journal(tmp_path / "r" / "journal")
-    assert [event["event"] for event in journal.events] == ["forgotten"]  # rollouts of a policy that was trained otherwise
+    assert [event["event"] for event in journal.events] == [
+        "forgotten"
+    ]  # rollouts of a policy that was trained otherwise
     with RunDirectory.create(tmp_path, "r", second) as run:
         assert run.changes == []
     with pytest.raises(UserError, match="  seed: 1 there, 2 now"):
@@ -180,7 +185,9 @@ def test_held_out_rows_may_change_unless_a_new_tokenizer_is_made_of_them(
 def test_a_damaged_config_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
     RunDirectory.create(tmp_path, "r", CONFIG).close()
     (tmp_path / "r" / "config.yaml").write_bytes(content)
-    with pytest.raises(UserError, match=r"r/config\.yaml is damaged \(.*\): restore it from a copy, or start the run anew with --fresh"):
+    with pytest.raises(
+        UserError, match=r"r/config\.yaml is damaged \(.*\): restore it from a copy, or start the run anew with --fresh"
+    ):
         RunDirectory.create(tmp_path, "r", CONFIG)
     (tmp_path / "r" / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"r/config\.yaml is missing"):

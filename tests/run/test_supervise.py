@@ -93,7 +93,9 @@ def test_what_a_user_did_or_must_see_to_is_not_tried_again(tmp_path: Path, word:
 def test_status_0_of_a_driver_that_did_not_end_its_run_is_an_error(tmp_path: Path, word: str) -> None:
     ended = supervised(tmp_path, f"step,{word}", f"{word}")
     assert ended.status == 1
-    assert "exited with status 0 before the run was complete (does a plug-in call sys.exit() or os._exit()?)" in ended.said
+    assert (
+        "exited with status 0 before the run was complete (does a plug-in call sys.exit() or os._exit()?)" in ended.said
+    )
     assert len(ended.drivers) == 2  # after a step it may have been an accident; then it would come again
 
 

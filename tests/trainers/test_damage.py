@@ -46,9 +46,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         return settle(job, step, *args)
 
     settle = rl.settle
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "settle", killed)
-        run_of(folder / "killed", TINY + WARM, OVERRIDES)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_of(folder / "killed", TINY + WARM, OVERRIDES)
     return folder / "killed", expected
 
 
@@ -106,7 +107,9 @@ def test_a_warm_start_that_cannot_be_made_again_is_an_error_that_says_what_to_do
     known = json.loads(sums.read_text())
     known["model.safetensors"]["crc32"] ^= 1  # as if it had been made elsewhere
     sums.write_text(json.dumps(known))
-    with pytest.raises(UserError, match="gives other weights than the run was begun with .* or start the run anew with --fresh"):
+    with pytest.raises(
+        UserError, match=r"gives other weights than the run was begun with .* or start the run anew with --fresh"
+    ):
         run_of(tmp_path / "run", TINY + WARM, OVERRIDES)
 
 
@@ -139,8 +142,9 @@ def test_step_0_is_logged_once_when_a_kill_comes_before_its_record(tmp_path: Pat
     def killed(*_: Any) -> None:
         raise RuntimeError("killed")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "append_many", killed)
-        run_of(tmp_path / "run", TINY, OVERRIDES[1:3])
+        with pytest.raises(RuntimeError, match="killed"):
+            run_of(tmp_path / "run", TINY, OVERRIDES[1:3])
     run = run_of(tmp_path / "run", TINY, OVERRIDES[1:3])
     assert [row["step"] for row in read(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
