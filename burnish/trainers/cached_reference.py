@@ -64,12 +64,13 @@ def _read(path: Path, units: Sequence[Unit]) -> Tensor | None:
 
     try:
         with safe_open(path, "pt") as file:
-            known, values = file.metadata() or {}, file.get_tensor("means")
+            known, values = (file.metadata() or {}).get("tokens", ""), file.get_tensor("means")
     except (SafetensorError, OSError):
         return None
-    if known.get("crc32") != _checksum(known.get("tokens", ""), values):
+    tokens, _, crc = known.partition(" ")
+    if crc != _checksum(tokens, values):
         return None
-    if known["tokens"] != _fingerprint(units):
+    if tokens != _fingerprint(units):
         raise UserError(
             f"{path} was computed from other rows: the data (or the tokenizer) has changed since this run began. "
             "Put the old data back, or give the run another run.name"
@@ -86,4 +87,5 @@ def _write(path: Path, units: Sequence[Unit], values: Tensor) -> None:
 
     path.parent.mkdir(exist_ok=True)
     tokens = _fingerprint(units)
-    atomic_write(path, save({"means": values.contiguous()}, {"tokens": tokens, "crc32": _checksum(tokens, values)}))
+    # One entry, because the library writes several in any order, and equal runs shall have equal files.
+    atomic_write(path, save({"means": values.contiguous()}, {"tokens": f"{tokens} {_checksum(tokens, values)}"}))

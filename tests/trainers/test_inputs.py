@@ -77,3 +77,31 @@ def test_what_is_not_there_is_for_others_to_say(tmp_path: Path, loaded: Loaded[T
     (tmp_path / "mine.py").unlink()
     (tmp_path / "model").rename(tmp_path / "elsewhere")
     assert keep_inputs(loaded) == []
+
+
+def test_a_single_bit_of_a_large_model_is_noticed(tmp_path: Path, loaded: Loaded[TrainConfig]) -> None:
+    file = tmp_path / "model" / "model.safetensors"
+    content = bytearray(3 << 20)
+    file.write_bytes(content)
+    keep_inputs(loaded)
+    content[100_001] = 1  # between the samples that a digest takes
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors has another checksum than when it was written"):
+        keep_inputs(loaded)
+
+
+@pytest.mark.parametrize("is_reward", [True, False])
+def test_new_code_that_trains_makes_the_rollouts_of_the_journal_old(
+    tmp_path: Path, loaded: Loaded[TrainConfig], is_reward: bool
+) -> None:
+    resolved = loaded.resolved if is_reward else {**loaded.resolved, "algorithm": {"advantage": "mine.py:judge"}}
+    forgotten: list[bool] = []
+
+    def keep() -> None:
+        inputs.keep_inputs(tmp_path / "runs", loaded.config, resolved, loaded.base, lambda: forgotten.append(True))
+
+    keep()
+    (tmp_path / "mine.py").write_text("def judge(): return 1\n")
+    keep()
+    keep()
+    assert forgotten == ([] if is_reward else [True])

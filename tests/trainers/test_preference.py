@@ -83,6 +83,23 @@ def test_a_cached_reference_and_one_that_is_asked_give_the_same_run(tmp_path: Pa
     assert not (tmp_path / "live/reference").exists()
 
 
+def test_a_damaged_cache_of_the_reference_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["preference.updates=2", "preference.data.options.num=16", "preference.held_out.options.num=8"]
+    prefer(tmp_path, *short, name="r")
+    for name, at in (("train", -1), ("held_out", 10)):
+        file = tmp_path / "r" / "reference" / f"{name}-00000000.safetensors"
+        whole = bytearray(file.read_bytes())
+        whole[at] ^= 1  # the last is a value, the other the header
+        file.write_bytes(whole)
+    expected = without_times(prefer(tmp_path, *[*short[1:], "preference.updates=4"], name="whole"))
+    capsys.readouterr()
+    assert without_times(prefer(tmp_path, *[*short[1:], "preference.updates=4"], name="r"))[-2:] == expected[-2:]
+    said = capsys.readouterr().out
+    assert "train-00000000.safetensors is damaged: its log-probs are computed again" in said
+    assert "held_out-00000000.safetensors is damaged" in said
+    assert "preference.updates: 2 before, 4 from here on" in said
+
+
 def test_the_token_budget_changes_nothing(tmp_path: Path) -> None:
     """One micro-batch, whole pairs in several, and pairs that no micro-batch has room for."""
     short = ["preference.updates=3", "model.dtype=float64", "preference.data.options.num=48"]
