@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     add("--template", choices=("auto", "chat", "plain"), default="auto", help="auto: chat where the tokenizer has one")
+    add(
+        "--prerendered",
+        action="store_true",
+        help="the prompt has its special tokens in it: parse them, apply no template",
+    )
     add("--system", help="a system message (chat templates)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add(
@@ -88,7 +93,12 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
     from burnish.rollout.measure import sampling_options
 
     row = Row("prompt", text, "sample", None)
-    tokens = tuple(render(row, policy.tokenizer, Template(kind=args.template, system=args.system)))
+    if args.prerendered and (args.template == "chat" or args.system is not None):
+        raise UserError(
+            "--prerendered: the prompt is not rendered again, so --template chat and --system have no effect"
+        )
+    template = Template(kind=args.template, system=args.system, prerendered=args.prerendered)
+    tokens = tuple(render(row, policy.tokenizer, template))
     max_tokens, note = fit_max_tokens(sampling.max_tokens, len(tokens), policy.max_positions)
     if note is not None:
         say(note)

@@ -72,6 +72,17 @@ class Template(Record):
     """A system message put before each prompt's messages (chat only)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the chat template, such as enable_thinking (chat only)."""
+    prerendered: bool = False
+    """Prompts are texts that were rendered already: no template is applied to them, and special tokens in them (and in completions to
+    imitate) are parsed. Otherwise the text of a row is text: `<|im_end|>` in it is no special token."""
+
+    @model_validator(mode="after")
+    def _rendered_once(self) -> Template:
+        if self.prerendered and (self.kind == "chat" or self.text != "{prompt}" or self.system or self.kwargs):
+            raise ValueError(
+                "prerendered prompts are not rendered again: leave out kind=chat, text, system and kwargs, or prerendered"
+            )
+        return self
 
 
 class Data(Record):
@@ -83,6 +94,8 @@ class Data(Record):
     """Held-out prompts."""
     template: Template = Template()
     """How a prompt becomes text."""
+    prerendered: bool = False
+    """Short for template.prerendered: prompts are texts with their special tokens in them, and no template is applied."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt."""
     overlong_prompts: Literal["filter", "error"] = "filter"
@@ -100,3 +113,12 @@ class Data(Record):
     """How many join the samples of each prompt, for loss mixed_offpolicy; a prompt that has fewer gets what it has."""
     demonstration_column: str | None = None
     """Take those of a group from this column of the training rows instead: a text or messages, or a list of them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("prerendered") is not True:
+            return values
+        given = values.get("template", {})
+        template = given.model_dump(exclude_unset=True) if isinstance(given, Template) else given
+        return {**values, "template": {**template, "prerendered": True} if isinstance(template, dict) else given}

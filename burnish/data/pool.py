@@ -146,14 +146,14 @@ class Pool:
         )
 
     def _tokens(self, row: Row) -> tuple[str, list[int]]:
-        text = render_text(row, self._tokenizer, self._data.template)
         try:
+            text = render_text(row, self._tokenizer, self._data.template)
             tokens = tokens_of(text, self._tokenizer, self._data.template)
         except UserError as error:
             raise UserError(f"row {row.id}: {error}") from error
         if not tokens:
             raise UserError(f"row {row.id}: its prompt has no tokens")
-        return text, tokens
+        return self._tokenizer.shown(text), tokens
 
     def _plain_row(self, index: int) -> Row:
         if isinstance(self._rows, Sequence):

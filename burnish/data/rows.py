@@ -8,6 +8,7 @@ names from the config, or under one of the names in `data/columns.py`). Supervis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ VERL_MODEL = "model"
 NO_TOOLS = (
     "which supervised data does not give to the model: leave such rows out, or render the tools into a system message"
 )
+ROLE = re.compile(r"[\w-]+")
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,8 @@ def _message(value: Any, where: str) -> Message:
     for key in ("role", "content"):
         if not isinstance(message.get(key), str):
             raise UserError(f"{where}.{key} should be text, got {_short(value.get(key))}")
+    if not ROLE.fullmatch(message["role"]):  # templates write it between their own control characters
+        raise UserError(f"{where}.role should be a word such as user or assistant, got {_short(message['role'])}")
     return message
 
 

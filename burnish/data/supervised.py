@@ -18,7 +18,7 @@ from burnish.config.errors import UserError
 from burnish.core.keys import permutation
 from burnish.data.rows import Message, Row, read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.data.template import SLOT, as_messages, kind_of, plain_text, with_system
+from burnish.data.template import SLOT, as_messages, kind_of, plain_text, prerendered_text, with_system
 from burnish.models.tokenizer import Tokenizer
 
 SUPERVISED = "supervised rows, whose columns have fixed names (docs/data.md)"
@@ -96,6 +96,8 @@ def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encode
     if row.text is not None:
         return _encode_text(row, row.text, tokenizer, template)
     kind = kind_of(tokenizer, template)
+    if template.prerendered:
+        return _encode_prerendered(row, tokenizer)
     if row.messages is not None:
         if kind == "plain":
             raise UserError("a row of messages needs a chat template; with a plain template give prompt and completion")
@@ -115,13 +117,27 @@ def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) 
         raise UserError(
             f"template.{unused[0]} has no effect on whole texts, which stand as they are; give prompts and answers in columns of their own"
         )
-    tokens = tokenizer.encode(text, special=True)
+    completion = prerendered_text(row.completion or "", "completion")
+    if not template.prerendered and tokenizer.literal(text + completion) != text + completion:
+        raise UserError(
+            "the text holds the name of a control token, such as the end of a turn: set template.prerendered=true if a chat template "
+            "rendered it, or give prompt and answer in columns of their own, where such a name is plain text"
+        )
+    tokens = tokenizer.encode_prerendered(text) if template.prerendered else tokenizer.encode(text, special=True)
     if row.completion is None:
-        tokens += [_end(tokenizer)] * (not tokens or tokens[-1] not in tokenizer.eos_ids)
+        tokens = _with_end(tokens, tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)  # nothing comes before the first token to predict it from
-    assert isinstance(row.completion, str)
-    said = [*tokenizer.encode(row.completion), _end(tokenizer)]
+    said = _with_end(tokenizer.encode(completion), tokenizer)
     return tokens + said, [False] * len(tokens) + [True] * len(said)
+
+
+def _encode_prerendered(row: Row, tokenizer: Tokenizer) -> Encoded:
+    """Texts that were rendered before: their control tokens are parsed, and the end token is added where it is missing."""
+    if row.messages is not None or row.completion is None:
+        raise UserError("template.prerendered takes rows of prompt and completion, both of them texts")
+    context = tokenizer.encode_prerendered(prerendered_text(row.prompt, "prompt"))
+    said = _with_end(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
+    return context + said, [False] * len(context) + [True] * len(said)
 
 
 def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template: Template) -> Encoded:
@@ -129,14 +145,14 @@ def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template
 
     Each text is tokenised by itself, as environments do it. What follows the assistant's last turn is left out.
     """
-    tokens = tokenizer.encode(plain_text(row.prompt, template), special=True)
+    tokens = tokenizer.encode(plain_text(row.prompt, template, tokenizer), special=True)
     mask = [False] * len(tokens)
     last = max((i for i, message in enumerate(turns) if message["role"] == "assistant"), default=None)
     if last is None:
         raise UserError(f"row {row.id}: no assistant turn to learn from")
     for message in turns[: last + 1]:
         is_said = message["role"] == "assistant"
-        part = tokenizer.encode(message["content"]) + ([_end(tokenizer)] if is_said else [])
+        part = tokenizer.encode(tokenizer.literal(message["content"])) + ([_end(tokenizer)] if is_said else [])
         tokens += part
         mask += [is_said] * len(part)
     return tokens, mask
@@ -148,7 +164,7 @@ def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokeniz
     The template renders every prefix of the conversation; each must be a prefix of the next one, or the tokens of a
     turn could not be told. Text after the last learnt turn is left out: nothing is learnt from it.
     """
-    messages = with_system(row, turns, template)
+    messages = with_system(turns, template)
     first = start + len(messages) - len(turns)
     tokens: list[int] = []
     mask: list[bool] = []
@@ -183,6 +199,11 @@ def _up_to_end_of_turn(said: list[int], tokenizer: Tokenizer) -> int:
     What a template writes after it (a line break in ChatML) is never sampled and so never learnt.
     """
     return max((i + 1 for i, token in enumerate(said) if tokenizer.is_special(token)), default=0)
+
+
+def _with_end(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Tokens of a text that was rendered as a whole, with the end token where it is missing."""
+    return tokens if tokens and tokens[-1] in tokenizer.eos_ids else [*tokens, _end(tokenizer)]
 
 
 def _end(tokenizer: Tokenizer) -> int:

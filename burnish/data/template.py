@@ -1,4 +1,8 @@
-"""How a row's prompt becomes text and tokens: the tokenizer's chat template, or a plain text for base models."""
+"""How a row's prompt becomes text and tokens: the tokenizer's chat template, or a plain text for base models.
+
+Control tokens stand only where the chat template puts them. What rows, users and models say is text, also where it holds the name
+of such a token (`models/control_tokens.py`), unless `template.prerendered` says that the prompt was rendered before.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +35,37 @@ def render(row: Row, tokenizer: Tokenizer, template: Template) -> list[int]:
 
 
 def render_text(row: Row, tokenizer: Tokenizer, template: Template) -> str:
-    """The text a model continues to answer a row."""
+    """The text a model continues to answer a row, for `tokens_of`; `tokenizer.shown` makes it readable."""
+    if template.prerendered:
+        return prerendered_text(row.prompt, "prompt")
     if kind_of(tokenizer, template) == "plain":
-        return plain_text(row.prompt, template)
-    return tokenizer.chat_text(with_system(row, as_messages(row.prompt, "user"), template), **template.kwargs)
+        return plain_text(row.prompt, template, tokenizer)
+    return tokenizer.chat_text(with_system(as_messages(row.prompt, "user"), template), **template.kwargs)
 
 
 def tokens_of(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
     """Tokens of a rendered text: a chat template writes its own BOS, a plain text gets the tokenizer's."""
+    if template.prerendered:
+        return tokenizer.encode_prerendered(text)
     return tokenizer.encode(text, special=kind_of(tokenizer, template) == "plain")
+
+
+def prerendered_text(value: str | list[Message], what: str) -> str:
+    """A prompt or completion that was rendered before the run."""
+    if not isinstance(value, str):
+        raise UserError(
+            f"template.prerendered takes texts that are rendered already, and the {what} is a list of messages"
+        )
+    return value
 
 
 def kind_of(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"]:
     """Which kind applies to this tokenizer; options of the other kind are errors, so that none is ever ignored."""
-    if template.kind == "plain" or (template.kind == "auto" and not tokenizer.has_chat_template):
+    if (
+        template.prerendered
+        or template.kind == "plain"
+        or (template.kind == "auto" and not tokenizer.has_chat_template)
+    ):
         unused = [key for key in ("system", "kwargs") if getattr(template, key)]
         if unused:
             why = "kind is plain" if template.kind == "plain" else "the tokenizer has no chat template"
@@ -64,15 +85,15 @@ def kind_of(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"
     return "chat"
 
 
-def plain_text(prompt: str | list[Message], template: Template) -> str:
-    """The plain template with the prompt put in literally, so that braces in either survive."""
+def plain_text(prompt: str | list[Message], template: Template, tokenizer: Tokenizer) -> str:
+    """The plain template with the prompt put in as text, so that braces in either survive."""
     text = NAMED_TEXTS.get(template.text, template.text)
     if SLOT not in text:
         raise UserError(
             f"template.text {template.text!r} has no {SLOT} in it and is not a known name"
             f"{nearest(template.text, NAMED_TEXTS)} (known: {', '.join(NAMED_TEXTS)})"
         )
-    return text.replace(SLOT, joined(prompt))
+    return text.replace(SLOT, tokenizer.literal(joined(prompt)))
 
 
 def joined(prompt: str | list[Message]) -> str:
@@ -96,10 +117,10 @@ def as_messages(value: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def with_system(row: Row, messages: list[Message], template: Template) -> list[Message]:
+def with_system(messages: list[Message], template: Template) -> list[Message]:
     """The config's system message before a row's messages; a row that brings its own leaves no room for it."""
     if template.system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise UserError(f"row {row.id} has its own system message; template.system would be a second one. Unset one")
+        raise UserError("the row has its own system message, and template.system would be a second one: unset one")
     return [{"role": "system", "content": template.system}, *messages]

@@ -141,8 +141,8 @@ def asked_by(prompt: str | list[Message]) -> Asked:
 
 def encode_trace(row: Row, trace: Trace, tokenizer: Tokenizer, template: Template) -> TracedTokens:
     """A row's prompt with an answer, in the tokens a rollout would have: the very ones of the prompt, then the answer and its end."""
-    context = render(row, tokenizer, template)
     try:
+        context = render(row, tokenizer, template)
         tokens, mask = encode_example(replace(row, completion=trace.answer), tokenizer, template)
     except UserError as error:
         raise UserError(f"{trace.where}: {error}") from error

@@ -40,7 +40,7 @@ class Dialogue:
     def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
         """The tokens of a message behind a completion."""
         if not self.is_chat:
-            return tuple(self.tokenizer.encode(text))
+            return tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
         ending, message = self._rendered(text)
         tokens = self.tokenizer.encode(ending + message + self.opening)
         # The model has mostly written the token that ends its turn itself.

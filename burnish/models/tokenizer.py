@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.text import read_json_object
+from burnish.models import chat_template, control_tokens
+from burnish.models.control_tokens import ControlTokens
 from burnish.models.families import FAMILIES
 from burnish.run.contents import Blob, Content, write_contents
 
@@ -45,8 +48,15 @@ class Tokenizer:
         """Tokens that end a completion: the tokenizer's own first, then those of generation_config.json."""
         self.pad_id: int = _first(inner.pad_token_id, *self.eos_ids, 0)
         self.vocab_size: int = len(inner)
-        self.has_chat_template: bool = inner.chat_template is not None
         self._contents: list[Content] | None = None  # as it is saved; it never changes
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._inner.chat_template is not None
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._inner, self.eos_ids)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
@@ -110,16 +120,38 @@ class Tokenizer:
         return self._contents
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of a text; `special` adds what the tokenizer puts before a text (its BOS), never an end token."""
+        """Token ids of a text; `special` adds what the tokenizer puts before a text (its BOS), never an end token.
+
+        Names of control tokens become these tokens, except in what `literal` has marked. Text that a user, a data row or a model
+        wrote goes through `literal` first.
+        """
+        text = _checked(text)
         if self._alphabet is not None:
-            for character in text:
+            for character in control_tokens.shown(text):
                 if character not in self._alphabet:
                     raise UserError(
                         f"the character {character!r} in {text[:80]!r} is not in this tokenizer's alphabet "
                         f"{''.join(sorted(self._alphabet))!r}"
                     )
-        tokens: list[int] = self._inner.encode(text, add_special_tokens=False)
+        if control_tokens.is_marked(text):
+            tokens = self._control.encode(text)
+        else:
+            tokens = self._inner.encode(text, add_special_tokens=False)
         return self._before + tokens if special else tokens
+
+    def encode_prerendered(self, text: str) -> list[int]:
+        """Token ids of a prompt that a user rendered: its control tokens are parsed, and BOS is added only where it has none."""
+        tokens: list[int] = self._inner.encode(_checked(text), add_special_tokens=False)
+        return tokens if tokens[: len(self._before)] == self._before else self._before + tokens
+
+    def literal(self, text: str) -> str:
+        """A text for `encode` in which names of control tokens are plain text; see `models/control_tokens.py`."""
+        return self._control.literal(text)
+
+    @staticmethod
+    def shown(text: str) -> str:
+        """What `literal` or `chat_text` made, as people should see it: without marks."""
+        return control_tokens.shown(text)
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids, without tidying of spaces."""
@@ -180,26 +212,40 @@ class Tokenizer:
         return re.search(rf"\b{re.escape(variable)}\b", str(self._inner.chat_template or "")) is not None
 
     def chat_text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """Messages as the chat template writes them; `kwargs` are the template's own variables."""
+        """Messages as the chat template writes them, for `encode`; `kwargs` are the template's own variables.
+
+        Names of control tokens in messages and variables are marked as plain text: `shown` takes the marks out.
+        """
         if not self.has_chat_template:
             raise UserError(
                 "this tokenizer has no chat template: use template.kind=plain, or add a chat template to it"
             )
-        from jinja2 import TemplateError
-
         try:
-            return str(
-                self._inner.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-                )
-            )
-        except TemplateError as error:
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise UserError(f"the chat template refuses messages with roles {roles}: {error}") from error
+            source = self._inner.get_chat_template(None, kwargs.get("tools"))
+        except ValueError as error:  # several templates, none of which is the default
+            raise UserError(f"this tokenizer's chat template cannot be chosen: {error}") from error
+        if not messages:
+            raise UserError("the chat template is asked to write a conversation of no messages")
+        given = {**self._inner.special_tokens_map, **self._control.literal_values(kwargs)}
+        given["add_generation_prompt"] = add_generation_prompt
+        return chat_template.render(source, self._control.literal_values(messages), given)
 
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of messages up to where the assistant starts to speak."""
         return self.encode(self.chat_text(messages, **kwargs))
+
+
+def _checked(text: str) -> str:
+    """A text that can be written as bytes; half of a surrogate pair (`\\ud800` in JSON) is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = text[max(0, error.start - 20) : error.start]
+        raise UserError(
+            f"the text has half of a surrogate pair ({text[error.start]!r}) at character {error.start + 1}, behind {where!r}: "
+            "it is no character and cannot be tokenised; remove it"
+        ) from error
+    return text
 
 
 def _alphabet(inner: Any) -> frozenset[str] | None:

@@ -69,7 +69,7 @@ def test_r1_zero_asks_for_tags_and_ends_with_the_assistant() -> None:
         (chat_tokenizer, "x", {"text": "r1-zero"}, r"set template\.kind=plain"),
         (chat_tokenizer, "x", {"kwargs": {"thinking": True}}, r"template\.kwargs\.thinking has no effect"),
         (chat_tokenizer, "x", {"kwargs": {"add_generation_prompt": False}}, "has no effect"),
-        (chat_tokenizer, MESSAGES, {"system": "s"}, "row s/0 has its own system message"),
+        (chat_tokenizer, MESSAGES, {"system": "s"}, "the row has its own system message"),
         (plain_tokenizer, "x", {"text": "r1zero"}, "did you mean 'r1-zero'"),
     ],
 )

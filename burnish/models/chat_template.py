@@ -1,0 +1,288 @@
+"""Chat templates rendered within limits.
+
+A chat template is a program that comes with a model directory. Jinja's sandbox keeps it away from Python, but does not make
+it end: nested loops of 100,000 passes each, a macro that calls itself twice, or a text that is doubled sixty times would take
+the process down. Here every pass of a loop, every call and every filter counts as a step, every text that a step would make is
+measured before it is made, and a rendering that passes a limit ends with an error.
+
+The names a template finds (`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls) are those of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from burnish.config.errors import UserError
+
+MAX_STEPS, STEPS_A_MESSAGE = 1_000_000, 200
+MAX_CHARS = 64 << 20
+"""Characters of a rendering, and of any text made on the way."""
+MAX_ITEMS = 1 << 20
+"""Items of a list made on the way."""
+MAX_BITS = 4096
+MAX_WIDTH = 10_000
+"""Of padding and indentation."""
+MAX_SECONDS = 60.0
+"""A second net below the counts, for steps that are slow each."""
+WIDE = re.compile(r"\d{5,}")
+SIZED = (str, bytes, list, tuple, dict, set, frozenset, range)
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names under which messages carry thinking; templates read the first two."""
+
+
+class TemplateLimit(Exception):
+    """A template went past a limit."""
+
+
+@dataclass
+class Budget:
+    """What one rendering has used so far."""
+
+    max_steps: int
+    deadline: float
+    steps: int = 0
+    chars: int = 0
+
+    def step(self, count: int = 1, chars: int = 0) -> None:
+        """Count steps, and characters that they write."""
+        self.steps += count
+        self.chars += chars
+        if self.steps > self.max_steps:
+            raise TemplateLimit(f"takes more than {self.max_steps:,} steps")
+        if self.chars > MAX_CHARS:
+            raise TemplateLimit(f"writes more than {MAX_CHARS:,} characters")
+        if time.monotonic() > self.deadline:
+            raise TemplateLimit(f"takes more than {MAX_SECONDS:g} seconds")
+
+
+_budget: ContextVar[Budget] = ContextVar("budget")
+
+
+def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The text that a template writes for messages; the error of a template that fails or does not end."""
+    max_steps = MAX_STEPS + STEPS_A_MESSAGE * len(messages)
+    used = _budget.set(Budget(max_steps, time.monotonic() + MAX_SECONDS))
+    try:
+        given = {"tools": None, "documents": None, **variables, "messages": [_with_reasoning(m) for m in messages]}
+        return _compiled(source).render(given)
+    except (TemplateLimit, RecursionError, MemoryError, OverflowError) as error:
+        said = str(error) if isinstance(error, TemplateLimit) else f"does not end ({type(error).__name__}: {error})"
+        raise UserError(
+            f"the chat template of this tokenizer {said}; the model's directory is damaged, or it is not to be trusted"
+        ) from error
+    except (
+        Exception
+    ) as error:  # a template is a program of the model directory: what it raises is about it and its messages
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise UserError(f"the chat template refuses messages with roles {roles}: {said}") from error
+    finally:
+        _budget.reset(used)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> Any:
+    environment = BoundedEnvironment()
+    return environment.from_string(source)
+
+
+class Generation(Extension):
+    """`{% generation %}`, which marks what the assistant says for other programs: here its inside is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own form)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox in which work is counted against the `Budget` of the rendering."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        # Not optimized: constant expressions would be worked out while the template is compiled, before anything is counted.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[Generation, loopcontrols],
+            finalize=_written,
+        )
+        self.filters["tojson"] = _tojson
+        self.filters = {name: _counted_filter(name, function) for name, function in self.filters.items()}
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = _calls("items_of", loop.iter)
+        for block in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            written = sum(len(data.data) for part in block.body for data in _data_in(part))
+            block.body.insert(0, nodes.ExprStmt(_calls("count", nodes.Const(written))))
+        _replace_concatenations(tree)
+        return tree
+
+    def count(self, chars: int) -> None:
+        """One pass of a loop or one call of a macro, with the template's own text in it."""
+        _budget.get().step(1, chars)
+
+    def items_of(self, items: Any) -> Any:
+        """What a loop goes over."""
+        _budget.get().step(len(items) if isinstance(items, SIZED) else 1)
+        return items
+
+    def concatenate(self, *parts: Any) -> str:
+        """The operator `~`."""
+        texts = [str(part) for part in parts]
+        _room(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _budget.get().step()
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if isinstance(owner, str):
+            _check_text_call(getattr(function, "__name__", ""), owner, args, kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and isinstance(left, SIZED) and isinstance(right, SIZED):
+            _room(len(left) + len(right), not isinstance(left, str))
+        elif operator == "*":
+            _check_product(left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * max(right, 0))
+        elif operator == "%" and isinstance(left, str):
+            _check_widths(left, right if isinstance(right, tuple) else (right,))
+        return super().call_binop(context, operator, left, right)
+
+
+def _calls(method: str, *args: nodes.Expr) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(method), list(args), [], None, None)
+
+
+def _data_in(node: nodes.Node) -> list[nodes.TemplateData]:
+    own = [node] if isinstance(node, nodes.TemplateData) else []
+    return own + list(node.find_all(nodes.TemplateData))
+
+
+def _replace_concatenations(node: nodes.Node) -> None:
+    """Put the measured form in the place of every `~`."""
+    for name, value in list(node.iter_fields()):
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            if isinstance(part, nodes.Node):
+                _replace_concatenations(part)
+        measured = [_calls("concatenate", *p.nodes) if isinstance(p, nodes.Concat) else p for p in parts]
+        setattr(node, name, measured if isinstance(value, list) else measured[0])
+
+
+def _written(value: Any) -> Any:
+    """What `{{ ... }}` writes: jinja passes every such value through this function."""
+    _budget.get().step(1, len(value) if isinstance(value, str) else 0)
+    return value
+
+
+def _room(size: int, is_list: bool = False) -> None:
+    if size > (MAX_ITEMS if is_list else MAX_CHARS):
+        raise TemplateLimit(f"makes {'a list of' if is_list else 'a text of'} {size:,}")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise TemplateLimit(f"makes a number of {bits:,} bits")
+
+
+def _check_product(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() + right.bit_length())
+    for many, times in ((left, right), (right, left)):
+        if isinstance(many, SIZED) and isinstance(times, int):
+            _room(len(many) * max(times, 0), not isinstance(many, str))
+
+
+def _check_widths(form: str, args: Sequence[Any]) -> None:
+    """Formats can ask for padding of any width."""
+    if WIDE.search(form) or (any(isinstance(arg, int) and abs(arg) > MAX_WIDTH for arg in args) and "*" in form):
+        raise TemplateLimit(f"formats with a width above {MAX_WIDTH:,}")
+
+
+def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """A method of a text that makes a longer one."""
+    if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+        _room(len(text) + text.count(args[0]) * len(args[1]))
+    elif name == "join" and args and isinstance(args[0], SIZED):
+        _check_items(args[0], len(text))
+    elif name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
+        _check_numbers([*args, *kwargs.values()])
+    elif name in ("format", "format_map"):
+        _check_numbers([*args, *kwargs.values()])
+        _check_widths(text, ())
+    elif name == "translate":
+        raise TemplateLimit("calls translate, which is not measured")
+
+
+def _check_numbers(args: Sequence[Any]) -> None:
+    if any(isinstance(arg, int) and abs(arg) > MAX_WIDTH for arg in args):
+        raise TemplateLimit(f"pads with a width above {MAX_WIDTH:,}")
+
+
+def _check_items(items: Any, between: int = 0) -> None:
+    """Texts that are joined, or lists that are summed."""
+    _budget.get().step(len(items))
+    _room(sum((len(item) if isinstance(item, SIZED) else 1) + between for item in items))
+
+
+PADDING_FILTERS = frozenset({"center", "indent", "tojson", "batch", "slice", "wordwrap", "format", "xmlattr", "urlize"})
+
+
+def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _budget.get().step()
+        if name in PADDING_FILTERS:
+            _check_numbers([*args, *kwargs.values()])
+        if name == "replace":
+            texts = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
+            if len(texts) > 2:
+                _room(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
+        for arg in args:
+            if name == "format" and isinstance(arg, str):
+                _check_widths(arg, args)
+            if isinstance(arg, list | tuple):
+                _check_items(arg, max((len(a) for a in args if isinstance(a, str)), default=0))
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
