@@ -54,16 +54,54 @@ for _cls in (Loader, Dumper):
     _cls.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
 
 
+MAX_NODES = 100_000
+"""Values that a document with aliases may stand for: a few lines of aliases of aliases stand for billions."""
+
+
 def parse(text: str, where: str) -> Any:
     """A YAML document; `where` (a file, an override) starts the message of a syntax error."""
     try:
-        return yaml.load(text, Loader=Loader)
+        loader = Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check_aliases(node)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()  # type: ignore[no-untyped-call]
+    except RecursionError as error:
+        raise UserError(f"{where}: not valid YAML: values are nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{where}{place}: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:  # a control character; an impossible date
         raise UserError(f"{where}: not valid YAML: {error}") from error
+
+
+def _check_aliases(root: yaml.Node) -> None:
+    """Refuse aliases that stand for a value around them, or for more than `MAX_NODES` values in all."""
+    sizes: dict[int, int | None] = {}  # of the nodes seen; None while a node's own values are counted
+
+    def size_of(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            size = sizes[id(node)]
+            if size is None:
+                raise yaml.constructor.ConstructorError(
+                    None, None, "an alias stands for a value around it", node.start_mark
+                )
+            return size
+        sizes[id(node)] = None
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        size = 1 + sum(size_of(n) for item in inside for n in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = size
+        return size
+
+    size = size_of(root)
+    if size > max(MAX_NODES, len(sizes)):
+        problem = f"aliases stand for {size:,} values, more than {MAX_NODES:,}"
+        raise yaml.constructor.ConstructorError(None, None, problem, root.start_mark)
 
 
 def render(tree: Any) -> str:
@@ -74,12 +112,26 @@ def render(tree: Any) -> str:
     return text
 
 
+def parse_json(text: str | bytes, where: str) -> Any:
+    """A JSON value; `where` (a file and its line) starts the message of an error."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise UserError(f"{where}: not valid JSON: values are nested too deeply") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from error
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    content = parse_json(path.read_bytes(), str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(content).__name__}")
     return content
+
+
+def plain_name(name: Any, where: Path) -> str:
+    """The name of a file or folder beside `where`, which gives it; a path that could leave the folder is refused."""
+    if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\\0]", name):
+        raise UserError(f"{where} names {name!r}: expected the plain name of a file beside it, without folders")
+    return name

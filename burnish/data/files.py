@@ -10,13 +10,13 @@ import csv
 import glob
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, hub_hint, nearest
+from burnish.config.text import parse_json
 
 Record = dict[str, Any]
 Located = tuple[str, Record]
@@ -80,11 +80,7 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: not valid JSON: {error}") from error
-            yield where, _object(record, where)
+            yield where, _object(parse_json(line, where), where)
 
 
 def _read_json(path: Path) -> Iterator[Located]:
@@ -93,11 +89,7 @@ def _read_json(path: Path) -> Iterator[Located]:
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path)
         return
-    try:
-        records = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(parse_json(text, str(path)), start=1):
         where = f"{path}, item {number}"
         yield where, _object(record, where)
 
@@ -106,15 +98,15 @@ def _read_parquet(path: Path) -> Iterator[Located]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", record
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path}: not a readable parquet file: {error}") from error
+    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
+        raise _unreadable(path, number, "parquet", error) from error
 
 
 def _read_arrow(path: Path) -> Iterator[Located]:
@@ -132,8 +124,14 @@ def _read_arrow(path: Path) -> Iterator[Located]:
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", record
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path}: not a readable arrow file: {error}") from error
+    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
+        raise _unreadable(path, number, "arrow", error) from error
+
+
+def _unreadable(path: Path, number: int, kind: str, error: BaseException) -> UserError:
+    """What Arrow says of a damaged file, without the lines of its own source."""
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    return UserError(f"{path}{f', behind row {number}' if number else ''}: not a readable {kind} file: {said}")
 
 
 def _read_csv(path: Path) -> Iterator[Located]:

@@ -208,7 +208,7 @@ def text_or_messages(value: Any, key: str, where: str) -> str | list[Message]:
     if isinstance(value, str):
         if not value.strip():
             raise UserError(f"{where}: {key} is empty")
-        return value
+        return checked_text(value, f"{where}: {key}")
     if isinstance(value, list):
         return checked_messages(value, key, where)
     raise UserError(f"{where}: {key} should be text or a list of messages, got {_short(value)}")
@@ -233,9 +233,22 @@ def _message(value: Any, where: str) -> Message:
     for key in ("role", "content"):
         if not isinstance(message.get(key), str):
             raise UserError(f"{where}.{key} should be text, got {_short(value.get(key))}")
+    checked_text(message["content"], f"{where}.content")
     if not ROLE.fullmatch(message["role"]):  # templates write it between their own control characters
         raise UserError(f"{where}.role should be a word such as user or assistant, got {_short(message['role'])}")
     return message
+
+
+def checked_text(text: str, where: str) -> str:
+    """A text of whole characters; half of a surrogate pair (`\\ud800` in JSON) is none and cannot be tokenised or saved."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise UserError(
+            f"{where} has half of a surrogate pair ({half!r}) at character {error.start + 1}; remove it"
+        ) from error
+    return text
 
 
 def _missing(key: str, record: Record, where: str, option: str) -> UserError:

@@ -7,11 +7,12 @@ a snapshot of a hub repository, whose data files carry the split in their name (
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 from burnish.config.errors import UserError, unknown
+from burnish.config.text import plain_name, read_json_object
 from burnish.data.files import READERS, kind_of
 
 SPLIT = re.compile(r"(?:^|[-_./])(train|training|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
@@ -26,8 +27,8 @@ def splits_of(folder: Path, config: str | None = None) -> dict[str, list[Path]]:
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}")
     if (folder / "dataset_dict.json").is_file():
-        names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return {name: _saved(folder / name) for name in names}
+        names = _field(folder / "dataset_dict.json", "splits")
+        return {name: _saved(folder / plain_name(name, folder / "dataset_dict.json")) for name in names}
     if (folder / "state.json").is_file():
         return {WHOLE: _saved(folder)}
     found: dict[str, list[Path]] = {}
@@ -58,7 +59,16 @@ def _saved(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if not state.is_file():
         raise UserError(f"{folder} is not a saved data set: it has no state.json")
-    return [folder / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+    entries = _field(state, "_data_files")
+    return [folder / plain_name(e.get("filename") if isinstance(e, dict) else e, state) for e in entries]
+
+
+def _field(path: Path, name: str) -> list[Any]:
+    """A list in a JSON file of a saved data set."""
+    found = read_json_object(path).get(name)
+    if not isinstance(found, list):
+        raise UserError(f"{path} is damaged: {name} should be a list, not {type(found).__name__}")
+    return found
 
 
 def _is_data(path: Path) -> bool:

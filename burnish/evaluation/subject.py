@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from burnish.config.environment import Environment
 from burnish.config.errors import UserError, hub_hint, nearest
 from burnish.config.model import Model
-from burnish.config.text import parse
+from burnish.config.text import parse, read_json_object
 from burnish.run.checkpoints import Checkpoints
 from burnish.run.directory import RunDirectory
 
@@ -45,7 +44,7 @@ def stored_dtype(path: Path) -> str | None:
         from burnish.models.adapters import base_of
 
         path = base_of(path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(path / "config.json")
     found = config.get("dtype") or config.get("torch_dtype")
     return found if isinstance(found, str) else None
 

@@ -24,6 +24,8 @@ Windows = int | None | tuple[int | None, ...]
 ROPE_TYPES = ("default", "linear", "llama3")
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """The gates of our decoder, with their names in a config.json."""
+MAX_LAYERS = 4096
+"""The deepest published decoders have a few hundred; a wrong number would be built layer by layer before anything is compared."""
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -92,7 +94,14 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"model directory {directory} does not exist{hub_hint(str(directory))}")
     if not path.is_file():
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json")
-    return read_json_object(path)
+    config = read_json_object(path)
+    for part in (config, config.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise UserError(
+                f"{path}: num_hidden_layers is {layers:,}, and no model has more than {MAX_LAYERS:,}: it is damaged"
+            )
+    return config
 
 
 def check_scorable(directory: Path) -> None:

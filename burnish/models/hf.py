@@ -22,6 +22,7 @@ from burnish.core.batch import from_padded, to_padded
 from burnish.core.local import gathered, local, shard_of
 from burnish.models.ops.split import Cut, Uncut
 from burnish.models.ops.trunks import Trunks
+from burnish.models.tokenizer import refuse_code
 from burnish.models.weights import weight_files
 from burnish.run.contents import Content, Sums, file_sums
 from burnish.run.parts import part_of
@@ -45,6 +46,7 @@ def _read(directory: Path, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        refuse_code(directory, error)
         raise UserError(f"transformers cannot load {directory}: {error}") from error
     inner, info = loaded
     # Of both, transformers would only warn and go on with random numbers in their place.

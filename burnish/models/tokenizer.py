@@ -75,10 +75,14 @@ class Tokenizer:
         # build the family's usual pre-tokenizer, and lose every character of a tokenizer that is not of that kind.
         loader: Any = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         try:
-            inner = loader.from_pretrained(str(directory), local_files_only=True, **_no_false_alarm(directory, loader))
+            inner = loader.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False, **_no_false_alarm(directory, loader)
+            )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UserError(f"the tokenizer in {directory} does not load: {error}") from error
-        inner.init_kwargs.pop("fix_mistral_regex", None)  # a word to the loader, no part of the tokenizer that is saved
+            refuse_code(directory, error)
+            raise UserError(f"the tokenizer in {directory} does not load: {' '.join(str(error).split())}") from error
+        for word in ("fix_mistral_regex", "trust_remote_code"):  # to the loader, no part of the tokenizer that is saved
+            inner.init_kwargs.pop(word, None)
         return cls(inner, _read_generation_config(directory / GENERATION_CONFIG), _needs_bos(directory / "config.json"))
 
     @classmethod
@@ -233,6 +237,21 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of messages up to where the assistant starts to speak."""
         return self.encode(self.chat_text(messages, **kwargs))
+
+
+def refuse_code(directory: Path, error: BaseException) -> None:
+    """The error for a directory that wants to run code of its own, where that is why transformers did not load it."""
+    for name in ("tokenizer_config.json", "config.json"):
+        wanted = read_json_object(directory / name).get("auto_map") if (directory / name).is_file() else None
+        for_tokenizer = (
+            isinstance(wanted, dict) and "AutoTokenizer" in wanted and not (directory / "tokenizer.json").is_file()
+        )
+        if wanted and (for_tokenizer or "trust_remote_code" in str(error)):
+            classes = ", ".join(map(str, wanted.values() if isinstance(wanted, dict) else [wanted]))
+            raise UserError(
+                f"{directory / name} asks to run Python code of the directory ({classes}), which burnish never does: use a model that "
+                "transformers knows by itself, or save its tokenizer as tokenizer.json"
+            ) from error
 
 
 def _checked(text: str) -> str:

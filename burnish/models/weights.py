@@ -6,7 +6,7 @@ table serves loading and saving.
 
 from __future__ import annotations
 
-import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError, nearest
 from burnish.config.lora import Base
+from burnish.config.text import plain_name, read_json_object
 from burnish.core.local import gathered, local, shard_of
 from burnish.core.shards import Shard, Slices, alone, in_usual_order, overlap
 from burnish.models.architecture import Architecture, from_hf, read_config, why_not_native
@@ -29,6 +30,7 @@ from burnish.models.four_bits import PlainWeights, WeightsToFill, quantise_layer
 from burnish.models.meta import with_memory, without_memory
 from burnish.models.row_order import Order, order_of, usual
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -83,7 +85,8 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory; pickled weights are refused."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        files = [directory / name for name in sorted(set(_weight_map(index).values()))]
+        names = {plain_name(name, index) for name in _weight_map(index).values()}
+        files = [directory / name for name in sorted(names)]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise UserError(f"{directory}: {index.name} names files that are not there: {', '.join(missing)}")
@@ -101,10 +104,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """File name by tensor name."""
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index} is damaged: it should be a JSON object with a `weight_map`") from error
+    content = read_json_object(index)
+    if "weight_map" not in content:
+        raise UserError(f"{index} is damaged: it should be a JSON object with a `weight_map`")
+    weight_map = content["weight_map"]
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} is damaged: `weight_map` should be an object, not a {type(weight_map).__name__}")
     return weight_map
@@ -117,12 +120,32 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base
     if reason:
         raise UserError(f"{directory} cannot run on the native decoder: {reason}; set model.backend=transformers")
     arch = from_hf(config, str(directory / "config.json"))
+    _check_layers(directory, arch)
     with without_memory():
         model = Decoder(arch)
+        _check_shapes(directory, model)
         quantise_layers(model, base)
     with_memory(model, dtype, device)
     fill(model, stored_tensors(directory), str(directory))
     return model
+
+
+def _check_layers(directory: Path, arch: Architecture) -> None:
+    """Refuse a config.json with other layers than the files have, before any of them is made."""
+    found = {int(match[1]) for name, _ in stored_tensors(directory) if (match := LAYER.match(name))}
+    if arch.num_layers != len(found):
+        raise UserError(
+            f"{directory}: config.json implies {arch.num_layers:,} layers, but the weights have {len(found):,}"
+        )
+
+
+def _check_shapes(directory: Path, model: Decoder) -> None:
+    """Refuse tensors of other shapes than config.json implies, before memory is taken for them."""
+    known, parameters = {block.theirs: block for block in blocks(model.arch)}, dict(model.named_parameters())
+    for name, tensor in stored_tensors(directory):
+        if name in known and known[name].shard(parameters).sizes != tensor.shape:
+            wanted = known[name].shard(parameters).sizes
+            raise UserError(f"{directory}: {name} is {tensor.shape} but config.json implies {wanted}")
 
 
 def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTensor]], where: str) -> None:

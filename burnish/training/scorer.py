@@ -12,7 +12,6 @@ With a `delimiter` it is a process reward model: read at the end of every step, 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import islice
@@ -24,6 +23,7 @@ import torch
 from burnish.algorithms.steps import aggregate
 from burnish.config.data import Template
 from burnish.config.errors import UserError
+from burnish.config.text import read_json_object
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.rows import Row
@@ -147,7 +147,7 @@ def _statistics(directory: Path) -> tuple[float, float]:
             f"{directory} has no {STATISTICS}, so its scores cannot be standardised: train it with reward_model.held_out, "
             "or set standardise: false"
         )
-    saved = json.loads(path.read_text())
+    saved = read_json_object(path)
     if not saved["std"] > 0:
         raise UserError(f"{path}: all held-out scores are the same, so there is nothing to divide by")
     return float(saved["mean"]), float(saved["std"])

@@ -1,5 +1,7 @@
 """YAML in and out."""
 
+import itertools
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -42,3 +44,24 @@ def test_merge_keys_are_not_duplicates() -> None:
 def test_python_objects_are_refused() -> None:
     with pytest.raises(UserError, match="line 1, column 1"):
         parse("!!python/object/apply:os.getcwd []", "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [" + "1, " * 9 + "]\n" + "".join(f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in itertools.pairwise("abcdefghi")), "aliases stand for"),
+        ("a: &a [1, *a]", "an alias stands for a value around it"),
+        ("a: &a {b: {<<: *a}}", "an alias stands for a value around it"),
+        ("a: " + "[" * 2000, "nested too deeply"),
+    ],
+    ids=["many", "inside", "merged", "deep"],
+)  # fmt: skip
+def test_aliases_and_depth_are_bounded(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"recipe.yaml.*{words}"):
+        parse(text, "recipe.yaml")
+
+
+def test_ordinary_aliases_are_understood() -> None:
+    assert parse("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: [*a, *a]}", "r") == {
+        "a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": [{"x": 1}, {"x": 1}]}
+    }  # fmt: skip

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def test_json_with_an_object_a_line_is_read_as_lines(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", r"a\.jsonl:1: expected an object with named columns, got list"),
         ("a.json", '[{"a": 1}, 3]', r"a\.json, item 2: expected an object"),
         ("a.json", "[{]", r"a\.json: not valid JSON"),
+        ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 200_000, r"a\.jsonl:2: not valid JSON: values are nested too deeply"),
+        ("a.json", "[" * 200_000, r"a\.json: not valid JSON: values are nested too deeply"),
         ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv:3: more fields than the header has columns \(2\)"),
         ("a.csv", "a,b\n1,2\n1\n", r"a\.csv:3: no value for b"),
         ("a.csv", 'a,b\n1,"2\n', r"a\.csv:2: not valid csv"),
@@ -85,6 +88,22 @@ def test_a_bad_file_names_the_place(tmp_path: Path, name: str, content: str, mes
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         list(read_records(str(tmp_path / name)))
+
+
+def test_a_parquet_file_damaged_anywhere_is_one_line(tmp_path: Path) -> None:
+    rows = pyarrow.Table.from_pylist([{"prompt": f"{i} " * 50, "answer": i} for i in range(3000)])
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet", row_group_size=500)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    refused: list[str] = []
+    for at in range(0, len(whole), len(whole) // 24):
+        (tmp_path / "a.parquet").write_bytes(whole[:at] + b"\xff" * 64 + whole[at + 64 :])
+        try:
+            list(read_records(str(tmp_path / "a.parquet")))
+        except UserError as error:
+            refused.append(str(error))
+    assert len(refused) > 3
+    for said in refused:
+        assert re.search(r"a\.parquet(, behind row \d+)?: not a readable parquet file: [^\n]+$", said)
 
 
 def test_text_that_is_not_utf8_and_missing_files_are_errors(tmp_path: Path) -> None:
@@ -220,6 +239,17 @@ def test_a_row_that_a_model_scores_may_have_no_answer(tmp_path: Path) -> None:
 def test_a_bad_row_names_file_and_line(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=rf"d\.jsonl:2: .*{message}"):
         one(tmp_path, record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": "a\ud800"}, {"prompt": [{"role": "user", "content": "\udfff"}]}, {"question": "\ud83d", "answer": "1"}],
+)
+def test_half_of_a_surrogate_pair_names_file_and_line(tmp_path: Path, record: dict[str, Any]) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"prompt": "a whole \U0001f600"}) + "\n" + json.dumps(record))
+    with pytest.raises(UserError, match=r"d\.jsonl:2: .* has half of a surrogate pair \('.u\w{4}'\) at character"):
+        read_rows(Source(path=str(path)))
 
 
 def test_a_bad_parquet_row_names_file_and_row(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_missing_or_broken_files_are_errors_for_people(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     Tokenizer.from_characters(DIGITS).save(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config\.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"generation_config\.json: not valid JSON"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="does not load"):
@@ -183,3 +183,15 @@ def test_a_tokenizer_that_is_not_mistrals_raises_no_alarm_about_mistral(
     loaded.save(tmp_path / "again")
     if kind == "qwen2":
         assert "mistral" not in (tmp_path / "again/tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+def test_code_of_a_directory_is_never_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tok: ...\nclass Conf: ...\n")
+    auto_map = {"AutoTokenizer": ["evil.Tok", None], "AutoConfig": "evil.Conf"}
+    (tmp_path / where).write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # what transformers would ask on a terminal
+    with pytest.raises(UserError, match=rf"{where} asks to run Python code of the directory .*evil.*never does"):
+        Tokenizer.load(tmp_path)
+    assert not (tmp_path / "ran").exists()

@@ -18,6 +18,7 @@ from burnish.config.model import NewModel
 from burnish.models import saving
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.hf import TransformersPolicy
 from burnish.models.saving import save_decoder
 from burnish.models.weights import hf_tensors, load_decoder
 
@@ -47,6 +48,10 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> N
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def load_theirs_through_us(directory: Path) -> Any:
+    return TransformersPolicy.load(directory, torch.float32, torch.device("cpu"))
 
 
 def reconfigure(directory: Path, **changes: Any) -> None:
@@ -217,6 +222,39 @@ def test_a_missing_shard_is_named(tiny_model: TinyModel, tmp_path: Path) -> None
 def test_a_broken_index_is_named(copy: Path, content: str) -> None:
     (copy / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
+        load(copy)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", 3, None])
+@pytest.mark.parametrize("reader", [load, load_theirs_through_us], ids=["native", "transformers"])
+def test_an_index_names_files_beside_it_alone(copy: Path, name: Any, reader: Any) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(UserError, match=r"index\.json names .*expected the plain name of a file beside it"):
+        reader(copy)
+
+
+def test_shards_may_be_links_to_elsewhere(tiny_model: TinyModel, tmp_path: Path) -> None:
+    tiny_model("llama")[0].save_pretrained(tmp_path / "snapshots", max_shard_size="20KB")
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted((tmp_path / "snapshots").iterdir())):
+        file.rename(tmp_path / f"blobs/{number}")
+        file.symlink_to(f"../blobs/{number}")
+    load(tmp_path / "snapshots")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100,000, and no model has more than 4,096"),
+        ({"num_hidden_layers": 4000}, "config.json implies 4,000 layers, but the weights have 2"),
+        ({"vocab_size": 10**13}, r"is \(\d+, \d+\) but config.json implies \(10000000000000, "),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused_before_anything_is_built(
+    copy: Path, changes: dict[str, Any], words: str
+) -> None:
+    reconfigure(copy, **changes)
+    with pytest.raises(UserError, match=words):
         load(copy)
 
 
