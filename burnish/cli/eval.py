@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
+from burnish.config.text import printable
 
 if TYPE_CHECKING:
     from burnish.evaluation.session import Measured, Test
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         with Progress() as progress:
             run_tests(left, subject.path, args.best_by, say, progress, lambda m: printer.measured(m, progress))
     if len(tests) > 1:
-        print(printer.summary([test.place.name for test in tests]))
+        print(printable(printer.summary([test.place.name for test in tests])))
         folder = tests[0].place.completions.parent
         print(f"results      {write_together(folder, [printer.files[t.place.name] for t in tests], model)}")
     return int(any(result.num_failed == result.num_samples for result in printer.results.values()))
@@ -140,7 +141,7 @@ def run_compare(args: argparse.Namespace) -> int:
         for line in differing_settings(pair):
             say(f"{pair.name}: the two were measured differently: {line}")
         atomic_write(target.completions, b"".join(map(encode, one.changed)))
-        print(comparison_table(one, pair))
+        print(printable(comparison_table(one, pair)))
         print(f"changed      {target.completions} ({len(one.changed):,} questions)")
     results = {pair.name: comparison_json(one, pair) for pair, one in zip(pairs, found, strict=True)}
     atomic_write(together, json.dumps({"comparison": results}, indent=1) + "\n")
@@ -276,7 +277,7 @@ class Printer:
         from burnish.evaluation.table import table
 
         self.results[test.place.name] = result
-        print("\n".join([f"{test.place.name}\n"] if self.is_many else []) + table(result))
+        print(printable("\n".join([f"{test.place.name}\n"] if self.is_many else []) + table(result)))
         if seconds is not None:
             print(f"seconds      {seconds}")
         print(f"completions  {test.place.completions}" + ("\n" if self.is_many else ""))
@@ -288,7 +289,7 @@ class Printer:
 
 def say(text: str) -> None:
     """A note beside the result, which alone goes to stdout."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -304,7 +305,7 @@ class Progress:
             return
         self._last = now
         if self._is_terminal:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{printable(text)}", end="", file=sys.stderr, flush=True)
         else:
             say(text)
 

@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe must show here, not while the interpreter shuts down
         return status
     except UserError as error:
-        print(f"burnish: error: {error}", file=sys.stderr)
+        from burnish.config.text import printable
+
+        print(f"burnish: error: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR
     except BrokenPipeError:
         # The reader (`| head`) is gone. What is still buffered goes nowhere, or the interpreter complains on its way out.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
+from burnish.config.text import printable
 
 if TYPE_CHECKING:
     from burnish.config.rollout import Sampling
@@ -66,11 +67,13 @@ def run(args: argparse.Namespace) -> int:
         say(
             f"the run was trained in environment {environment}, which is not asked here: this is its first answer alone (`burnish eval` plays on)"
         )
-    from burnish.models.policy import load_policy, pick_device
+    from burnish.models.policy import check_finite, load_policy, pick_device
 
     dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
     policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, args.seed)
-    stream(policy, requests(args, policy, sampling, text))
+    asked = requests(args, policy, sampling, text)
+    check_finite(policy, asked[0].tokens)
+    stream(policy, asked)
     return 0
 
 
@@ -164,10 +167,12 @@ class Printer:
 
     def _write(self, text: str) -> None:
         if text:
+            if sys.stdout.isatty():  # what a model wrote must not steer a terminal; a file or pipe gets it as it is
+                text = printable(text)
             encoding = sys.stdout.encoding or "utf-8"
             print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def say(text: str) -> None:
     """A note beside the text, which alone goes to stdout."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

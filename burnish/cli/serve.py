@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
+from burnish.config.text import printable
 
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
@@ -74,13 +75,14 @@ def run(args: argparse.Namespace) -> int:
     if api_key is None and not is_loopback(bound):
         say(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
     from burnish.config.model import Model
-    from burnish.models.policy import load_policy, pick_device
+    from burnish.models.policy import check_finite, load_policy, pick_device
     from burnish.serve.app import Api
     from burnish.serve.scoring import Scorer
     from burnish.serve.server import run as serve
 
     dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
     policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, seed=0)
+    check_finite(policy)
     loop = engine_loop(args, policy)
     api = Api(served(args, policy, loop.engine), loop, int(args.max_body * MIB), Scorer(policy.module))
     note = f"{policy.note}, {dtype}"
@@ -156,4 +158,4 @@ def reserve(engine: PagedEngine) -> None:
 
 def say(text: str) -> None:
     """A line of the log."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

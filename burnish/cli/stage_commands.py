@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from burnish.cli.stage_plan import Plan, Ready, product
 from burnish.config.load import Loaded, plain_values
 from burnish.config.references import resolved
+from burnish.config.text import printable
 from burnish.core.workers import WorkerLost
 from burnish.run.checkpoints import Checkpoint, Checkpoints, read_manifest
 from burnish.run.directory import RunDirectory
@@ -39,7 +40,7 @@ def run_stage(plan: Plan, ready: Ready, made: dict[str, str]) -> int:
         try:
             _train(command, loaded, name)
         except WorkerLost as error:
-            print(f"burnish: error: {error}")
+            print(f"burnish: error: {printable(str(error))}")
             return LOST
         outcome = _trained_outcome(plan, ready, loaded.config)
         if outcome is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import UserError
 from burnish.config.load import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import TrainConfig
-from burnish.config.text import parse
+from burnish.config.text import parse, printable
 from burnish.core.workers import WorkerLost
 from burnish.run.directory import run_name, set_aside
 from burnish.run.supervise import LOST, is_possible, supervise
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return drive(args, loaded, name)
     except WorkerLost as error:
-        print(f"burnish: error: {error}", file=sys.stderr)
+        print(f"burnish: error: {printable(str(error))}", file=sys.stderr)
         return LOST
 
 
@@ -290,5 +290,5 @@ def _print_table(mode: str, figure: str, before: dict[str, float], after: dict[s
     prefix = f"validation/{mode}/{figure}"
     print(f"  {FIGURES[figure] + ', ' + mode:<32} step {before['step']} -> step {after['step']}")
     for key in [k for k in after if k == prefix or k.startswith(prefix + "/")]:
-        label = key.removeprefix(prefix).lstrip("/") or "all"
+        label = printable(key.removeprefix(prefix).lstrip("/") or "all")
         print(f"    {label:<30} {before.get(key, float('nan')):.3f} -> {after[key]:.3f}")

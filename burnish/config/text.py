@@ -1,4 +1,4 @@
-"""YAML in and out (and JSON objects in), strict where the standard loader is lax.
+"""YAML in and out, JSON in, strict where the standard loader is lax; and text as a terminal may see it.
 
 PyYAML keeps the last of two equal keys in silence, and reads `1e-6` as text because YAML 1.1 wants a dot. Here the
 first is an error with its line, and the second a number. Errors name the file, the line and the column.
@@ -18,6 +18,8 @@ from burnish.config.errors import UserError
 EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 FLOAT_TAG = "tag:yaml.org,2002:float"
 MERGE_TAG = "tag:yaml.org,2002:merge"
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Controls of a terminal (escape sequences begin with one), and letters that turn the direction of those around them."""
 
 
 class Loader(yaml.SafeLoader):
@@ -135,3 +137,13 @@ def plain_name(name: Any, where: Path) -> str:
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\\0]", name):
         raise UserError(f"{where} names {name!r}: expected the plain name of a file beside it, without folders")
     return name
+
+
+def printable(text: str) -> str:
+    """The text with every letter that would steer a terminal shown as a picture or a number."""
+
+    def shown(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else f"<{code:04X}>"
+
+    return UNSEEN.sub(shown, text)

@@ -28,7 +28,7 @@ from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.keys import fold
 from burnish.data.rows import Row
 from burnish.data.template import render
-from burnish.models.policy import PolicyModel, load_policy, pick_device
+from burnish.models.policy import PolicyModel, check_finite, load_policy, pick_device
 from burnish.rewards.wire import Frames, frame
 
 EDGE = 1 << 16
@@ -116,6 +116,7 @@ def load(setup: Message) -> tuple[PolicyModel, Engine]:
     policy = load_policy(
         Model(dtype=setup["dtype"], device=setup["device"], backend=backend), Path(setup["path"]), None, seed=0
     )
+    check_finite(policy)
     cache = setup["cache_gib"]
     if cache is None and pick_device(setup["device"]).type == "cuda":
         cache = setup["gpu_cache_gib"]

@@ -93,7 +93,7 @@ def read_completions(path: Path) -> list[Row]:
 def _row_of(line: bytes, where: str) -> Row:
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}); it is no file of completions") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: not an object; it is no file of completions")

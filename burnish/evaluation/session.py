@@ -32,7 +32,7 @@ from burnish.evaluation.settings import EvalConfig
 from burnish.evaluation.subject import fit_max_tokens, stored_dtype
 from burnish.evaluation.table import as_json
 from burnish.models.decoder import Decoder
-from burnish.models.policy import PolicyModel, load_policy, pick_device
+from burnish.models.policy import PolicyModel, check_finite, load_policy, pick_device
 from burnish.rewards.parts import check_parts
 from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
@@ -121,6 +121,7 @@ def run_tests(
             Rewards(tests[0].config.reward, tests[0].base)
         )  # its processes start while the model loads
         policy = load_policy(tests[0].config.model, model, None, tests[0].config.seed)
+        check_finite(policy)
         ready = [_prepare(test, policy, say) for test in tests]
         first.hand_in(build_scorers(tests[0].config.reward, policy.tokenizer, tests[0].base))
         _check_rows(first, ready[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,25 @@ def save_merged(policy: PolicyModel, directory: Path) -> None:
     ends, pad = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
     save_decoder(policy.module, directory, policy.source, ends, pad, merged_tensors(policy.module))
     policy.tokenizer.save(directory)
+
+
+@torch.no_grad()
+def check_finite(policy: PolicyModel, tokens: Sequence[int] = ()) -> None:
+    """Refuse a model that gives no probabilities behind these tokens: every token it could sample would be noise."""
+    end = policy.tokenizer.pad_id
+    probe = torch.tensor([*(tokens or [end]), end], device=next(policy.module.parameters()).device)
+    offsets = torch.tensor([0, len(probe)], device=probe.device)
+    logp = policy.module.token_logprobs(probe, offsets, torch.tensor([len(probe) - 1], device=probe.device))[0]
+    if not torch.isnan(logp).any():  # a token of probability 0 is no fault
+        return
+    named = policy.module.named_parameters()
+    broken = next((name for name, tensor in named if tensor.is_floating_point() and not tensor.isfinite().all()), None)
+    why = (
+        f"its tensor {broken} holds values that are not finite; take an earlier checkpoint"
+        if broken is not None
+        else "its weights are finite, so the arithmetic overflows; take another dtype (bfloat16 or float32)"
+    )
+    raise UserError(f"{policy.source or 'the model'} gives no probabilities (NaN): {why}")
 
 
 def pick_device(name: str) -> torch.device:

@@ -79,7 +79,7 @@ def read_tests(answer: Any) -> Tests:
     """The tests in a row's answer; ValueError, naming what is wrong, for anything else than the format above."""
     try:
         record = json.loads(answer) if isinstance(answer, str | bytes) else answer
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the answer of a row for the code reward is one JSON object, but: {error}") from None
     if not isinstance(record, Mapping):
         raise ValueError(f"the answer of a row for the code reward is one JSON object, not a {type(record).__name__}")

@@ -9,7 +9,6 @@ note: letters that would steer a terminal are shown, not sent.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from burnish.config.text import printable
 from burnish.run.metrics import FIGURES, held_out_figures
 from burnish.run.panel import Panel, View
 
@@ -27,8 +27,6 @@ PHASE_EVERY_S = 30.0
 FEW_STEPS = 20  # a run this short shows every step
 SPEED_OVER = 50  # steps that the time left is judged by: what early ones took may have little to do with it
 HISTORY = 2000
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Controls of a terminal (escape sequences begin with one), and letters that turn the direction of those around them."""
 
 
 def summarise(values: dict[str, Any]) -> dict[str, float]:
@@ -70,16 +68,6 @@ def number(label: str, value: float) -> str:
     """A value in the precision its kind deserves."""
     form = {"mfu": ".1%", "tokens/s": ",.0f", "length": ".1f", "mismatch": ".1g", "kl": ".2g", "s/step": ".3g"}
     return format(value, form.get(label, ".3f"))
-
-
-def printable(text: str) -> str:
-    """The text with every letter that would steer a terminal shown as a picture or a number."""
-
-    def shown(match: re.Match[str]) -> str:
-        code = ord(match[0])
-        return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else f"<{code:04X}>"
-
-    return UNSEEN.sub(shown, text)
 
 
 class Display:

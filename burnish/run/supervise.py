@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from burnish.config.text import printable
 from burnish.run.deaths import HUNG, LOST, Death, Life, explain, why_not_again
 from burnish.run.heartbeat import FILE, Beat, read_beat
 from burnish.run.processes import (
@@ -223,13 +224,13 @@ class Supervisor:
         elif found:
             self.say(f"what it was doing:\n{found.decode(errors='replace')}")
         for line in death.last_lines:
-            print(f"  {line}", file=sys.stderr, flush=True)
+            print(f"  {printable(line)}", file=sys.stderr, flush=True)
         if killed := sweep_orphans():
             self.say(f"what it had started did not end by itself and was killed: process {', '.join(map(str, killed))}")
 
     def say(self, text: str) -> None:
         """To the terminal, and to the run's log."""
-        print(f"burnish: {text}", file=sys.stderr, flush=True)
+        print(f"burnish: {printable(text)}", file=sys.stderr, flush=True)
         log = self.folder / "log.txt"
         if not log.is_file():
             return

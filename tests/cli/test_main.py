@@ -122,6 +122,24 @@ def test_a_command_without_arguments_says_what_it_needs_in_a_line(name: str, cap
     assert (Path(cli.__file__).parents[2] / recipe).exists()
 
 
+def test_what_would_steer_a_terminal_is_shown_in_an_error(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command(monkeypatch, raising(UserError("row \x1b]0;owned\x07\x1b[2J: the chat template says \r\u202e")))
+    assert cli.main(["probe"]) == 2
+    assert capsys.readouterr().err == "burnish: error: row ␛]0;owned␇␛[2J: the chat template says ␍<202E>\n"
+
+
+def test_values_of_rows_in_the_tables_of_a_run_do_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from burnish.cli.data import show
+    from burnish.cli.train import _print_table
+
+    values = {"step": 1, "validation/mode/accuracy/level=\x1b[31m": 0.5}
+    _print_table("mode", "accuracy", values, values)
+    show("shared: \x1b[31m")
+    *_, row, said = capsys.readouterr().out.splitlines()
+    assert row.split() == ["level=␛[31m", "0.500", "->", "0.500"]
+    assert said == "shared: ␛[31m"
+
+
 def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
     command(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["probe"]) == 130

@@ -139,3 +139,32 @@ def test_bad_input_is_explained(
 def test_a_missing_model_names_its_neighbour(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", str(model.parent / "tinny"), "1>"]) == 2
     assert "did you mean 'tiny'" in capsys.readouterr().err
+
+
+def test_a_terminal_sees_control_characters_and_a_pipe_gets_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.from_characters("a\x1b[2J\r\n")
+    text = "a\x1b[2J\r\na"
+    for is_terminal, expected in ((True, "a␛[2J␍\na\n"), (False, text + "\n")):
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
+        printer = Printer(tokenizer, 1)
+        for token in tokenizer.encode(text):
+            printer.hear("0", token)
+        printer.end("0")
+        assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("command", [("sample", "12"), ("eval", "task:addition", "--limit=2"), ("serve", "--port=0")])
+def test_a_model_without_probabilities_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    policy = load_policy(Model(device="cpu"), model, None, seed=0)
+    dict(policy.module.named_parameters())["layers.0.down.weight"].data[3, 3] = torch.nan
+    policy.save(tmp_path / "broken")
+    name, *rest = command
+    out = ["--out", str(tmp_path / "out")] if name == "eval" else []
+    assert main([name, str(tmp_path / "broken"), *rest, *out]) == 2
+    said = capsys.readouterr()
+    assert "broken gives no probabilities (NaN): its tensor layers.0.down.weight holds values" in said.err
+    assert said.out == ""

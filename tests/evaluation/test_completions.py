@@ -83,6 +83,7 @@ def test_a_lone_surrogate_does_not_cost_the_evaluation(tmp_path: Path, suffix: s
         ("", "is empty"),
         ('{"question": 1}\n', "has no column 'id'"),
         ("{\n", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1]\n", "not an object"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import sys
 
+from burnish.config.text import printable
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("burnish.cli.data.prepare", "write a published data set as parquet, with prompts and verifier"),
     "decontaminate": ("burnish.cli.data.decontaminate", "leave out rows that overlap a test set"),
@@ -16,4 +18,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def say(text: str) -> None:
     """How far a command is, beside what it prints."""
-    print(f"  {text}", file=sys.stderr, flush=True)
+    print(f"  {printable(text)}", file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """A result; names and examples in it come from files."""
+    print(printable(text))

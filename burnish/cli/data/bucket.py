@@ -17,18 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from burnish.cli.data import say
+    from burnish.cli.data import say, show
     from burnish.data.bucketing import bucket_rows
     from burnish.data.outputs import summary, table
 
     manifest, is_new = bucket_rows(args.source, args.out, args.scores, args.buckets, args.column, args.force, say)
-    print("\n".join(summary(manifest, args.out, is_new)))
+    show("\n".join(summary(manifest, args.out, is_new)))
     rows = [
         [b["bucket"], b["rows"], f"{b['highest_pass_rate']:.3f}", f"{b['lowest_pass_rate']:.3f}"]
         for b in manifest["buckets"]
     ]
-    print("\n".join(table(["bucket", "rows", "pass rate from", "down to"], rows)))
-    print(
+    show("\n".join(table(["bucket", "rows", "pass rate from", "down to"], rows)))
+    show(
         f"  recipe       algorithm: {{curriculum: {{name: easy_to_hard, column: {args.column}, buckets: {args.buckets}}}}}"
     )
     return 0

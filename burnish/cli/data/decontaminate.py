@@ -32,17 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from burnish.cli.data import say
+    from burnish.cli.data import say, show
     from burnish.data.decontamination import decontaminate
     from burnish.data.outputs import summary, table
 
     manifest, is_new = decontaminate(
         args.source, args.out, tuple(args.against), args.ngram, args.data_dir, args.force, say
     )
-    print("\n".join(summary(manifest, args.out, is_new)))
+    show("\n".join(summary(manifest, args.out, is_new)))
     rows = [[o["with"], o["test_rows"], o["exact"], o["words"]] for o in manifest["overlap"]]
-    print("\n".join(table(["test set", "its rows", "same question", f"{args.ngram} words"], rows)))
+    show("\n".join(table(["test set", "its rows", "same question", f"{args.ngram} words"], rows)))
     for overlap in manifest["overlap"]:
         for example in overlap["first"][:3]:
-            print(f"  {example['row']} ~ {example['test_row']}: {example['shared']}")
+            show(f"  {example['row']} ~ {example['test_row']}: {example['shared']}")
     return 0

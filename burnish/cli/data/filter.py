@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from burnish.cli.data import say
+    from burnish.cli.data import say, show
     from burnish.data.filtering import Criteria, filter_rows
     from burnish.data.outputs import summary
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         keep_unseen=args.keep_unseen,
     )
     manifest, is_new = filter_rows(args.source, args.out, criteria, args.scores, args.guesses, args.force, say)
-    print("\n".join([*summary(manifest, args.out, is_new), *rates(manifest)]))
+    show("\n".join([*summary(manifest, args.out, is_new), *rates(manifest)]))
     return 0
 
 

@@ -19,17 +19,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from burnish.cli.data import say
+    from burnish.cli.data import say, show
     from burnish.data.impact import Impact, select_by_impact
     from burnish.data.outputs import summary, table
 
     options = Impact(args.threshold, args.by, args.epochs)
     manifest, is_new = select_by_impact(args.run, args.out, options, args.data, args.force, say)
-    print("\n".join(summary(manifest, args.out, is_new)))
+    show("\n".join(summary(manifest, args.out, is_new)))
     curve = " ".join(f"{value:.3f}" for value in manifest["average_curve"])
-    print(f"  curve        mean {manifest['measured_by']} of {manifest['prompts_scored']:,} prompts by epoch: {curve}")
+    show(f"  curve        mean {manifest['measured_by']} of {manifest['prompts_scored']:,} prompts by epoch: {curve}")
     bins = manifest["histogram"]
     starts = [low for low, _ in bins]
     names = ["below 0", *(f"{a:g} to {b:g}" for a, b in zip(starts[1:], [*starts[2:], 1], strict=True))]
-    print("\n".join(table(["impact", "rows"], [[name, f"{n:,}"] for name, (_, n) in zip(names, bins, strict=True)])))
+    show("\n".join(table(["impact", "rows"], [[name, f"{n:,}"] for name, (_, n) in zip(names, bins, strict=True)])))
     return 0

@@ -16,13 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from burnish.cli.data import say
+    from burnish.cli.data import say, show
     from burnish.data.outputs import summary, table
     from burnish.evaluation.pairing import Pairing, pair_up
 
     options = Pairing(args.ratio, args.most)
     manifest, is_new = pair_up(args.source, args.out, options, args.prompts, args.force, say)
-    print("\n".join(summary(manifest, args.out, is_new)))
-    print(f"  prompts      {manifest['prompts_paired']:,} of {manifest['prompts']:,} have a pair")
-    print("\n".join(table(["rejected", "pairs"], [[what, f"{n:,}"] for what, n in manifest["rejected"].items()])))
+    show("\n".join(summary(manifest, args.out, is_new)))
+    show(f"  prompts      {manifest['prompts_paired']:,} of {manifest['prompts']:,} have a pair")
+    show("\n".join(table(["rejected", "pairs"], [[what, f"{n:,}"] for what, n in manifest["rejected"].items()])))
     return 0

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from burnish.cli.data import show
 from burnish.data.overlap import NGRAM
 
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--ngram {args.ngram}: expected 2 words or more")
     wanted = Wanted(args.name, args.source, args.split, args.config, tuple(args.against), args.ngram, args.drop_overlap)
     manifest, is_new = prepare(wanted, args.out, args.force)
-    print(report(manifest, args.out, is_new))
+    show(report(manifest, args.out, is_new))
     return 0
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from burnish.cli.data import say
+    from burnish.cli.data import say, show
     from burnish.data.outputs import summary, table
     from burnish.evaluation.rejection import Rejection, reject
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         no_code=args.no_code,
     )
     manifest, is_new = reject(args.source, args.out, options, args.prompts, args.force, say)
-    print("\n".join(summary(manifest, args.out, is_new)))
+    show("\n".join(summary(manifest, args.out, is_new)))
     rows = [
         [
             what,
@@ -60,5 +60,5 @@ def run(args: argparse.Namespace) -> int:
         ]
         for what, key in (("read", "read"), ("right", "right"), ("written", "written"))
     ]
-    print("\n".join(table(["", "completions", "prompts", "mean tokens"], rows)))
+    show("\n".join(table(["", "completions", "prompts", "mean tokens"], rows)))
     return 0

@@ -52,7 +52,7 @@ def _verdict(text: str) -> float | None:
     last = lines[-1] if lines else ""
     try:
         said = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     correct = said.get("correct") if isinstance(said, dict) else None
     return float(correct) if isinstance(correct, bool) else None

@@ -19,6 +19,7 @@ from burnish.rewards.judge.parsing import check_parser, parse, settle
         ('[{"correct": true}]', None),
         ('so it is {"correct": true}', None),
         ("", None),
+        ("[" * 100_000, None),
     ],
 )
 def test_a_verdict_is_one_line_of_json_at_the_end(text: str, expected: float | None) -> None:
