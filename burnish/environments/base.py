@@ -11,14 +11,17 @@ a `UserError` ends the run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from burnish.config.data import Template
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import check_options, is_plugin, load_plugin
 from burnish.data.prompts import Prompt
+from burnish.data.template import kind_of
 from burnish.models.tokenizer import Tokenizer
 
 
@@ -81,6 +84,20 @@ def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: A
     kind = _kind(config.name, base)
     check_options(kind, config.options, f"environment {config.name}")
     return lambda prompt: kind(prompt, tokenizer, **config.options)
+
+
+def check_turns_fit(config: EnvironmentConfig, tokenizer: Tokenizer, template: Template, base: Any = None) -> None:
+    """Refuse an environment of several turns with a chat template that cannot go on, before anything is sampled.
+
+    An environment that makes its tokens without `Dialogue` may go on in its own way.
+    """
+    from burnish.environments import dialogue
+
+    if config.max_turns == 1 or kind_of(tokenizer, template) == "plain":
+        return
+    known = vars(sys.modules[_kind(config.name, base).__module__]).values()
+    if any(value is dialogue or value is dialogue.Dialogue for value in known):
+        dialogue.check_only_adds(tokenizer)
 
 
 def _kind(name: str, base: Any) -> Any:

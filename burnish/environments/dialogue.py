@@ -7,6 +7,8 @@ one when the model reads it, which rendering and tokenising the whole conversati
 
 from __future__ import annotations
 
+import functools
+
 from burnish.config.errors import UserError
 from burnish.data.prompts import Prompt
 from burnish.models.tokenizer import Tokenizer
@@ -19,6 +21,8 @@ class Dialogue:
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
         self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
+        if self.is_chat:
+            check_only_adds(tokenizer)
         self.opening = self._opening(prompt.text) if prompt.is_chat else ""
         """What the template writes before the assistant speaks; nothing where the user's message ends with it (`[INST] .. [/INST]`)."""
 
@@ -49,12 +53,24 @@ class Dialogue:
 
     def _rendered(self, text: str) -> tuple[str, str]:
         """What the template writes behind the assistant's words, and the message after it."""
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        before = self.tokenizer.chat_text(said, add_generation_prompt=False)
-        after = self.tokenizer.chat_text([*said, {"role": self.role, "content": text}], add_generation_prompt=False)
-        if not after.startswith(before) or SAID not in before:
-            raise UserError(
-                "the chat template rewrites earlier text when a message is added, so an environment cannot go on behind what "
-                "the model wrote; set data.template.kind=plain"
-            )
-        return before[before.rindex(SAID) + len(SAID) :], after[len(before) :]
+        return _added(self.tokenizer, {"role": self.role, "content": text})
+
+
+@functools.lru_cache(maxsize=8)
+def check_only_adds(tokenizer: Tokenizer) -> None:
+    """Refuse a chat template that writes earlier turns in another way when a message follows, as Qwen3's does."""
+    _added(tokenizer, {"role": "user", "content": "?"})
+
+
+def _added(tokenizer: Tokenizer, message: dict[str, str]) -> tuple[str, str]:
+    """What the template writes to end the assistant's turn, and the message behind it."""
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+    before = tokenizer.chat_text(said, add_generation_prompt=False)
+    after = tokenizer.chat_text([*said, message], add_generation_prompt=False)
+    if not after.startswith(before) or SAID not in before:
+        raise UserError(
+            "the chat template rewrites earlier text when a message is added (Qwen3's does, with thinking), so an environment of "
+            "several turns cannot go on behind what the model wrote; set data.template.kind=plain, or give the model's directory a "
+            "chat template that only adds"
+        )
+    return before[before.rindex(SAID) + len(SAID) :], after[len(before) :]

@@ -22,6 +22,7 @@ from burnish.controller.roles import build_engine, build_scorers, paged_engine
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.columns import NO_ENVIRONMENT, refuse_tools
 from burnish.data.prompts import Prompt, validation_prompts
+from burnish.environments.base import check_turns_fit
 from burnish.evaluation.completions import write_completions
 from burnish.evaluation.evaluate import Work, complete, in_order, make_driver
 from burnish.evaluation.journal import Journal
@@ -166,6 +167,7 @@ def _journal(test: Test, stack: ExitStack) -> Journal:
 def _prepare(test: Test, policy: PolicyModel, say: Say) -> Ready:
     """The prompts of a test, and how their completions are drawn."""
     config, positions = test.config, policy.max_positions
+    check_turns_fit(config.environment, policy.tokenizer, config.data.template, test.base)
     data = config.prompts(positions)
     prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, test.base)
     longest = max(len(p.tokens) for p in prompts)

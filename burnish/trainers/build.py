@@ -30,6 +30,7 @@ from burnish.data.prompts import Prompt, PromptStream, validation_prompts
 from burnish.data.rows import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
+from burnish.environments.base import check_turns_fit
 from burnish.models.activations import check_activations, set_activations
 from burnish.models.compiled import check_compile
 from burnish.models.decoder import Decoder
@@ -111,6 +112,7 @@ def check_parts(
             "algorithm.kl.loss.estimator=full needs the native decoder, which has both models' hidden states; this model runs "
             "through transformers: use k3+ or k2, whose gradients are unbiased"
         )
+    check_turns_fit(config.environment, policy.tokenizer, config.data.template, base)
     engine = roles.build_engine(policy, config.rollout)
     driver = roles.build_driver(config, policy, engine, base)
     curriculum = config.algorithm.curriculum

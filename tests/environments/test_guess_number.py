@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from burnish.data.supervised import encode_example
 from burnish.data.tasks.guess_number import GuessNumberTask, narrowed
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.template import kind_of, render, render_text
-from burnish.environments.base import Done, Environment, Turn, environment_factory
+from burnish.environments.base import Done, Environment, Turn, check_turns_fit, environment_factory
 from burnish.environments.dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
 
@@ -222,6 +223,35 @@ def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
     prompt = prompt_of(Row("s/0", "1+1?", "s", None), tokenizer)
     with pytest.raises(UserError, match="rewrites earlier text"):
         Dialogue(prompt, tokenizer).reply([1], "so?")
+
+
+LAST_THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_that_drops_earlier_thinking_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from burnish.environments.base import SingleTurn\nfrom burnish.environments.dialogue import Dialogue\n"
+        "class Talks(SingleTurn): ...\n"
+    )
+    (tmp_path / "other.py").write_text("from burnish.environments.base import SingleTurn\nclass Own(SingleTurn): ...\n")
+    rewriting, adding = chat_tokenizer(LAST_THINKS), chat_tokenizer()
+
+    def check(name: str, tokenizer: Tokenizer, max_turns: int = 3, **template: Any) -> None:
+        config = EnvironmentConfig(name=name, max_turns=max_turns)
+        check_turns_fit(config, tokenizer, Template(**template), tmp_path)
+
+    for name in ("guess_number", "own.py:Talks"):
+        with pytest.raises(UserError, match=r"rewrites earlier text .*data\.template\.kind=plain"):
+            check(name, rewriting)
+        check(name, adding)
+        check(name, rewriting, kind="plain")
+        check(name, rewriting, max_turns=1)
+    check("other.py:Own", rewriting)
+    with pytest.raises(UserError, match="rewrites earlier text"):
+        Dialogue(prompt_of(Row("s/0", "1+1?", "s", None), rewriting), rewriting)
 
 
 def test_a_game_in_words_for_a_model_that_chats() -> None:
