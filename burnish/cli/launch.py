@@ -102,6 +102,9 @@ class _Cluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             self.ray.init(address=self.address, log_to_driver=False, logging_level="error")
             self._is_own = True
+            from burnish.controller.ray_cluster import check_token
+
+            check_token(self.address)
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
     def _knock(self) -> None:

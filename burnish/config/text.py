@@ -71,7 +71,7 @@ def parse(text: str, where: str) -> Any:
             _check_aliases(node)
             return loader.construct_document(node)
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     except RecursionError as error:
         raise UserError(f"{where}: not valid YAML: values are nested too deeply") from error
     except yaml.MarkedYAMLError as error:

@@ -6,8 +6,10 @@ What a plan needs is checked against what is there before anything starts, so th
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +29,8 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Of a Ray of one's own. Its processes do the run's work: at the low priority that they have by default (15) whatever else the
 machine does comes first, the driver that waits for them too."""
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""What Ray reads its token from. Without one any program that reaches Ray's ports may run code as the user of the cluster."""
 STARTS = 3
 """How often a Ray of one's own is tried to be started."""
 
@@ -116,18 +120,55 @@ def _connect() -> bool:
                 f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}; is it running, and if it checks tokens, "
                 "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
             ) from error
+        try:
+            check_token(os.environ["RAY_ADDRESS"])
+        except UserError:
+            ray.shutdown()
+            raise
     else:
         start_here(own_cores())
     return True
 
 
+def check_token(address: str) -> None:
+    """Refuse a cluster that this process joined without a token; warn where the user chose that, or others can read the token."""
+    said = (
+        f"the Ray cluster at {address} asks for no token: every program that reaches its ports can run code as its user"
+    )
+    mode = os.environ.get(MODE, "").lower()  # Ray sets it where it found a token by itself
+    if mode == "disabled":
+        warn(f"{said} ({MODE}=disabled)")
+    elif mode != "token":
+        raise UserError(
+            f"{said}. Start it with a token on every machine (`ray get-auth-token --generate`, {MODE}=token; docs/cluster.md), or set "
+            f"{MODE}=disabled if nothing else reaches its network"
+        )
+    file = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+    if mode == "token" and TOKEN not in os.environ and file.is_file() and file.stat().st_mode & 0o077:
+        warn(f"other users of this machine can read the token of the Ray cluster: chmod 600 {file}")
+
+
+def warn(text: str) -> None:
+    """A line that is seen also where notes are not."""
+    print(f"burnish: WARNING: {text}", file=sys.stderr, flush=True)
+
+
 def start_here(num_cpus: int) -> None:
-    """Ray on this machine, which must be there in half a minute each time; a busy machine may need another."""
+    """Ray on this machine, which must be there in half a minute each time; a busy machine may need another.
+
+    Ray listens on all interfaces, so it gets a token that only this process and its children know.
+    """
+    if TOKEN not in os.environ and TOKEN_PATH not in os.environ:
+        os.environ[TOKEN] = secrets.token_hex(32)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for attempt in range(1, STARTS + 1):
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
+            if os.environ.get(MODE, "").lower() != "token":
+                warn(
+                    f"this Ray checks no tokens ({MODE} is not token, or Ray {ray.__version__} is too old): its ports are open to the network"
+                )
             return
         except Exception as error:  # Ray raises bare ones for a node that was too slow to start; the last is told
             ray.shutdown()

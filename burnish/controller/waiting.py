@@ -61,7 +61,7 @@ def wait_for(
             nodes: Nodes = look()
             missing = wanted.missing(nodes)
         except ConnectionError as error:
-            missing = f"nobody answers there ({' '.join(str(error).split())[:200]})"
+            missing = f"there is no answer, or this process has another token ({' '.join(str(error).split())[:200]})"
         waited_s = clock() - started
         if missing is None:
             return nodes

@@ -139,9 +139,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = _calls("items_of", loop.iter)
-        for block in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-            written = sum(len(data.data) for part in block.body for data in _data_in(part))
-            block.body.insert(0, nodes.ExprStmt(_calls("count", nodes.Const(written))))
+        for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
+            for block in list(tree.find_all(kind)):
+                body: list[nodes.Node] = block.body  # type: ignore[attr-defined]  # of all three kinds
+                written = sum(len(data.data) for part in body for data in _data_in(part))
+                body.insert(0, nodes.ExprStmt(_calls("count", nodes.Const(written))))
         _replace_concatenations(tree)
         return tree
 
@@ -179,7 +181,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _calls(method: str, *args: nodes.Expr) -> nodes.Call:
+def _calls(method: str, *args: nodes.Node) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), list(args), [], None, None)
 
 

@@ -122,7 +122,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"  # bound, and nobody listens
         assert cli.main(["launch", str(tmp_path / "toy.yaml"), "--address", address, "--wait", "0"]) == 2
-    assert f"the cluster at {address} was not ready in 0 s (--wait): nobody answers there" in capsys.readouterr().err
+    assert f"the cluster at {address} was not ready in 0 s (--wait): there is no answer" in capsys.readouterr().err
     assert cli.main(["launch", str(tmp_path / "toy.yaml"), "--address", "ray://head:10001"]) == 2
     assert "HOST:PORT of its head" in capsys.readouterr().err
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -210,6 +210,7 @@ def test_it_waits_for_the_second_machine_of_a_real_cluster_and_trains_there(tmp_
     pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
     (tmp_path / "toy.yaml").write_text(TOY)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
     environment.pop(launch.ADDRESS, None)
     ran = subprocess.run(
         [sys.executable, "-c", REAL],

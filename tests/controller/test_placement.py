@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -233,7 +234,8 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_a_loss_not_a_bug(
         if len(tried) <= failures:
             raise Exception("the node timed out during startup")  # as Ray does
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ray, "init", too_slow)
     if failures == 2:
         assert ray_cluster._connect()
@@ -241,4 +243,41 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_a_loss_not_a_bug(
         with pytest.raises(WorkerLost, match="Ray did not start on this machine, tried 3 times: the node timed out"):
             ray_cluster._connect()
     assert len(tried) == 3
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
     assert capsys.readouterr().err.count("Ray did not start (the node timed out during startup); trying again") == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "permissions", "error", "warning"),
+    [
+        (None, None, "asks for no token: every program .* RAY_AUTH_MODE=disabled if nothing else", ""),
+        ("disabled", None, None, "asks for no token"),
+        ("token", 0o644, None, "chmod 600"),
+        ("token", 0o600, None, ""),
+    ],
+)
+def test_a_cluster_without_a_token_is_refused_and_an_open_token_file_is_named(
+    mode: str | None, permissions: int | None, error: str | None, warning: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
+    from burnish.controller import ray_cluster
+
+    for name in (ray_cluster.MODE, ray_cluster.TOKEN):
+        monkeypatch.delenv(name, raising=False)
+    if mode is not None:
+        monkeypatch.setenv(ray_cluster.MODE, mode)
+    if permissions is not None:
+        (tmp_path / "token").write_text("5" * 64)
+        (tmp_path / "token").chmod(permissions)
+    monkeypatch.setenv(ray_cluster.TOKEN_PATH, str(tmp_path / "token"))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    if error is None:
+        assert ray_cluster._connect()
+    else:
+        with pytest.raises(UserError, match=error):
+            ray_cluster._connect()
+    said = capsys.readouterr().err
+    assert warning in said
+    assert said.startswith("burnish: WARNING: ") == bool(warning)

@@ -33,6 +33,7 @@ def main(folder: Path) -> None:
 
     torch.set_num_threads(1)
     start_here(4)
+    assert os.environ["RAY_AUTH_MODE"] == "token", "its ports are open to the network"
     run(folder, "ahead", "rollout.source=ahead")
     run(folder, "ahead-ray", "rollout.source=ahead", *SPLIT)
     run(folder, "sync")

@@ -39,7 +39,7 @@ def test_it_goes_on_when_everyone_is_there_and_tells_each_change_once() -> None:
     assert times.wait(Wanted(SPLIT, 2, False)) == two
     assert times.now == 5
     assert len(times.said) == 2
-    assert "nobody answers there (no route to host) (0 s of 100 s)" in times.said[0]
+    assert "there is no answer, or this process has another token (no route to host) (0 s of 100 s)" in times.said[0]
     assert times.said[1].startswith(
         "waiting for the cluster at head:6379: 1 of 2 machines are there; placement needs 3 CPUs"
     )
@@ -61,7 +61,7 @@ def test_a_long_wait_is_told_again() -> None:
         ([{"CPU": 9.0}], Wanted(SPLIT, 1, True), "placement needs 3 GPUs (1 worker and 2 engines, split, 1 CPU each), the cluster has 0"),
         ([{"CPU": 9.0, "GPU": 1.0}], Wanted(SPLIT, 1, None), "needs 3 GPUs"),
         ([{"CPU": 2.0}] * 2, Wanted(RayPlacement(workers=1, engines=1, cpus=3), 2, None), "needs 1 places of 3 CPU, each on one machine"),
-        (None, Wanted(SPLIT, 1, None), "nobody answers there"),
+        (None, Wanted(SPLIT, 1, None), "there is no answer"),
     ],
 )  # fmt: skip
 def test_past_the_deadline_an_error_says_what_is_missing(

@@ -84,7 +84,12 @@ class Endpoint:
                 if error.code != 429 and error.code < 500:
                     raise JudgeFailed(problem) from error
                 after_s = _retry_after_s(error.headers.get("Retry-After"))
-            except (OSError, HTTPException, ValueError, RecursionError) as error:  # no connection, cut off, too late, or no JSON
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                RecursionError,
+            ) as error:  # no connection, cut off, too late, or no JSON
                 problem, after_s = f"{self.address}: {type(error).__name__}: {error}", None
             if attempt < self._retries:
                 doubled = min(MAX_WAIT_S, self._backoff_s * 2**attempt)

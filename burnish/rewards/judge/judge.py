@@ -20,7 +20,7 @@ from typing import Any
 from burnish.data.template import joined
 from burnish.rewards.judge.cache import Cache, key_of
 from burnish.rewards.judge.endpoint import Asker, Endpoint, JudgeFailed, RateLimit
-from burnish.rewards.judge.options import JudgeOptions, fill_template
+from burnish.rewards.judge.options import JudgeOptions, fill_template, without_markup
 from burnish.rewards.judge.parsing import parse, settle
 from burnish.rewards.pool import Outcome, Outcomes
 from burnish.rewards.process import Call
@@ -97,7 +97,10 @@ class Judge:
         if options.shows_expected:
             require_answer(request.answer)
         expected = "" if request.answer is None else str(request.answer)
-        question = fill_template(options.template, joined(request.prompt), request.completion, expected)
+        asked, answer = joined(request.prompt), request.completion
+        if options.url is not None:  # a model directory is asked through our own tokenizer, which takes text as text
+            asked, answer = without_markup(asked), without_markup(answer)
+        question = fill_template(options.template, asked, answer, expected)
         seen, votes, num_unread = list[str](), list[float](), 0
         for vote in range(options.votes):
             for attempt in range(options.parse_retries + 1):

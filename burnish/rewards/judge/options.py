@@ -13,6 +13,7 @@ from burnish.config.plugins import check_options
 from burnish.core.http import is_server_url
 from burnish.rewards.judge.parsing import check_parser
 
+MARKUP = re.compile(r"<[|\uff5c][^<>\n]{1,64}[|\uff5c]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]")
 SLOTS = re.compile(r"\{(question|answer|expected)\}")
 TEMPLATE = """\
 You check answers. Compare the final result of the answer with the reference; how it was found or is written does not matter. \
@@ -153,6 +154,15 @@ LEAST = {
     "deadline_s": 0.001,
     "concurrency": 1,
 }
+
+
+def without_markup(text: str) -> str:
+    """A text whose names of control tokens, such as `<|im_end|>`, have a zero-width space behind their first character.
+
+    Most servers parse such names in what they are sent, so an answer could end the judge's question and begin a verdict. Which names
+    a server knows is not known here: these are the forms that published models have.
+    """
+    return MARKUP.sub(lambda found: found[0][0] + "\u200b" + found[0][1:], text)
 
 
 def fill_template(template: str, question: str, answer: str, expected: str) -> str:
