@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise UserError(
                 f"{path}: num_hidden_layers is {layers:,}, and no model has more than {MAX_LAYERS:,}: it is damaged"
             )
+    _check_values(config, path)
     return config
 
 
@@ -109,6 +111,26 @@ def check_scorable(directory: Path) -> None:
     reason = why_not_native(read_config(directory))
     if reason is not None:
         raise UserError(f"a reward model needs the native decoder, and {directory} does not run on it: {reason}")
+
+
+def _check_values(config: dict[str, Any], path: Path) -> None:
+    """Refuse values that no model of our families has; `from_hf` says which are missing."""
+    family = config.get("model_type")
+    if family is not None and not isinstance(family, str):
+        raise UserError(f"{path}: model_type should be text, got {family!r}")
+    if family not in FAMILIES:
+        return
+    for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        value = config.get(name)
+        if value is not None and not (isinstance(value, int) and value > 0):
+            raise UserError(f"{path}: {name} should be a whole number of 1 or more, got {value!r}")
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = config.get(name)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise UserError(f"{path}: {name} should be a number above 0, got {value!r}")
+    for name in ("rope_parameters", "rope_scaling"):
+        if config.get(name) is not None and not isinstance(config[name], dict):
+            raise UserError(f"{path}: {name} should be an object, got {config[name]!r}")
 
 
 def why_not_native(config: dict[str, Any]) -> str | None:

@@ -78,9 +78,9 @@ class Tokenizer:
             inner = loader.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False, **_no_false_alarm(directory, loader)
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # files that others wrote, read by libraries that raise anything for a damaged one
             refuse_code(directory, error)
-            raise UserError(f"the tokenizer in {directory} does not load: {' '.join(str(error).split())}") from error
+            raise UserError(f"the tokenizer in {directory} does not load: {_one_line(error)}") from error
         for word in ("fix_mistral_regex", "trust_remote_code"):  # to the loader, no part of the tokenizer that is saved
             inner.init_kwargs.pop(word, None)
         return cls(inner, _read_generation_config(directory / GENERATION_CONFIG), _needs_bos(directory / "config.json"))
@@ -252,6 +252,11 @@ def refuse_code(directory: Path, error: BaseException) -> None:
                 f"{directory / name} asks to run Python code of the directory ({classes}), which burnish never does: use a model that "
                 "transformers knows by itself, or save its tokenizer as tokenizer.json"
             ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
 
 
 def _checked(text: str) -> str:

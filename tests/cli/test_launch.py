@@ -159,6 +159,15 @@ def test_the_slurm_example_is_a_script(tmp_path: Path) -> None:
     checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=30, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
     lines = script.read_text().splitlines()
+    token = next(i for i, line in enumerate(lines) if line.startswith("(umask 077;"))
+    made = "\n".join(
+        ["set -eu", *(line for line in lines if line.startswith("export RAY_AUTH_MODE=token")), lines[token]]
+    )
+    environment = os.environ | {"HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash", "-c", made], env=environment, check=True, timeout=30)
+    file = tmp_path / ".burnish-ray-token-7"
+    assert (len(file.read_text()), file.stat().st_mode & 0o777) == (64, 0o600)
+    assert token < next(i for i, line in enumerate(lines) if "ray start --head" in line)
     assert lines[0].startswith("#!")
     asked = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH --"))
     assert {"nodes", "ntasks-per-node", "cpus-per-task", "time"} <= asked.keys()
@@ -172,6 +181,7 @@ def test_the_kubernetes_example_is_a_ray_job() -> None:
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
     spec = manifest["spec"]
     cluster = spec["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
     groups = cluster["workerGroupSpecs"]
     for group in [cluster["headGroupSpec"], *groups]:
         assert isinstance(group["rayStartParams"], dict)

@@ -185,6 +185,15 @@ def test_a_tokenizer_that_is_not_mistrals_raises_no_alarm_about_mistral(
         assert "mistral" not in (tmp_path / "again/tokenizer_config.json").read_text()
 
 
+@pytest.mark.parametrize("content", ["[]", "{", '{"a": ' + "[" * 100_000])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_one_line(name: str, content: str, tmp_path: Path) -> None:
+    Tokenizer.from_characters("ab").save(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=r"^[^\n]+$"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
 def test_code_of_a_directory_is_never_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vocab.json").write_text('{"a": 0}')

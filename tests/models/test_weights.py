@@ -247,6 +247,11 @@ def test_shards_may_be_links_to_elsewhere(tiny_model: TinyModel, tmp_path: Path)
     [
         ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100,000, and no model has more than 4,096"),
         ({"num_hidden_layers": 4000}, "config.json implies 4,000 layers, but the weights have 2"),
+        ({"intermediate_size": -1}, "intermediate_size should be a whole number of 1 or more, got -1"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads should be a whole number"),
+        ({"model_type": ["llama"]}, "model_type should be text"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps should be a number above 0"),
+        ({"rope_parameters": [1]}, "rope_parameters should be an object"),
         ({"vocab_size": 10**13}, r"is \(\d+, \d+\) but config.json implies \(10000000000000, "),
     ],
 )
