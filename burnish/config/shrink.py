@@ -40,7 +40,7 @@ WARM_START: dict[str, Any] = {
 COLUMN = "length"
 """The one column of a sort_digits row that holds a number; rows of guess_number have it too."""
 BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
-TEMPLATE: dict[str, Any] = {"kind": "auto", "text": "{prompt}", "system": None, "kwargs": {}}
+TEMPLATE: dict[str, Any] = {"kind": "auto", "text": "{prompt}", "system": None, "kwargs": {}, "prerendered": False}
 
 AT_MOST = {
     "run.save_every": STEPS,
@@ -184,6 +184,7 @@ def _stage(stage: Tree, number: int) -> Tree:
 def _data(data: Tree, imitates: bool) -> Iterator[Edit]:
     yield "data.train", _of_stages(data["train"]) or [TRAIN]
     yield "data.template", TEMPLATE
+    yield "data.prerendered", False
     if data["validation"]:
         yield "data.validation", [HELD_OUT]
     if data["demonstrations_per_group"]:  # the one column of a sort_digits row that is a right answer
@@ -203,6 +204,7 @@ def _game(tree: Tree) -> Iterator[Edit]:
     yield "environment", {"name": GUESS_NUMBER, "options": {}, "max_turns": turns, "max_tokens": None}
     yield "data.train", [{"task": GUESS_NUMBER, "options": numbers, "limit": 32}]
     yield "data.template", TEMPLATE
+    yield "data.prerendered", False
     if tree["data"]["validation"]:
         yield "data.validation", [{"task": GUESS_NUMBER, "options": numbers, "limit": 8}]
     if tree["data"]["demonstrations"]:
