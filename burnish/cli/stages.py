@@ -20,6 +20,7 @@ from burnish.config.named_files import sources_of
 from burnish.config.references import is_reference
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE, StagesConfig
+from burnish.config.text import printable
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.run.stage_index import StageIndex
 from burnish.run.supervise import Supervisor
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 where = f"{'after' if is_done else 'in'} stage {stage.name}"
                 print(f"{how} {where}; the same command{without(args)} goes on from here: {plan.folder}")
                 return status
-        print("\n".join(summary(plan, stages.index)))
+        print(printable("\n".join(summary(plan, stages.index))))
     return 0
 
 

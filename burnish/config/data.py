@@ -114,6 +114,14 @@ class Data(Record):
     demonstration_column: str | None = None
     """Take those of a group from this column of the training rows instead: a text or messages, or a list of them."""
 
+    @model_validator(mode="after")
+    def _suffix_has_a_place(self) -> Data:
+        if self.template.prerendered and self.budget is not None:
+            raise ValueError(
+                "budget writes behind what the user says, which prerendered prompts do not tell from the rest"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, values: Any) -> Any:

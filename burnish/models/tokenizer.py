@@ -145,6 +145,8 @@ class Tokenizer:
 
     def encode_prerendered(self, text: str) -> list[int]:
         """Token ids of a prompt that a user rendered: its control tokens are parsed, and BOS is added only where it has none."""
+        if self._alphabet is not None:
+            return self.encode(text)  # which names a character that it does not know
         tokens: list[int] = self._inner.encode(_checked(text), add_special_tokens=False)
         return tokens if tokens[: len(self._before)] == self._before else self._before + tokens
 

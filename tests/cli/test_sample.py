@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,24 @@ def test_bad_input_is_explained(
 def test_a_missing_model_names_its_neighbour(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", str(model.parent / "tinny"), "1>"]) == 2
     assert "did you mean 'tiny'" in capsys.readouterr().err
+
+
+def test_a_prerendered_prompt_is_parsed_and_others_are_text() -> None:
+    import argparse
+
+    from burnish.cli.sample import add_arguments, requests
+    from burnish.config.rollout import Sampling
+    from tests.serve.conftest import END, START, byte_tokenizer
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    policy: Any = SimpleNamespace(tokenizer=byte_tokenizer(), max_positions=None)
+    text = f"{START}user\nhi{END}"
+    num_special = {}
+    for flags in ((), ("--prerendered",), ("--template", "plain")):
+        (request,) = requests(parser.parse_args([".", text, *flags]), policy, Sampling(), text)
+        num_special[flags] = sum(map(policy.tokenizer.is_special, request.tokens))
+    assert num_special == {(): 3, ("--prerendered",): 2, ("--template", "plain"): 0}
 
 
 def test_a_terminal_sees_control_characters_and_a_pipe_gets_them(

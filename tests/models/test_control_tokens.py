@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError
+from burnish.config.slots.curriculum import LengthBudget
 from burnish.data.pool import Prompt
 from burnish.data.prompts import PromptStream
 from burnish.data.rows import Row, checked_messages
@@ -130,6 +131,10 @@ def test_prerendered_prompts_are_parsed_and_get_no_template(tmp_path: Path) -> N
         render(Row("r", [{"role": "user", "content": "x"}], "s", None), tokenizer, Template(prerendered=True))
     with pytest.raises(ValueError, match="not rendered again"):
         Template(prerendered=True, system="s")
+    with pytest.raises(ValueError, match="budget writes behind"):
+        Data(prerendered=True, budget=LengthBudget())
+    with pytest.raises(UserError, match="'x' in '1x' is not in this tokenizer's alphabet"):
+        Tokenizer.from_characters("1").encode_prerendered("1x")
 
 
 def test_prerendered_text_gets_one_bos() -> None:
