@@ -57,14 +57,17 @@ class ControlTokens:
         return text
 
     def literal_values(self, value: Any) -> Any:
-        """The same for all texts in a tree of plain values, keys included."""
+        """The same for all texts in a tree of plain values, keys included.
+
+        Any other object becomes the name of its type: a template must not reach the methods of an image or a file.
+        """
         if isinstance(value, str):
-            return self.literal(value)
+            return self.literal(str.__str__(value))
         if isinstance(value, dict):
             return {self.literal_values(key): self.literal_values(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.literal_values(item) for item in value]
-        return value
+        return value if value is None or isinstance(value, bool | int | float) else f"<{type(value).__name__}>"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text with marks: control tokens are those without."""

@@ -102,6 +102,16 @@ def test_ordinary_text_is_not_touched_and_tags_that_models_write_stay_tokens() -
     assert [t for t in tokens if t in (think, user)] == [user, think, think]
 
 
+def test_a_template_sees_plain_values_alone(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ m.file.unlink() if m.file.unlink is defined }}{{ m.file }} {{ m.n }}{% endfor %}"
+    )
+    (tmp_path / "kept").touch()
+    messages = [{"role": "user", "content": "x", "file": tmp_path / "kept", "n": [1, 2.5, None, True]}]
+    assert tokenizer.chat_text(messages) == "<PosixPath> [1, 2.5, None, True]"
+    assert (tmp_path / "kept").exists()
+
+
 def test_a_tokenizer_that_cannot_write_the_name_as_text_refuses_it() -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
