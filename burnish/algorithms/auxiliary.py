@@ -20,7 +20,7 @@ def positive_nll_weights(batch: Batch, mu: float) -> Tensor:
     if bool(accuracy.isnan().any()):
         raise UserError(
             f"auxiliary.positive_nll imitates right answers, but nobody judged {int(accuracy.isnan().sum())} of "
-            f"{accuracy.numel()}: use a reward that says right or wrong, and mark it as the accuracy"
+            f"{accuracy.numel()}: use a reward that says right or wrong, or set correct_at of its part to the value from which an answer is right"
         )
     tokens = (batch.loss_mask & broadcast(accuracy == 1, batch.sequence_ids)).to(torch.float64)
     return mu * tokens / tokens.sum().clamp(min=1)

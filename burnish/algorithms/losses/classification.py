@@ -83,6 +83,6 @@ def _labels(view: View, alive: Tensor) -> Tensor:
         raise UserError(
             f"loss bce needs accuracy 0 or 1 for every sequence, but {odd.numel()} of {accuracy.numel()} have another value "
             f"(the first is {float(odd[0])}; nan means that no reward judged it): "
-            "use a reward that says right or wrong, and mark it as the accuracy"
+            "use a reward that says right or wrong, or set correct_at of its part to the value from which an answer is right"
         )
     return torch.where(alive, accuracy, torch.zeros_like(accuracy))
