@@ -3,6 +3,7 @@ A machine with a GPU tests what others test. And a way to test what runs where t
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,10 @@ settings.load_profile("burnish")
 # Runs take the GPU that they find, and there sums may come in any order: most tests of whole runs are of the CPU. `make test-gpu` has those that are not.
 if not os.environ.get("BURNISH_TESTS_ON_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+# A job in the background of a shell script ignores SIGINT, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -694,7 +694,7 @@ def test_a_bad_setting_is_refused(
         ("data.train.0.path=nothing.jsonl", "no such file: "),
         ("data.train.0.path=empty.jsonl", "empty.jsonl holds no rows"),
         ("data.train.0.path=null.jsonl", "null.jsonl:1: the row has no answer"),
-        ("data.train.0.path=surrogate.jsonl", "row surrogate.jsonl/0: the character '\\ud800'"),
+        ("data.train.0.path=surrogate.jsonl", "surrogate.jsonl:1: question has half of a surrogate pair ('\\ud800')"),
         ("data.train.0.prompt_key=q", "sums.jsonl:1: no column 'q'"),
     ],
 )

@@ -128,7 +128,8 @@ def test_a_run_that_cannot_be_placed_starts_nothing(
     command = ["train", str(tmp_path / "toy.yaml"), "placement=ray", "placement.engines=2", "placement.layout=split"]
     for more in ([], ["--dry-run"]):
         assert main([*command, f"run.directory={tmp_path}", "run.name=never", *more]) == 2
-        assert "needs 3 CPUs (1 worker and 2 engines, split, 1 CPU each), this machine has 2" in capsys.readouterr().err
+        said = "".join(capsys.readouterr())
+        assert "needs 3 CPUs (1 worker and 2 engines, split, 1 CPU each), this machine has 2" in said
     assert not (tmp_path / "never").exists()
 
 

@@ -17,7 +17,7 @@ from burnish.run.supervise import is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
 ROOT = Path(__file__).parents[2]
-STOPS_S = 30
+STOPS_S = 300
 
 
 class Ended(NamedTuple):
