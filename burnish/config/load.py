@@ -84,6 +84,17 @@ def plain_values(config: Record) -> dict[str, Any]:
     return _untuple(config.model_dump())
 
 
+def completed(kind: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the defaults of keys that did not exist when it was written.
+
+    One that this version does not accept is returned as it is, so that the keys that differ can be named.
+    """
+    try:
+        return plain_values(kind.model_validate(tree))
+    except ValidationError:
+        return tree
+
+
 def read(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a YAML file laid over the one it extends."""
     resolved = path.resolve()

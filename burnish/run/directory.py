@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from burnish.config.errors import UserError, nearest
 from burnish.run.files import atomic_write, sweep
 from burnish.run.journal import Journal
 
+Tree = dict[str, Any]
 MAX_SHOWN_KEYS = 12
 MAY_CHANGE = (
     "run.directory",
@@ -130,9 +131,11 @@ class RunDirectory:
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, root: Path, name: str, config_text: str) -> RunDirectory:
+    def create(
+        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+    ) -> RunDirectory:
         """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
-        run = cls.claim(root, name, config_text)
+        run = cls.claim(root, name, config_text, complete)
         try:
             run.begin(config_text)
         except BaseException:
@@ -141,11 +144,14 @@ class RunDirectory:
         return run
 
     @classmethod
-    def claim(cls, root: Path, name: str, config_text: str) -> RunDirectory:
+    def claim(
+        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+    ) -> RunDirectory:
         """The same without writing more than the lock: until `begin`, a new run vanishes when it is closed.
 
         So what is wrong with models and data is found while no second process can start the same run, and leaves
-        nothing behind that would stand in the way of the corrected command.
+        nothing behind that would stand in the way of the corrected command. `complete` adds to the config of an old run the
+        defaults of keys that did not exist when it was written.
         """
         if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
             raise UserError(
@@ -161,7 +167,7 @@ class RunDirectory:
             raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
         try:
             if run.config.exists():
-                run.changes = _changes(run, config_text)
+                run.changes = _changes(run, config_text, complete)
         except BaseException:
             run.close()
             raise
@@ -295,9 +301,9 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _changes(run: RunDirectory, config_text: str) -> list[Change]:
+def _changes(run: RunDirectory, config_text: str, complete: Callable[[Tree], Tree]) -> list[Change]:
     """What differs from the config of an old run; the error for what may not."""
-    old, new = _old_config(run), flatten(yaml.safe_load(config_text))
+    old, new = flatten(complete(_old_config(run))), flatten(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
     is_new_model = any(not flat.get("model.path") for flat in (old, new))
@@ -318,7 +324,7 @@ def _changes(run: RunDirectory, config_text: str) -> list[Change]:
     return [Change(k, _value(old, k), _value(new, k)) for k in differing]
 
 
-def _old_config(run: RunDirectory) -> dict[str, Any]:
+def _old_config(run: RunDirectory) -> Tree:
     try:
         found = yaml.safe_load(run.config.read_text())
         if not isinstance(found, dict):
@@ -328,7 +334,7 @@ def _old_config(run: RunDirectory) -> dict[str, Any]:
             f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_older_config(run.path)}, or start the run "
             "anew with --fresh"
         ) from error
-    return flatten(found)
+    return found
 
 
 def _older_config(path: Path) -> str:

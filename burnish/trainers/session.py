@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from burnish.config.load import dump
+from burnish.config.load import completed, dump
 from burnish.config.placement import scores_elsewhere
 from burnish.config.schema import TrainConfig
 from burnish.controller.judge import EngineJudge
@@ -42,7 +43,7 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
     place = _place(config, name)
     elsewhere = scores_elsewhere(config.placement)
     with (
-        RunDirectory.claim(*place) as directory,
+        RunDirectory.claim(*place, partial(completed, TrainConfig)) as directory,
         Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
     ):
         check_placement(config.placement)

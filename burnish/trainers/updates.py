@@ -10,10 +10,11 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from burnish.config.load import dump
+from burnish.config.load import completed, dump
 from burnish.config.preference import PreferConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.schema import Run as RunConfig
@@ -143,7 +144,12 @@ def open_run(config: UpdateConfig, resolved: dict[str, Any], base: Path, name: s
     settings = config.run
     if not ranks.is_first:
         return Follower(Path(ranks.from_first("")), settings)
-    folder = RunDirectory.create(Path(settings.directory), run_name(settings.name, name, config.seed), dump(config))
+    folder = RunDirectory.create(
+        Path(settings.directory),
+        run_name(settings.name, name, config.seed),
+        dump(config),
+        partial(completed, type(config)),
+    )
     try:
         notes = keep_inputs(folder.path, config, resolved, base)
     except BaseException:
