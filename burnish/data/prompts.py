@@ -22,7 +22,7 @@ from burnish.config.plugins import is_plugin, load_plugin
 from burnish.config.slots import Slot
 from burnish.config.slots.curriculum import NoCurriculum, PrioritisedCurriculum
 from burnish.core.keys import fold, permutation, unit
-from burnish.core.trajectory import Trajectory
+from burnish.core.trajectory import Trajectory, judged
 from burnish.data.curriculum import Curriculum, make_curriculum
 from burnish.data.pool import MAX_SKIPPED, Pool, Prompt, ReadRows, make_pools, overlong_report
 from burnish.data.rows import Row, read_rows, refuse_weights
@@ -105,7 +105,7 @@ class PromptStream:
         if "accuracy" not in self._record.needs:
             return
         scored = [t for t in trajectories if t.reward is not None]
-        if scored and all(t.accuracy is None for t in scored):
+        if any(t.accuracy is None for t in scored) and not judged(scored):
             raise UserError(
                 "the curriculum chooses prompts by how often they are answered right, but no part of the reward says right or wrong: "
                 "set correct_at of a part to the value from which an answer is right, or set the curriculum to none"

@@ -93,7 +93,14 @@ def check_turns_fit(config: EnvironmentConfig, tokenizer: Tokenizer, template: T
     """
     from burnish.environments import dialogue
 
-    if config.max_turns == 1 or kind_of(tokenizer, template) == "plain":
+    if config.max_turns == 1:
+        return
+    if template.prerendered and tokenizer.has_chat_template:
+        raise UserError(
+            "environment.max_turns is above 1 and data.prerendered is true: replies would stand behind the model's answers without the markup "
+            "of the chat template; give messages or plain prompts in the rows, which the template renders, or set environment.max_turns=1"
+        )
+    if kind_of(tokenizer, template) == "plain":
         return
     known = vars(sys.modules[_kind(config.name, base).__module__]).values()
     if any(value is dialogue or value is dialogue.Dialogue for value in known):

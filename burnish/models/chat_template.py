@@ -37,7 +37,10 @@ MAX_WIDTH = 10_000
 """Of padding and indentation."""
 MAX_SECONDS = 60.0
 """A second net below the counts, for steps that are slow each."""
-WIDE = re.compile(r"\d{5,}")
+WIDE = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*:[^{}]*\d{5,}")
+"""A width of five digits in a format of either kind: `%10000d` or `{:>10000}`."""
+GIVEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
+"""A width that is one of the values to format: `%*d` or `{:{}}`."""
 SIZED = (str, bytes, list, tuple, dict, set, frozenset, range)
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which messages carry thinking; templates read the first two."""
@@ -226,9 +229,11 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_widths(form: str, args: Sequence[Any]) -> None:
-    """Formats can ask for padding of any width."""
-    if WIDE.search(form) or (any(isinstance(arg, int) and abs(arg) > MAX_WIDTH for arg in args) and "*" in form):
+    """Formats can ask for padding of any width. Values that are only written may be of any size."""
+    if WIDE.search(form):
         raise TemplateLimit(f"formats with a width above {MAX_WIDTH:,}")
+    if GIVEN_WIDTH.search(form):
+        _check_numbers(args)
 
 
 def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -240,8 +245,8 @@ def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[
     elif name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
         _check_numbers([*args, *kwargs.values()])
     elif name in ("format", "format_map"):
-        _check_numbers([*args, *kwargs.values()])
-        _check_widths(text, ())
+        values = [value for arg in args for value in (arg.values() if isinstance(arg, dict) else [arg])]
+        _check_widths(text, [*values, *kwargs.values()])
     elif name == "translate":
         raise TemplateLimit("calls translate, which is not measured")
 
@@ -257,7 +262,8 @@ def _check_items(items: Any, between: int = 0) -> None:
     _room(sum((len(item) if isinstance(item, SIZED) else 1) + between for item in items))
 
 
-PADDING_FILTERS = frozenset({"center", "indent", "tojson", "batch", "slice", "wordwrap", "format", "xmlattr", "urlize"})
+PADDING_FILTERS = frozenset({"center", "indent", "tojson", "batch", "slice", "wordwrap", "xmlattr", "urlize"})
+"""Filters whose arguments behind the value are widths or counts."""
 
 
 def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +271,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def counted(*args: Any, **kwargs: Any) -> Any:
         _budget.get().step()
         if name in PADDING_FILTERS:
-            _check_numbers([*args, *kwargs.values()])
+            _check_numbers([*args[1:], *kwargs.values()])
         if name == "replace":
             texts = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
             if len(texts) > 2:

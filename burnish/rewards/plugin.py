@@ -238,7 +238,7 @@ def _said(returned: Any, what: str) -> Result:
     accuracy = returned.get("acc", verdict(returned["score"]))
     return Result(
         _finite(returned["score"], "'score'"),
-        None if accuracy is None else _finite(accuracy, "'acc'"),
+        None if accuracy is None else _share(accuracy, "'acc'"),
         {key: float(value) for key, value in others.items() if _is_number(value)},
         extra={key: _shown(value) for key, value in others.items() if not _is_number(value)},
     )
@@ -362,6 +362,15 @@ def _is_number(value: Any) -> bool:
     """Python's and numpy's numbers, and one-element tensors without importing what they come from."""
     is_scalar_array = getattr(value, "shape", None) == () and not isinstance(value, str | bytes)
     return isinstance(value, numbers.Real) or is_scalar_array
+
+
+def _share(value: Any, what: str) -> float:
+    share = _finite(value, what)
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"{what} says how right an answer is, from 0 to 1, and is {share:g}; give other numbers another name"
+        )
+    return share
 
 
 def verdict(value: Any) -> float | None:

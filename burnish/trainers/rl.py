@@ -76,7 +76,9 @@ def make_steps(job: Job, stop: StopOnInterrupt) -> bool:
         with recording(job, step):
             with record_function("rollout"), saved_if_stopped(job):
                 rollouts, batch = gather(job, step)
-                num_unscored = count_unscored(rollouts, step, num_unscored)
+                if not is_scored(rollouts) and num_unscored == 0:
+                    save_last_step(job)
+                num_unscored = count_unscored(rollouts, step, num_unscored, total)
                 job.source.begin(step + 1)
             learning = time.perf_counter()
             learned = learn(job, step, batch) if batch is not None else Learned()
@@ -102,10 +104,15 @@ def saved_if_stopped(job: Job) -> Iterator[None]:
     try:
         yield
     except RolloutStopped:
-        if job.state.step > job.run.saved_step:
-            job.run.checkpoint(job.state.step, lambda stage: snapshot(job, stage), None)
-            job.run.wait()
+        save_last_step(job)
         raise
+
+
+def save_last_step(job: Job) -> None:
+    """Save the last step that is done, before the next one changes anything."""
+    if job.state.step > job.run.saved_step:
+        job.run.checkpoint(job.state.step, lambda stage: snapshot(job, stage), None)
+        job.run.wait()
 
 
 def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
@@ -156,13 +163,14 @@ def is_scored(rollouts: Scored) -> bool:
     return any(t.reward is not None for t in rollouts.trajectories)
 
 
-def count_unscored(rollouts: Scored, step: int, earlier: int) -> int:
-    """Steps in a row, this one included, without one scored sample; the error for too many of them."""
+def count_unscored(rollouts: Scored, step: int, earlier: int, total: int) -> int:
+    """Steps in a row, this one included, without one scored sample; the error for too many of them, and for such a last step."""
     if is_scored(rollouts):
         return 0
-    if earlier + 1 >= MAX_UNSCORED_STEPS:
+    if earlier + 1 >= MAX_UNSCORED_STEPS or step == total:
+        steps = f"{earlier + 1} steps in a row" if earlier else "this step"
         raise UserError(
-            f"step {step}: not one sample could be scored in {earlier + 1} steps in a row, so the run stops here; mend the reward and run "
+            f"step {step}: not one sample could be scored in {steps}, so the run stops here; mend the reward and run "
             f"the same command again: failed scores are computed anew. First: {next((t.error for t in rollouts.failed), None)}"
         )
     return earlier + 1
@@ -270,9 +278,10 @@ def finish_step(
     run.commit(step, values, observe.used_ids(rollouts, learned.batch), observe.visits(rollouts))
     stopping = stop.requested
     measured_best = config.run.keep_best and score is not None
-    # A step without one score is not saved: a run whose reward was mended makes it again.
-    is_saved = is_scored(rollouts) and (measured_best or step % config.run.save_every == 0)
-    if stopping or step == config.training.steps or is_saved:
+    is_due = stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0
+    if is_due and is_scored(
+        rollouts
+    ):  # else the last scored step was saved: a run whose reward was mended goes on from there
         run.checkpoint(step, lambda stage: snapshot(job, stage), *(score or (None, None)))
     if stopping or step == config.training.steps:
         run.wait()

@@ -471,6 +471,17 @@ def test_a_run_whose_samples_are_never_scored_ends_and_goes_on_when_the_reward_i
     ] * 6  # no step without a score was saved, so all are made up for
 
 
+def test_a_last_step_without_a_score_is_an_error_and_what_came_before_it_is_saved() -> None:
+    command = ("new.yaml", "reward.parts=plug.py:breaks", "training.steps=3")
+    Path("broken").touch()
+    assert train(*command) == 2
+    assert [row["step"] for row in metrics()] == [1, 2]
+    assert [path.name for path in Path("runs/r/checkpoints").glob("step-*")] == ["step-000002"]
+    Path("broken").unlink()
+    assert train(*command) == 0
+    assert [row["step"] for row in metrics()] == [1, 2, 3]
+
+
 def test_a_mended_reward_goes_on_under_the_same_name(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text("def judge(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
     assert train("new.yaml", "reward.parts=mine.py:judge") == 2

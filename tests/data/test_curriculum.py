@@ -351,6 +351,12 @@ def test_a_reward_that_never_says_right_or_wrong_is_refused(folder: Path, record
     made.observe([Trajectory("four.jsonl/0", 0, 0, [], "stop", "", None, None)])  # a failed scorer is no verdict
     with pytest.raises(UserError, match="no part of the reward says right or wrong"):
         made.observe([Trajectory("four.jsonl/0", 0, 0, [], "stop", "", 0.5, None)])
+    late = Trajectory("four.jsonl/1", 0, 0, [], "stop", "", 0.0, 0.0, metadata={"timed_out": True})
+    made.observe([late])  # of a verifier whose every call was too slow
+    with pytest.raises(
+        UserError, match="no part of the reward says right or wrong"
+    ):  # a call that times out is no verdict
+        made.observe([Trajectory("four.jsonl/0", 0, 0, [], "stop", "", 0.5, None), late])
 
 
 @pytest.mark.parametrize("record", [None, NoCurriculum(), RECORDS[1]])

@@ -250,6 +250,9 @@ def test_a_template_that_drops_earlier_thinking_is_refused_before_anything_is_sa
         check(name, rewriting, kind="plain")
         check(name, rewriting, max_turns=1)
     check("other.py:Own", rewriting)
+    with pytest.raises(UserError, match="without the markup of the chat template"):
+        check("guess_number", adding, prerendered=True)
+    check("guess_number", adding, max_turns=1, prerendered=True)
     with pytest.raises(UserError, match="rewrites earlier text"):
         Dialogue(prompt_of(Row("s/0", "1+1?", "s", None), rewriting), rewriting)
 

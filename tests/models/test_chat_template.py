@@ -38,6 +38,10 @@ DOUBLED = (
         ("{{ 'a'.ljust(10**11) }}", "width"),
         ("{{ '%99999999999d' % 1 }}", "width"),
         ("{{ '{:99999999999}'.format('a') }}", "width"),
+        ("{{ '{:{}}'.format('a', 10**11) }}", "width"),
+        ("{{ '{a:{b}}'.format_map({'a': 'a', 'b': 10**11}) }}", "width"),
+        ("{{ '%*d'|format(10**11, 1) }}", "width"),
+        ("{{ {}|tojson(10**11) }}", "width"),
         ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "does not end"),
         ("{{ messages[0].content.no.such }}", "refuses messages with roles user: 'str object' has no attribute"),
         ("{{ 1 / 0 }}", "refuses messages with roles user: ZeroDivisionError"),
@@ -87,5 +91,7 @@ def test_a_template_finds_what_transformers_gives_it() -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}{{ m.content ~ 1 }}{% endgeneration %}"
         "{{ m.thinking }} {{ {'é': '<'}|tojson }}{% endfor %}{{ strftime_now('%Y')|length }}{{ namespace(a=1).a }}{{ tools is none }}"
     )
+    large = "{{ 20000|tojson }} {{ [20000]|tojson(indent=1) }} {{ '%d 20000'|format(20000) }} {{ '{} of {:,}'.format(20000, 30000) }}"
+    assert render(large, ASKED, {}) == "20000 [\n 20000\n] 20000 20000 20000 of 30,000"  # values, not widths
     said = [{"role": "assistant", "content": "x", "reasoning_content": "t"}, *ASKED]
     assert render(template, said, {}) == 'x1t {"é": "<"}41True'

@@ -123,11 +123,13 @@ def test_single_results_are_a_number_or_a_dict(load):
     assert said == Result(0.25, 1.0, {"length": 3.0}, extra={"pred": "abc"})
 
 
-@pytest.mark.parametrize("returned", [None, "1", float("nan"), float("inf"), {"acc": 1.0}, {"score": None}, [1.0]])
+@pytest.mark.parametrize(
+    "returned", [None, "1", float("nan"), float("inf"), {"acc": 1.0}, {"score": None}, {"score": 1, "acc": 5}, [1.0]]
+)
 def test_what_is_not_a_finite_score_raises(returned, tmp_path):
-    with pytest.raises(ValueError, match=r"must be|no 'score'"):
+    with pytest.raises(ValueError, match=r"must be|no 'score'|from 0 to 1"):
         score(of(lambda solution_str: returned, tmp_path), [request()], {})
-    with pytest.raises(ValueError, match=r"must be|no 'score'"):
+    with pytest.raises(ValueError, match=r"must be|no 'score'|from 0 to 1"):
         score(of(lambda solution_strs: [returned], tmp_path), [request()], {})
 
 

@@ -99,7 +99,7 @@ class Judge:
         expected = "" if request.answer is None else str(request.answer)
         asked, answer = joined(request.prompt), request.completion
         if options.url is not None:  # a model directory is asked through our own tokenizer, which takes text as text
-            asked, answer = without_markup(asked), without_markup(answer)
+            asked, answer, expected = map(without_markup, (asked, answer, expected))
         question = fill_template(options.template, asked, answer, expected)
         seen, votes, num_unread = list[str](), list[float](), 0
         for vote in range(options.votes):
