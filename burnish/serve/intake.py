@@ -1,13 +1,16 @@
 """Request bodies: read, parsed and tokenised within a bound of memory.
 
-A body takes 25 times its bytes while it is parsed, and a text 300 times its bytes while it is tokenised. So the bytes of all bodies that are
-not yet prompts are counted, and past a bound a body is refused. Large bodies are worked on one at a time, in a thread.
+A body takes 25 times its bytes while it is parsed, and a text 300 times its bytes while it is tokenised. Large bodies are therefore worked on
+one at a time, in a thread, and their bytes together are bounded until they are prompts. Small bodies are always admitted: their number is
+bounded by that of the connections. Clients that send large bodies and stall would use up the bound, so a stalled body is refused when
+another large body needs its room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,12 +23,35 @@ from burnish.serve.errors import ApiError
 
 T = TypeVar("T")
 LARGE = 2**18
-"""Bytes of a body that is worked on alone."""
+"""Bytes from which on a body is large."""
 BODIES = 4
-"""Largest bodies that may be in work at once, as a multiple of one."""
+"""The bound on the bytes of all large bodies, as a multiple of the largest body."""
+STEP = 2**16
+STALL_S = 2.0
+"""A large body is stalled if it has brought fewer than STEP bytes for longer than this. That is less than half the rate at which a body of 8 MiB
+meets the limit of 120 s."""
 RETRY_AFTER_S = 1
 CLOSE = {"Connection": "close"}
 """For a refusal before the end of the body: the rest of it is not read."""
+
+
+@dataclass(eq=False)
+class _Body:
+    """A body that is being read or worked on."""
+
+    step_at: float
+    """When the last STEP bytes were complete."""
+    step_size: int = 0
+    """The size of the body at that time."""
+    data: bytearray = field(default_factory=bytearray)
+    reading: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    """Ends the reading when the body is refused for another one."""
+    is_whole: bool = False
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the body was refused for another one."""
+        return self.reading.when() is not None
 
 
 @dataclass
@@ -34,50 +60,94 @@ class Intake:
 
     max_body: int
     """Bytes of one body."""
+    clock: Callable[[], float] = time.monotonic
     num_bytes: int = 0
-    """Bytes of the bodies that are read or worked on now."""
-    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Bytes of the bodies, small and large, that are read or worked on now."""
+    _large: set[_Body] = field(default_factory=set)
+    _working: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Locked while a large body is worked on."""
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of all bodies together."""
+        """Bytes of all large bodies together."""
         return BODIES * self.max_body
 
     async def work(self, request: Request, prepare: Callable[[bytearray], T]) -> T:
         """What `prepare` makes of the body of a request, in a thread."""
-        async with self._read(request) as body:
-            if len(body) < LARGE:
-                return await asyncio.to_thread(prepare, body)
-            async with self._large:
-                return await asyncio.to_thread(prepare, body)
+        async with self._read(request) as data:
+            if len(data) < LARGE:
+                return await asyncio.to_thread(prepare, data)
+            async with self._working:
+                return await asyncio.to_thread(prepare, data)
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[bytearray]:
         """The body, if it is JSON and not larger than allowed; its bytes count until the block ends."""
         _check_type(request)
-        body = bytearray()
+        body = _Body(self.clock())
         try:
-            async for part in request.stream():
-                self.num_bytes += len(part)
-                body += part
-                self._check_size(len(body))
-            yield body
+            await self._receive(request, body)
+            yield body.data
         finally:
-            self.num_bytes -= len(body)
+            self._drop(body)
 
-    def _check_size(self, size: int) -> None:
+    async def _receive(self, request: Request, body: _Body) -> None:
+        try:
+            async with body.reading:
+                async for part in request.stream():
+                    # The timeout takes effect in the next turn of the event loop; a part may come before.
+                    if not body.is_refused:
+                        self._add(body, part)
+        except TimeoutError:
+            raise _too_slow() from None
+        if body.is_refused:
+            raise _too_slow()
+        body.is_whole = True
+
+    def _add(self, body: _Body, part: bytes) -> None:
+        body.data += part
+        self.num_bytes += len(part)
+        size = len(body.data)
         if size > self.max_body:
             message = f"the body is larger than the {self.max_body} bytes this server takes"
             raise ApiError(413, message, code="body_too_large", headers=CLOSE)
-        if self.num_bytes > self.max_bytes:
-            message = f"requests of {self.max_bytes} bytes are being read at once, which is all this server holds; try again later"
+        if size < LARGE:
+            return
+        self._large.add(body)
+        if size - body.step_size >= STEP:
+            body.step_at, body.step_size = self.clock(), size
+        while sum(len(one.data) for one in self._large) > self.max_bytes:
+            self._make_room(body)
+
+    def _make_room(self, body: _Body) -> None:
+        """Refuse the large body that is stalled longest; if none is stalled, or it is this one, refuse this one."""
+        slowest = min((one for one in self._large if not one.is_whole), key=lambda one: one.step_at)
+        if slowest is body or self.clock() - slowest.step_at <= STALL_S:
+            message = (
+                f"large requests of {self.max_bytes} bytes are in work, which is all this server holds; try again later"
+            )
             raise ApiError(429, message, code="too_many_bytes", headers={"Retry-After": str(RETRY_AFTER_S)} | CLOSE)
+        slowest.reading.reschedule(asyncio.get_running_loop().time())
+        self._drop(slowest)
+
+    def _drop(self, body: _Body) -> None:
+        self.num_bytes -= len(body.data)
+        body.data = bytearray()
+        self._large.discard(body)
+
+
+def _too_slow() -> ApiError:
+    message = (
+        f"the body came too slowly, and another large request needed its room: send bodies of {LARGE} bytes and more with at least "
+        f"{STEP} bytes in {STALL_S:g} s"
+    )
+    return ApiError(408, message, code="body_too_slow", headers=CLOSE)
 
 
 def _check_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # A page in a browser may send other types to a server on loopback without asking; this one it may not.
+        # A page in a browser may send some other types to a server on loopback without a CORS preflight, but not this one.
         raise ApiError(
             415, f"expected Content-Type: application/json, got {kind or 'none'}", code="unsupported_media_type"
         )
@@ -86,16 +156,16 @@ def _check_type(request: Request) -> None:
 # --- texts that cannot fit -----------------------------------------------------------------------------------------------
 
 MARGIN = 2
-"""How many times the positions the tokens of a text's beginning must be before the whole text is refused for them."""
+"""A text is refused if a beginning of it has more than this many times as many tokens as there are positions."""
 GROWTH = (2, 8)
-"""Least and most by which the next beginning is longer."""
+"""The least and the largest factor by which the next beginning is longer."""
 COMPOSED = 4
-"""Characters that NFC makes one of, at most."""
+"""The most characters that NFC composes into one."""
 
 
 @dataclass(frozen=True)
 class TextLimit:
-    """Tells texts that are certain to have more tokens than there are positions, without tokenising all of them.
+    """Finds texts that are certain to have more tokens than there are positions, without tokenising all of them.
 
     The first test divides the length of the text by that of the longest token. The second one tokenises ever longer beginnings of
     the text: what follows a beginning changes its tokens near the cut alone, so twice as many tokens as positions are too many.
@@ -189,7 +259,7 @@ def _has_all_bytes(model: dict[str, Any], in_bytes: bool) -> bool:
 
 
 def _steps(stage: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normaliser or pre-tokeniser, of a sequence each."""
+    """The steps of a normaliser or pre-tokeniser; those of a sequence one by one."""
     if stage is None:
         return []
     inner = stage.get("normalizers") or stage.get("pretokenizers")

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.errors import ApiError
-from burnish.serve.intake import LARGE, Intake, LongestToken, TextLimit, longest_token
+from burnish.serve.intake import LARGE, STALL_S, Intake, LongestToken, TextLimit, longest_token
 from burnish.serve.schema import MAX_FIELDS, ChatRequest, CompletionRequest, parse
 
 HELLO = {"role": "user", "content": "a"}
@@ -186,26 +186,96 @@ def test_large_bodies_are_worked_on_one_at_a_time_and_never_on_the_event_loop() 
     assert threading.get_ident() not in threads
 
 
-def test_the_bytes_of_all_bodies_in_work_are_bounded(start_server: Any) -> None:
-    running = start_server(max_body=1000)
+class Clock:
+    """A clock that stands still until a test moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_bytes_of_large_bodies_in_work_are_bounded_and_stalled_ones_make_room(start_server: Any) -> None:
+    size = 2 * LARGE
+    running = start_server(max_body=size)
     intake = running.server.api.intake
+    intake.clock = clock = Clock()
     host, port = running.url.split("/")[2].split(":")
 
-    def send(size: int) -> socket.socket:
-        """Headers and a part of the body."""
+    def send(body: bytes) -> socket.socket:
+        """The headers of a body of `size` bytes, and a part of it."""
         connection = socket.create_connection((host, int(port)), timeout=20)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
-        connection.sendall(head.encode() + b" " * size)
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+        connection.sendall(head.encode() + body)
         return connection
 
-    held = [send(900) for _ in range(4)]
-    running.wait_until(lambda: intake.num_bytes == 3600)
-    with send(900) as refused:
-        answer = refused.recv(4096).decode()
-        assert answer.startswith("HTTP/1.1 429 ")
-        assert "requests of 4000 bytes are being read at once" in answer + refused.recv(4096).decode()
-    for connection in held:
+    def answer_to(connection: socket.socket) -> str:
+        found = b""
+        with connection:
+            while part := connection.recv(65536):
+                found += part
+        return found.decode()
+
+    def ask() -> int:
+        answer = running.client().completions.create(model="tiny", prompt=[65], max_tokens=2)
+        return answer.usage.completion_tokens
+
+    stalled = send(b" " * (size - 1))
+    running.wait_until(lambda: intake.num_bytes == size - 1)
+    assert ask() == 2  # so the event loop has done with the part before the clock moves
+    clock.now += STALL_S / 2
+    others = [send(b" " * (size - 1)) for _ in range(3)]
+    running.wait_until(lambda: intake.num_bytes == 4 * (size - 1))
+    assert ask() == 2  # a small body is admitted all the same
+
+    clock.now += STALL_S / 2
+    answer = answer_to(send(b" " * LARGE))
+    assert answer.startswith("HTTP/1.1 429 ")
+    assert f"large requests of {4 * size} bytes are in work" in answer
+    running.wait_until(lambda: intake.num_bytes == 4 * (size - 1))
+
+    clock.now += STALL_S / 4
+    admitted = send(b" " * LARGE)
+    answer = answer_to(stalled)
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert "body_too_slow" in answer
+    running.wait_until(lambda: intake.num_bytes == 3 * (size - 1) + LARGE)
+    admitted.sendall(b" " * (size - LARGE - 2) + b"{}")
+    assert admitted.recv(12) == b"HTTP/1.1 400"  # read to its end and parsed
+    admitted.close()
+    for connection in others:
         connection.close()
     running.wait_until(lambda: intake.num_bytes == 0)
-    answer = running.client().completions.create(model="tiny", prompt=[65], max_tokens=2)
-    assert answer.usage.completion_tokens == 2
+    assert ask() == 2
+
+
+def test_a_stalled_body_is_refused_also_if_its_last_part_comes_at_the_same_time() -> None:
+    async def main() -> None:
+        clock = Clock()
+        intake = Intake(LARGE, clock)
+        queues = [asyncio.Queue[dict[str, Any]]() for _ in range(5)]
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        reading = [asyncio.create_task(intake.work(Request(scope, queue.get), len)) for queue in queues]
+
+        def part(more_body: bool, size: int = LARGE) -> dict[str, Any]:
+            return {"type": "http.request", "body": b" " * size, "more_body": more_body}
+
+        for k, queue in enumerate(queues[:4]):
+            clock.now = k
+            queue.put_nowait(part(more_body=True))
+            while intake.num_bytes < (k + 1) * LARGE:
+                await asyncio.sleep(0)
+        clock.now = STALL_S + 0.5
+        queues[4].put_nowait(part(more_body=False))
+        queues[0].put_nowait(part(more_body=False, size=0))
+        with pytest.raises(ApiError) as caught:
+            await reading[0]
+        assert (caught.value.status, caught.value.code) == (408, "body_too_slow")
+        assert await reading[4] == LARGE
+        assert intake.num_bytes == 3 * LARGE
+        for queue in queues[1:4]:
+            queue.put_nowait(part(more_body=False, size=0))
+        assert await asyncio.gather(*reading[1:4]) == [LARGE] * 3
+        assert intake.num_bytes == 0
+
+    asyncio.run(main())
