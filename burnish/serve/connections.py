@@ -17,15 +17,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST = 4096
 SPARE_FILES = 128
-"""Files that the server may have open beside those of connections, with new connections that it has not looked at yet."""
+"""Files left for everything but connections, and for new connections that are accepted and not counted yet."""
 LEAST = 16
 ACCEPTED_AT_ONCE = 16
-"""New connections of one turn of the event loop. It takes some turns until one can be closed for another, with a file open all the while."""
+"""New connections that one turn of the event loop accepts. Closing one for another takes several turns, in which both have a file open."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the connections of a server."""
+    """The time limits of a request and the number of connections of a server."""
 
     headers_s: float = 20.0
     """From the connection, or the first byte of a further request, to the end of its headers."""
@@ -36,7 +36,7 @@ class Limits:
 
 
 def limits_here() -> Limits:
-    """As many connections as the process may have files open."""
+    """The limits with as many connections as the process may open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST if files == resource.RLIM_INFINITY else max(LEAST, min(MOST, files - SPARE_FILES))
     return Limits(most=most)
@@ -83,7 +83,8 @@ class LimitedProtocol(H11Protocol):
             self._set_phase(None)
         elif theirs is h11.SEND_BODY:
             self._set_phase(("body", self.cycle))
-        elif theirs is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
+        elif theirs is h11.IDLE and (self.conn.trailing_data[0] or self.timeout_keep_alive_task is None):
+            # uvicorn has no keep-alive timer for a new connection, nor where the rest of a body came after its answer.
             self._set_phase(("headers", self.cycle))
         else:  # a complete request, or a connection kept alive, which uvicorn closes after its own time
             self._set_phase(None)
@@ -108,7 +109,7 @@ class LimitedProtocol(H11Protocol):
             self._close("503 Service Unavailable")
 
     def _close(self, status: str) -> None:
-        """End the connection; a client that has had no part of an answer is told the status."""
+        """End the connection. The client gets the status unless an answer has begun."""
         if not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
                 head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"

@@ -64,8 +64,8 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         self._event_loop = asyncio.get_running_loop()
+        await super().startup(sockets)
         for bound in sockets or []:
             bound.listen(BACKLOG)  # asyncio has one number for this and for the connections that it accepts at once
         if self.started:
@@ -121,7 +121,7 @@ def run(
     def handle(number: int, frame: FrameType | None) -> None:
         server.stop()
 
-    # uvicorn raises a signal again when it is done with it; whoever stops a server does not want a traceback for it.
+    # uvicorn raises a signal again after it has stopped. This handler keeps Ctrl-C from ending with a traceback.
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         server.run([bound])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -12,12 +14,20 @@ from burnish.serve.connections import Limits, limits_here
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SHORT = {"model": "tiny", "prompt": [65], "max_tokens": 2}
+BODY = json.dumps(SHORT).encode()
+WHOLE = HEAD + f"Content-Length: {len(BODY)}\r\nConnection: close\r\n\r\n".encode() + BODY
 
 
 def connect(running: Any, sent: bytes = b"") -> socket.socket:
+    """A connection whose bytes have come before the server accepts it, so that its time limits do not measure this process."""
     host, port = running.url.split("/")[2].split(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    connection.sendall(sent)
+    has_sent = threading.Event()
+    running.server._event_loop.call_soon_threadsafe(has_sent.wait, 30)
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection.sendall(sent)
+    finally:
+        has_sent.set()
     return connection
 
 
@@ -48,6 +58,14 @@ def test_the_body_of_a_request_that_was_refused_is_not_waited_for_without_end(st
     assert answer.startswith(b"HTTP/1.1 401 ")
 
 
+def test_a_connection_is_closed_in_time_where_the_rest_of_a_body_comes_after_the_refusal(start_server: Any) -> None:
+    running = start_server(limits=Limits(headers_s=0.2), api_key="sesame-42")
+    connection = connect(running, HEAD + b"Content-Length: 2\r\n\r\n{")
+    assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+    connection.sendall(b"}")
+    assert b"HTTP/1.1 408 " in read(connection)  # the time for the headers of the next request is over
+
+
 def test_the_second_request_of_a_connection_has_its_own_time(start_server: Any) -> None:
     running = start_server(limits=Limits(headers_s=0.2))
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -59,14 +77,12 @@ def test_the_second_request_of_a_connection_has_its_own_time(start_server: Any) 
 
 def test_the_time_of_a_request_ends_when_it_has_come(start_server: Any) -> None:
     running = start_server(limits=Limits(headers_s=0.2, body_s=0.2))
-    stream = running.client().completions.create(
-        model="tiny", prompt=[65], max_tokens=100_000, temperature=0, stream=True
-    )
-    next(iter(stream))
-    assert read(connect(running)).startswith(b"HTTP/1.1 408 ")  # a later one has come to its end meanwhile
-    next(iter(stream))
-    stream.close()
-    running.wait_until(running.is_idle)
+    running.model.gate.clear()
+    asking = connect(running, WHOLE)
+    running.wait_until(lambda: running.loop.num_unfinished == 1)
+    assert read(connect(running)).startswith(b"HTTP/1.1 408 ")  # the time of a later connection is over
+    running.model.gate.set()
+    assert read(asking).startswith(b"HTTP/1.1 200 ")
 
 
 def test_idle_connections_make_room_for_those_that_ask(start_server: Any) -> None:
@@ -90,9 +106,7 @@ def test_there_are_fewer_connections_than_the_process_may_open_files(
 def test_connections_that_are_being_answered_are_not_closed_for_new_ones(start_server: Any) -> None:
     running = start_server(limits=Limits(most=3), max_rows=3)
     running.model.gate.clear()
-    body = b'{"model": "tiny", "prompt": [65], "max_tokens": 2}'
-    request = HEAD + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-    asking = [connect(running, request) for _ in range(3)]
+    asking = [connect(running, WHOLE) for _ in range(3)]
     running.wait_until(lambda: running.loop.num_unfinished == 3)
     assert read(connect(running)).startswith(b"HTTP/1.1 503 ")
     running.model.gate.set()
