@@ -1,7 +1,7 @@
 """HTTP connections with a deadline for the whole exchange.
 
-The timeout of a socket is that of one read: a server that sends a byte now and then keeps its caller for ever. These connections of the
-standard library raise `TimeoutError` once their time is over, wherever the exchange then is.
+The timeout of a socket is for one read, so a server that sends a byte now and then blocks its caller without end. These subclasses of the
+standard library's connections raise `TimeoutError` at their deadline, at any point of the exchange.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def is_server_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number, or of half an IPv6 address
+    except ValueError:  # the port is not a number, or an IPv6 address has no closing bracket
         return False
     return is_whole and not (parts.query or parts.fragment or parts.username)
 
 
 class _DeadlineSocket:
-    """What `http.client` uses of a socket, with a deadline for all of it."""
+    """The part of a socket's interface that `http.client` uses, with one deadline for all calls."""
 
     def __init__(self, inner: socket.socket, deadline: float) -> None:
         self._inner, self._deadline = inner, deadline
@@ -80,7 +80,7 @@ class _Reader(io.RawIOBase):
 
 
 class _WithDeadline(HTTPConnection):
-    """`timeout` is for everything from here on."""
+    """A connection whose `timeout` covers everything after its construction."""
 
     def __init__(self, host: str, port: int | None = None, *, timeout: float = 60.0, **kwargs: Any) -> None:
         super().__init__(host, port, timeout=max(0.001, timeout), **kwargs)
@@ -100,7 +100,7 @@ class DeadlineHTTPSConnection(_WithDeadline, HTTPSConnection):
 
 
 def connection_to(url: str, timeout_s: float, connect_s: float) -> HTTPConnection:
-    """A connection to the server of an address, whose time begins now."""
+    """A connection to the server of an address. Its deadline is `timeout_s` from now."""
     parts = urlsplit(url)
     kind = DeadlineHTTPSConnection if parts.scheme == "https" else DeadlineHTTPConnection
     found = kind(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -119,5 +119,5 @@ class _Secure(HTTPSHandler):
 
 
 def deadline_opener() -> OpenerDirector:
-    """What `urlopen` does, proxies and redirects included, where the timeout of each exchange is its deadline."""
+    """An opener like that of `urlopen`, with proxies and redirects, whose timeout is a deadline for each exchange."""
     return build_opener(_Plain, _Secure)

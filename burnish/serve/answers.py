@@ -30,7 +30,7 @@ class Echo:
     text: str
     tokens: list[int]
     logp: list[float] | None = None
-    """Of the tokens but the first, under the model itself; None where nobody asked."""
+    """The log-probs of all tokens but the first, under the model itself; None unless the request has `logprobs`."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
@@ -114,7 +114,7 @@ class Answer(ABC):
     def _alternatives(
         self, token: int, name: str, logp: float, top: Top | None, num_top: int
     ) -> list[tuple[str, float]]:
-        """The likeliest tokens by name, and the token itself where it is not among them; its own log-prob is the engine's."""
+        """Names and log-probs of the likeliest tokens. The token itself is added if it is not among them, with the engine's log-prob."""
         if top is None:  # drawn greedily: the token is the likeliest
             return [(name, logp)] if num_top else []
         found = [(name, logp) if other == token else (self._alone(other), value) for other, value in top[:num_top]]
@@ -126,7 +126,7 @@ class CompletionAnswer(Answer):
 
     object = chunk_object = "text_completion"
     echoes: Sequence[Echo] = ()
-    """Of each prompt, where they are part of the answer."""
+    """One for each prompt; empty unless the request has `echo`."""
 
     def _choice(self, delta: Delta) -> Json:
         return self._part(delta, is_first=True)
@@ -180,7 +180,7 @@ class CompletionAnswer(Answer):
                 found["top_logprobs"].append(None)
                 continue
             others = self._alternatives(token, name, value, None if top is None else top[k], num_top)
-            # Of two tokens with the same text the likelier one is told.
+            # Tokens with the same text share a key: the likelier one comes last and is kept.
             found["top_logprobs"].append(dict(sorted(others, key=lambda pair: pair[1])))
 
 

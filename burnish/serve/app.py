@@ -189,7 +189,7 @@ class Api:
     ) -> Response:
         asked = answer.asked
         has_logprobs = asked.logprobs if isinstance(asked, ChatRequest) else asked.logprobs is not None
-        # The engine tells log-probs with the completion: a stream that wants them has each choice in one chunk.
+        # The engine returns log-probs with the completion, so a stream with log-probs has each choice in one chunk.
         generation = self.loop.submit(requests, wants_tokens=asked.stream and not has_logprobs)
         self.metrics.prompt_tokens += answer.num_prompt_tokens
         choices = Choices(requests, self.served.tokenizer, with_calls)
@@ -329,10 +329,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _left(request: Request, error: Exception) -> Response:
-    """Nobody reads it; the log has the status."""
+    """The client has disconnected: only the log shows this status."""
     return Response(status_code=CLIENT_LEFT)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Ours: the traceback is the log's, through whoever runs the application."""
+    """A fault of the server: the client gets a plain 500, and uvicorn logs the traceback."""
     return await _refused(request, internal_error())

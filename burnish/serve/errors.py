@@ -48,7 +48,7 @@ def not_a_number() -> ApiError:
 
 
 def internal_error() -> ApiError:
-    """For a failure that is ours: its cause is in the server's log, and no business of the client."""
-    # The connection ends with it, and a client that is told so does not ask on it again.
+    """The error for a fault of the server: the log has its cause, the client gets no details."""
+    # uvicorn closes the connection after a failure; the header keeps clients from sending another request on it.
     close = {"Connection": "close"}
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error", headers=close)

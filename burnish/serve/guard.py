@@ -25,7 +25,7 @@ class Guard:
     ) -> None:
         self.app, self.api_key, self.log = app, api_key, log
         self.count = count
-        """Hears the path and the status of every answer, and whether its client left before."""
+        """Called with the path and status of every answer, and whether its client left before the end."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,14 +63,14 @@ class Guard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that believes the other one of the two sees other requests in the same bytes (RFC 9112, 6.3).
+            # A proxy that reads the other header would split the bytes into other requests (request smuggling; RFC 9112, 6.3).
             return ApiError(
                 400,
                 "a request has Content-Length or Transfer-Encoding, not both",
                 code="ambiguous_length",
                 headers={"Connection": "close"},
             )
-        if scope["path"] == HEALTH:  # for probes, which have no key; it tells nothing but whether the server serves
+        if scope["path"] == HEALTH:  # for probes, which have no key; the answer shows only whether the server serves
             return None
         if self.api_key is None:
             here, asked = (scope.get("server") or ("", 0))[0], _host(headers.get("host", ""))

@@ -50,8 +50,8 @@ class Generation:
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Everything that happens until the last request has ended, in batches of what came meanwhile: whoever reads slowly
-        reads more at a time. Raises what the engine raised."""
+        """Yield the events until the last request has ended. A batch has all events since the one before, so a slow reader gets
+        larger batches. Raises what the engine raised."""
         num_left = len(self.requests)
         while num_left:
             batch = [self._take(await self._events.get())]
@@ -81,7 +81,7 @@ class EngineLoop:
     """Runs an engine in a thread of its own, from `start` to `stop`.
 
     `max_unfinished` bounds the requests that run or wait; past it `submit` refuses with 429. An engine that raises anything
-    but a `UserError` is used no more, since its state is unknown: everyone who waits hears of it, and `on_failure` is called.
+    but a `UserError` is used no more, since its state is unknown: all open generations get the error, and `on_failure` is called.
     """
 
     def __init__(self, make_engine: Callable[[Listener], Engine], max_unfinished: int) -> None:
@@ -112,7 +112,7 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Take nothing more, and tell everyone who still waits that the server ends."""
+        """Refuse new requests, and end all open generations with the error that the server shuts down."""
         self._is_closed = True
         for generation in list(self._open):
             generation.hear(_shutting_down())
@@ -209,7 +209,7 @@ class EngineLoop:
 
     def _send(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
-        self.engine.interrupt()  # after the put: whoever comes out of `stream` for this finds it
+        self.engine.interrupt()  # after the put, so that the engine's thread finds the action when `stream` returns
 
     def _deliver(self) -> None:
         self._is_woken = False  # before emptying: what comes from here on wakes again
@@ -246,7 +246,7 @@ class EngineLoop:
                 for completion in self.engine.stream():
                     self._end(completion)
                 self._read_inbox()
-        except Exception as error:  # noqa: BLE001 (everyone who waits hears of it, and the server ends with it)
+        except Exception as error:  # noqa: BLE001 (all open generations get it, and the server ends with it)
             self.failure = EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
             self.failure.__cause__ = error
             self._post(self.failure)
@@ -293,7 +293,7 @@ class EngineLoop:
         if not self._is_woken:
             self._is_woken = True
             assert self._event_loop is not None
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left who could hear it
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and all requests with it
                 self._event_loop.call_soon_threadsafe(self._deliver)
 
 

@@ -1,4 +1,4 @@
-"""What `GET /metrics` tells, in Prometheus' text format."""
+"""The metrics of `GET /metrics`, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = (
     "/metrics",
 )
 OTHER = "other"
-"""Any other path: a client's own text is no label."""
+"""The label of all unknown paths: clients choose them, so their number has no bound."""
 
 
 @dataclass
@@ -29,18 +29,18 @@ class Metrics:
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """By path and status."""
     prompt_tokens: int = 0
-    """Of requests that were given to the engine; n samples of a prompt count it once."""
+    """Tokens of the prompts that the engine got; n samples of a prompt count it once."""
     left: int = 0
     """Requests whose client left before the answer was complete."""
 
     def count_request(self, path: str, status: int, has_left: bool) -> None:
-        """An answer has ended."""
+        """Count an answer that has ended."""
         known = "/v1/models" if path.startswith("/v1/models/") else path
         self.requests[known if known in PATHS else OTHER, status] += 1
         self.left += has_left
 
     def text(self, loop: EngineLoop, num_bytes: int) -> str:
-        """All of them."""
+        """All metrics in Prometheus' text format."""
         by_status = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self.requests.items())}
         refused = {f'{{type="{kind}"}}': n for kind, n in self._errors().items()}
         finished = {f'{{finish="{finish}"}}': n for finish, n in sorted(loop.finishes.items())}

@@ -1,6 +1,6 @@
 """What a client may ask for: the fields of OpenAI's two APIs that the engine can honour, checked one by one.
 
-A field nobody knows is refused with the nearest known one. A field OpenAI knows and the engine cannot do is refused unless its value
+An unknown field is refused; the error names the nearest known one. A field OpenAI has and the engine cannot do is refused unless its value
 changes nothing (`NEUTRAL`); those that never touch the tokens (`IGNORED`) are let through. `null` is the same as leaving out.
 Beyond OpenAI's: `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
 
@@ -43,9 +43,9 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 16384
 """Text parts of all messages together."""
 MAX_TOOLS = 512
-"""Also of the calls in one message."""
+"""The most tools of a request, and the most tool calls of one message."""
 MAX_TOKENS = 2**20
-"""Of one `/detokenize`."""
+"""The most tokens of one `/detokenize` request."""
 MAX_LOGIT_BIASES = 4096
 """Keys of `logit_bias` that are looked at; the engine's own bound is lower and has its own message."""
 
@@ -374,7 +374,7 @@ def num_alternatives(request: CompletionRequest | ChatRequest) -> int:
 
 
 def draws_likeliest(request: CompletionRequest | ChatRequest) -> bool:
-    """Whether the token drawn is the likeliest under the log-probs that are told; a bias is not in the model's own."""
+    """Whether the token drawn is the likeliest under the log-probs in the answer. With a bias it may not be under `raw_logprobs`."""
     return request.temperature == 0 and not (request.raw_logprobs and request.logit_bias)
 
 

@@ -1,6 +1,6 @@
 """Log-probs of given tokens and of their alternatives, by one forward pass over a sequence.
 
-The engine tells the log-prob of the token it drew and of no other. A prompt's log-probs (`echo`) and the alternatives to a drawn token
+The engine returns the log-prob of the token it drew and of no other. A prompt's log-probs (`echo`) and the alternatives to a drawn token
 (`top_logprobs`) are computed here, on the same weights. They agree with the engine's numbers to rounding: the sums of a pass over the whole
 sequence are taken in another order, and a cache in 8 bits rounds what the engine reads.
 """
@@ -19,14 +19,14 @@ from burnish.models.hf import TransformersPolicy
 from burnish.rollout.native.sampler import add_bias, truncate
 
 MAX_SCORED = 16384
-"""Tokens of a sequence that is scored: it is one forward pass, beside the engine's cache."""
+"""Longest sequence that is scored: it takes one forward pass, whose memory is needed besides the engine's cache."""
 ROWS = 256
 """Positions whose logits are in memory at once."""
 
 
 @dataclass
 class Scores:
-    """Of consecutive tokens of a sequence."""
+    """Log-probs of consecutive tokens of a sequence."""
 
     logp: list[float] = field(default_factory=list)
     """Of the tokens themselves."""
@@ -42,7 +42,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None) -> Scores:
-        """Of the tokens from `first` on, under the model itself, or under the distribution that `options` draw from."""
+        """Score the tokens from `first` on: under the model itself, or under the distribution that `options` draw from."""
         device = next(self.module.parameters()).device
         packed = torch.tensor(tokens, device=device)
         found = Scores()
@@ -58,7 +58,7 @@ class Scorer:
         return found
 
     def _logits(self, tokens: Tensor, first: int) -> Iterator[Tensor]:
-        """[up to ROWS, vocab] of the places from `first` on, in order."""
+        """Yield the logits of the positions from `first` on, in order, as [up to ROWS, vocab]."""
         if not isinstance(self.module, Decoder):
             yield from self.module.inner(input_ids=tokens[None], use_cache=False).logits[0, first - 1 : -1].split(ROWS)
             return
