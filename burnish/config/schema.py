@@ -151,11 +151,12 @@ def check_best_by(best_by: str | None, kinds: Sequence[str], measured: Sequence[
         return
     if not kinds:
         raise ValueError(f"run.best_by={best_by} has no effect: this run measures nothing on held-out data")
+    sign = "-" if best_by.startswith("-") else ""
     first, kind, name = [*best_by.removeprefix("-").split("/", 2), "", ""][:3]
     if first != "validation" or kind not in kinds or name.split("/")[0] not in measured:
-        known = [f"validation/{kind}/{name}" for kind in kinds for name in measured]
+        known = [f"{sign}validation/{kind}/{name}" for kind in kinds for name in measured]
         raise ValueError(
-            f"run.best_by={best_by}: no such metric{nearest(best_by.removeprefix('-'), known)}; expected validation/A/B with A of "
+            f"run.best_by={best_by}: no such metric{nearest(best_by, known)}; expected validation/A/B with A of "
             f"{', '.join(kinds)} and B of {', '.join(measured)}, and a leading minus where the lowest is best"
         )
 

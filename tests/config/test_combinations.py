@@ -170,7 +170,7 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         (["run.best_by=validation/greedy/accuracy"], "this run measures nothing on held-out data"),
         ([*HELD_OUT, "run.best_by=reward_mean"], "no such metric"),
         ([*HELD_OUT, "run.best_by=validation/greedy/reward"], "did you mean 'validation/greedy/reward_mean'?"),
-        ([*HELD_OUT, "run.best_by=-validation/sampled/length_mean"], "no such metric; did you mean"),
+        ([*HELD_OUT, "run.best_by=-validation/sampled/length_mean"], "did you mean '-validation/greedy/length_mean'?"),
     ],
 )
 def test_a_run_that_does_not_provide_what_its_algorithm_needs_is_refused(overrides: list[str], words: str) -> None:
