@@ -30,6 +30,13 @@ def may_judge(part: RewardPart) -> bool:
     return is_verdict(part) or part.name not in NO_VERDICT
 
 
+def always_judges(config: TrainConfig) -> bool:
+    """Whether every scored sample of a run has a verdict. False is no proof of the opposite: a function or an environment may give verdicts too."""
+    if config.environment.name != "single_turn":  # any other may give the reward itself
+        return False
+    return any(is_verdict(p) and p.sources is None and not is_plugin(p.name) for p in config.reward.parts)
+
+
 def check_algorithm_fits(config: TrainConfig) -> None:
     """Whether the rest of the run provides what the algorithm needs."""
     algorithm, late = config.algorithm, [stage.start for stage in config.rollout.stages]

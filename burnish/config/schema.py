@@ -118,7 +118,7 @@ class Run(Record):
     save: Literal["background", "wait"] = "background"
     """background: a checkpoint is copied to host memory and written while training goes on; wait: training stands still, no memory is needed."""
     keep_last: int = Field(2, ge=1)
-    """Newest checkpoints kept, besides the best one."""
+    """Newest checkpoints kept, besides the best one (of each metric, where best_by has changed)."""
     keep_best: bool = True
     """Save at every validation too, so that the best policy measured is kept; false saves only every save_every steps."""
     best_by: str | None = None

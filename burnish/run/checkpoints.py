@@ -3,8 +3,8 @@
 A checkpoint is a folder `step-000050`, written under a temporary name and renamed. Its manifest `burnish.json`, written
 last, holds the step, the score with the name of its metric, and of every file its size, its CRC-32 and whether it is part of the model or of what
 training needs besides; so a damaged one is found before it is loaded.
-The newest `keep_last` and the best stay; the others go, and only after the new one is on disk. `index.json` says the
-same for people and other tools; the manifests are what counts.
+The newest `keep_last` stay, and the best of each metric; the others go, and only after the new one is on disk. `index.json`
+says the same for people and other tools; the manifests are what counts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.text import parse
 from burnish.run.contents import Snapshot, Sums, what_is_damaged, write_file
+from burnish.run.directory import kept_configs
 from burnish.run.files import atomic_directory, atomic_write, remove
 from burnish.run.parts import whole_folder, write_part
 
@@ -34,7 +37,7 @@ class Checkpoint:
     step: int
     score: float | None
     metric: str | None = None
-    """The metric the score is the value of; a leading minus says that lower is better. None in checkpoints that do not tell."""
+    """The metric the score is the value of; a leading minus says that lower is better. None where it is not known."""
 
     @property
     def score_text(self) -> str:
@@ -62,30 +65,53 @@ def damage(path: Path, contents: bool = True, of: str | None = None) -> str | No
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The best score; of equals the earlier, which needed less training.
+    """The checkpoint with the best score; of equal scores the earlier, which needed less training.
 
-    Values of different metrics cannot be compared: those of the metric that the newest scored checkpoint has are.
+    Values of different metrics cannot be compared. The metric is that of the newest checkpoint with a score.
     """
     scored = [c for c in checkpoints if c.score is not None]
-    alike = [c for c in scored if c.metric == scored[-1].metric]
-    return max(alike, key=lambda c: (-_number(c) if c.is_lower_better else _number(c), -c.step), default=None)
+    return best_of_each_metric(checkpoints)[scored[-1].metric] if scored else None
 
 
-def _number(checkpoint: Checkpoint) -> float:
-    assert checkpoint.score is not None
-    return checkpoint.score
+def best_of_each_metric(checkpoints: list[Checkpoint]) -> dict[str | None, Checkpoint]:
+    """The best checkpoint by each metric that any of them has a score of."""
+    best: dict[str | None, tuple[float, Checkpoint]] = {}
+    for checkpoint in sorted(checkpoints, key=lambda c: c.step):
+        if checkpoint.score is None:
+            continue
+        value = -checkpoint.score if checkpoint.is_lower_better else checkpoint.score
+        if checkpoint.metric not in best or value > best[checkpoint.metric][0]:
+            best[checkpoint.metric] = value, checkpoint
+    return {metric: checkpoint for metric, (_, checkpoint) in best.items()}
 
 
-def score_by(best_by: str | None, defaults: Sequence[str], measured: Mapping[str, float]) -> tuple[float, str] | None:
-    """The score of a checkpoint with its metric: that of `run.best_by`, or the first of the defaults that was measured; None without one."""
-    for metric in (best_by,) if best_by is not None else defaults:
-        if (value := measured.get(metric.removeprefix("-"))) is not None:
-            return value, metric
-    return None
+def score_by(metric: str, measured: Mapping[str, float]) -> tuple[float, str] | None:
+    """The score of a checkpoint with its metric, which may begin with a minus; None where that was not measured."""
+    value = measured.get(metric.removeprefix("-"))
+    return None if value is None else (value, metric)
+
+
+def unnamed_metric(run: Path) -> str | None:
+    """The metric of scores whose manifest names none; None where `run` has no config.
+
+    Versions without `run.best_by` wrote such manifests. They scored by the held-out accuracy, for `burnish train` in the first mode.
+    """
+    files = [file for file in (*kept_configs(run), run / "config.yaml") if file.is_file()]
+    parsed = [parse(file.read_text(), str(file)) for file in files]
+    configs = [config for config in parsed if isinstance(config, dict) and "run" in config]
+    if not configs:
+        return None
+    earlier = [config for config in configs if "best_by" not in config["run"]]
+    config = earlier[-1] if earlier else configs[0]
+    if "validation" in config:
+        kind = next(iter(config["validation"]["modes"]))
+    else:
+        kind = "answers" if config.get("preference", {}).get("loss", {}).get("name") == "kto" else "pairs"
+    return f"validation/{kind}/accuracy"
 
 
 def print_to_stderr(text: str) -> None:
-    """Where notes go when nobody else takes them."""
+    """The default destination of notes."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -126,8 +152,15 @@ class Checkpoints:
         found = []
         for path in self.folders():
             if manifest := read_manifest(path):
-                found.append(Checkpoint(path, manifest["step"], manifest["score"], manifest.get("metric")))
+                score, metric = manifest["score"], manifest.get("metric")
+                if score is not None and metric is None:
+                    metric = self._unnamed_metric
+                found.append(Checkpoint(path, manifest["step"], score, metric))
         return found
+
+    @cached_property
+    def _unnamed_metric(self) -> str | None:
+        return unnamed_metric(self.folder.parent)
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever written.
@@ -161,8 +194,9 @@ class Checkpoints:
 
     def _kept(self, step: int) -> list[Checkpoint]:
         usable = [c for c in self.all() if c.step <= step and damage(c.path, contents=False) is None]
-        best = best_of(usable)
-        return [c for c in usable if c in usable[-self.keep_last :] or c == best]
+        # The metric may change when a run goes on, and change back: the best by an earlier one must still be there then.
+        best = best_of_each_metric(usable).values()
+        return [c for c in usable if c in usable[-self.keep_last :] or c in best]
 
     def _write_index(self, kept: list[Checkpoint]) -> None:
         best = best_of(kept)

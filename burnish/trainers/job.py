@@ -63,6 +63,8 @@ class Job:
     """The step to record with a profiler."""
     memory: MemoryWatch | None = None
     """The memory plan, to be compared with what a step held."""
+    has_accuracy: bool = False
+    """Whether the reward tells correct from wrong answers, as far as is known: then the accuracy is the default of `run.best_by`."""
     replay: ReplayStore | None = None
     """Groups that may come back to later steps, where any may."""
 

@@ -26,7 +26,7 @@ from burnish.algorithms.demonstrations import sampled
 from burnish.algorithms.losses import NllLoss
 from burnish.algorithms.replay import is_replayed, new_ones, replay_drift
 from burnish.config.errors import UserError
-from burnish.config.schema import TrainConfig
+from burnish.config.fits import always_judges
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.core.trajectory import pack
@@ -34,6 +34,8 @@ from burnish.rollout.driver import RolloutStopped
 from burnish.rollout.scored import Scored
 from burnish.run.checkpoints import score_by
 from burnish.run.interrupt import StopOnInterrupt
+from burnish.run.metrics import held_out_figures, read
+from burnish.run.run import Run
 from burnish.trainers import observe
 from burnish.trainers.demonstrated import demonstration_values
 from burnish.trainers.explain import explained
@@ -55,9 +57,10 @@ def train(job: Job) -> bool:
     config, run = job.config, job.run
     total = config.training.steps
     run.display.start(f"{config.algorithm.preset} on {run.directory.name}: {job.policy.note}", total, job.state.step)
+    job.has_accuracy = always_judges(config) or was_accuracy_measured(run)
     if job.state.step == 0 and config.validation.before and config.data.validation:
         measured = job.validate(0)
-        refuse_unmeasured(config, measured)
+        refuse_unmeasured(job, measured)
         run.commit(0, measured, [])
     with StopOnInterrupt(run.display.note, end_early=job.source.stop) as stop:
         try:
@@ -258,9 +261,9 @@ def finish_step(
     if due or step == config.training.steps:
         measured = job.validate(step)
         values |= measured
-        score = score_by(config.run.best_by, default_metrics(config), measured)
+        score = score_of(job, measured)
         if measured and score is None:
-            note(job, step, f"this checkpoint has no score: {no_score(config, measured)}")
+            note(job, step, f"this checkpoint has no score: {no_score(job, measured)}")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
         rows = observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
         run.samples(step, "train", rows)
@@ -288,23 +291,47 @@ def finish_step(
     return stopping
 
 
-def default_metrics(config: TrainConfig) -> list[str]:
-    """What the best checkpoint is chosen by: accuracy in the first mode, or the mean reward where rewards are graded and there is none."""
-    mode = next(iter(config.validation.modes))
-    return [f"validation/{mode}/accuracy", f"validation/{mode}/reward_mean"]
+def was_accuracy_measured(run: Run) -> bool:
+    """Whether an earlier validation of this run had an accuracy, by its metrics or by the scores of its checkpoints."""
+    names = {name for row in read(run.directory.metrics) for name in row}
+    names |= {c.metric.removeprefix("-") for c in run.checkpoints.all() if c.metric is not None}
+    return "accuracy" in held_out_figures(names).values()
 
 
-def refuse_unmeasured(config: TrainConfig, measured: dict[str, float]) -> None:
-    """Refuse, before the first step, a `run.best_by` that validation does not measure."""
-    if measured and score_by(config.run.best_by, default_metrics(config), measured) is None:
-        raise UserError(no_score(config, measured))
+def best_metric(job: Job) -> str:
+    """The metric that the best checkpoint is chosen by: `run.best_by`, or the first mode's accuracy, or its mean reward if rewards are graded.
+
+    It never depends on one validation alone: one in which every call timed out has no accuracy, and its mean reward must not be compared.
+    """
+    mode = next(iter(job.config.validation.modes))
+    return job.config.run.best_by or f"validation/{mode}/{'accuracy' if job.has_accuracy else 'reward_mean'}"
 
 
-def no_score(config: TrainConfig, measured: dict[str, float]) -> str:
+def score_of(job: Job, measured: dict[str, float]) -> tuple[float, str] | None:
+    """The score that a validation gives a checkpoint, with its metric; None where that was not measured."""
+    job.has_accuracy = job.has_accuracy or "accuracy" in held_out_figures(measured).values()
+    return score_by(best_metric(job), measured)
+
+
+def refuse_unmeasured(job: Job, measured: dict[str, float]) -> None:
+    """Refuse, before the first step, a `run.best_by` that validation does not measure. A missing accuracy that later ones may have gets a note."""
+    if not measured or score_of(job, measured) is not None:
+        return
+    mode, _, last = best_metric(job).rpartition("/")
+    if last == "accuracy" and job.has_accuracy and f"{mode}/reward_mean" in measured:
+        note(job, 0, no_score(job, measured))
+    else:
+        raise UserError(no_score(job, measured))
+
+
+def no_score(job: Job, measured: dict[str, float]) -> str:
     """Why a validation gave no score to choose the best checkpoint by."""
-    wanted = config.run.best_by or " or ".join(default_metrics(config))
-    graded = " (the reward is graded, so there is no accuracy: reward.parts[].correct_at would say what is correct)"
-    hint = graded if wanted.endswith("/accuracy") and not any("/accuracy" in name for name in measured) else ""
+    wanted, hint = best_metric(job), ""
+    if wanted.endswith("/accuracy") and job.has_accuracy:
+        late = f"no sample has a verdict, as when every call takes longer than reward.timeout_s={job.config.reward.timeout_s:g}"
+        hint = f" ({late}; run.best_by={wanted.removesuffix('accuracy')}reward_mean would choose by the mean reward)"
+    elif wanted.endswith("/accuracy"):
+        hint = " (the reward is graded, so there is no accuracy: reward.parts[].correct_at would say what is correct)"
     return f"run.best_by: {wanted} was not measured{hint}; measured are {', '.join(sorted(measured))}"
 
 

@@ -131,7 +131,7 @@ class RowsJob(UpdateJob, Generic[Row]):
 
     def score(self, values: dict[str, float]) -> tuple[float, str] | None:
         """`run.best_by`, or the held-out accuracy."""
-        return score_by(self.settings.best_by, [f"validation/{self.kind}/accuracy"], values)
+        return score_by(self.settings.best_by or f"validation/{self.kind}/accuracy", values)
 
 
 def validation_name(update: int) -> str:

@@ -70,7 +70,7 @@ def test_pruning_keeps_exactly_the_policys_checkpoints(
 
 
 def test_scores_are_compared_with_those_of_the_same_metric(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=9)
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.write(1, snapshot("w"), 1.0, "validation/greedy/accuracy")
     for step, score in [(2, 3.0), (3, 7.5), (4, 5.0)]:
         checkpoints.write(step, snapshot("w"), score, "validation/greedy/reward_mean")
@@ -84,6 +84,41 @@ def test_scores_are_compared_with_those_of_the_same_metric(tmp_path: Path) -> No
     best = checkpoints.best()
     assert best is not None
     assert (best.step, best.score_text) == (6, "validation/greedy/length_mean 9.000, lower is better")
+    assert steps(checkpoints) == [1, 3, 6, 7]  # the best by each metric, and the newest
+    checkpoints.write(8, snapshot("w"), 0.2, "validation/greedy/accuracy")
+    best = checkpoints.best()
+    assert best is not None
+    assert best.step == 1
+    assert steps(checkpoints) == [1, 3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("configs", "metric"),
+    [
+        ({"config.yaml": "{run: {}, validation: {modes: {late: {}, early: {}}}}"}, "validation/late/accuracy"),
+        (
+            {
+                "config.1.yaml": "{run: {}, validation: {modes: {first: {}}}}",
+                "config.2.yaml": "{run: {}, validation: {modes: {second: {}}}}",
+                "config.yaml": "{run: {best_by: null}, validation: {modes: {third: {}}}}",
+            },
+            "validation/second/accuracy",
+        ),
+        ({"config.yaml": "{run: {best_by: null}, preference: {loss: {name: kto}}}"}, "validation/answers/accuracy"),
+        ({"config.yaml": "{run: {}, reward_model: {}}"}, "validation/pairs/accuracy"),
+    ],
+)
+def test_a_score_without_a_metric_is_the_accuracy_that_older_versions_scored_by(
+    tmp_path: Path, configs: dict[str, str], metric: str
+) -> None:
+    for name, text in configs.items():
+        (tmp_path / name).write_text(text)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    checkpoints.write(1, snapshot("w"), 0.9)
+    checkpoints.write(2, snapshot("w"), 0.5, metric)
+    best = checkpoints.best()
+    assert best is not None
+    assert (best.step, best.metric) == (1, metric)
 
 
 def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.rollout.measure import summary
 from burnish.run.checkpoints import Checkpoints
 from burnish.run.metrics import read
 from tests.trainers.tiny import TINY, run_of
@@ -75,3 +77,43 @@ def test_a_verdict_is_the_best_by_accuracy_and_a_graded_reward_cannot_be(tmp_pat
         UserError, match=r"validation/greedy/accuracy was not measured \(the reward is graded.*correct_at"
     ):
         run_of(tmp_path / "b", TINY, [*MEASURED, *graded])
+
+
+JUDGED = """
+def judged(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.startswith("1")
+"""
+
+
+@pytest.mark.parametrize(("part", "missing"), [("exact", (0, 1, 3)), ("judged.py:judged", (2, 4))])
+def test_a_validation_without_an_accuracy_gives_no_score_where_the_reward_has_one(
+    tmp_path: Path,
+    part: str,
+    missing: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A validation in which every call times out has a mean reward and no accuracy."""
+    steps = iter(range(9))
+
+    def without(*given: Any) -> dict[str, float]:
+        found = summary(*given)
+        return {k: v for k, v in found.items() if k != "accuracy"} if next(steps) in missing else found
+
+    monkeypatch.setattr("burnish.trainers.build.summary", without)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "judged.py").write_text(JUDGED)
+    chosen = [*MEASURED, f"reward.parts={part}", "run.save_every=1"]
+    run = run_of(tmp_path / "runs", TINY, chosen)
+    named = {c.step: c.metric for c in Checkpoints(run / "checkpoints", 9).all()}
+    accuracy = "validation/greedy/accuracy"
+    assert named == {step: None if step in missing else accuracy for step in range(1, 5)}
+    said = capsys.readouterr().out
+    assert said.count("this checkpoint has no score: run.best_by: validation/greedy/accuracy was not measured") == 2
+    assert "the reward is graded" not in said
+    # A run that goes on remembers, and the first validation of the new life has none.
+    steps, missing = iter(range(9)), (0,)
+    other = "validation: {modes: {other: {temperature: 0}}}\n"
+    run_of(tmp_path / "runs", TINY + other, [*chosen, "training.steps=6"])
+    named = {c.step: c.metric for c in Checkpoints(run / "checkpoints", 9).all()}
+    assert (named[5], named[6]) == (None, "validation/other/accuracy")
