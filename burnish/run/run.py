@@ -48,7 +48,7 @@ class Run:
             self.journal.append("config", changes=changes)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
         self.last_step = 0
-        """The last step that is committed, or that the checkpoint was of which the run goes on from."""
+        """The last committed step; after `resume`, the step of the checkpoint that the run continues from."""
         self.saved_step = 0
         """The step of the newest checkpoint, written or being written."""
         self._cost: dict[str, float] = {}  # of saving, since the last step's metrics
@@ -87,7 +87,10 @@ class Run:
         write_samples(self.directory.samples, step, kind, rows)
 
     def checkpoint(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
-        """Take a snapshot and have it written, with its score and the metric that is of; the journal hears of it when it is on disk (`wait`, or a later step)."""
+        """Take a snapshot and have it written, with its score and the name of the metric that the score is a value of.
+
+        The journal records the checkpoint once it is on disk: in `wait`, or when a later step is committed.
+        """
         started = time.perf_counter()
         self.worst_tokens.sync()
         self.wait()
