@@ -86,4 +86,10 @@ def has_ended(outcome: Outcome) -> bool:
 
 def print_loss(outcome: Outcome) -> None:
     """The loss of the last update."""
-    print(f"final loss: {'none (the last update was skipped)' if outcome.loss is None else f'{outcome.loss:.4f}'}")
+    if not outcome.is_loss_known:
+        text = "not known (metrics.jsonl has no line of the last update)"
+    elif outcome.loss is None:
+        text = "none (the last update was skipped)"
+    else:
+        text = f"{outcome.loss:.4f}"
+    print(f"final loss: {text}")

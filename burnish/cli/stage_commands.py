@@ -102,7 +102,7 @@ def _trained_outcome(plan: Plan, ready: Ready, config: Any) -> Outcome | None:
     names = [file for file, entry in manifest["files"].items() if entry["of"] == "model"]
     rows = read(run.metrics)
     before, after = _figures(command, config, rows, chosen)
-    loss = rows[-1].get(f"{section}/loss")
+    loss = rows[-1].get(f"{section}/loss") if rows and rows[-1]["step"] == last.step else None
     note = f"{total:,} {key}" + (f", loss {loss:.3f}" if loss is not None else "")
     path = str(chosen.path.relative_to(plan.folder))
     return Outcome(path, sums_of(chosen.path, names), note, before, after)

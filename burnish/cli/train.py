@@ -257,14 +257,22 @@ def finish(run: Run) -> None:
     from burnish.report.html import write_report
     from burnish.run.metrics import FIGURES, held_out_figures, read
 
-    print(f"curves: {write_curves(run.directory.path)}")
-    print(f"report: {write_report(run.directory.path)}")
+    rows = read(run.directory.metrics)
+    if rows:
+        print(f"curves: {write_curves(run.directory.path)}")
+        print(f"report: {write_report(run.directory.path)}")
+    else:
+        print(
+            f"curves, report: not written, {run.directory.metrics} has no lines; restore it and run the same command again"
+        )
     best = run.checkpoints.best()
     model = best or run.checkpoints.latest()
     if model is not None:
         why = "the last, none has a score" if best is None else f"step {best.step} is the best: {best.score_text}"
         print(f"model:  {model.path}\n        {why}")
-    measured = [row for row in read(run.directory.metrics) if any(k.startswith("validation/") for k in row)]
+    if not rows:
+        print("held-out figures: not known")
+    measured = [row for row in rows if any(k.startswith("validation/") for k in row)]
     if not measured:
         return
     before, after = measured[0], measured[-1]
@@ -273,7 +281,8 @@ def finish(run: Run) -> None:
         print("held-out accuracy: none, not one held-out sample could be scored")
         return
     modes = parse(run.directory.config.read_text(), str(run.directory.config))["validation"]["modes"]  # in their order
-    there = [mode for mode in modes if mode in figures]
+    # A finished run whose modes were renamed has only been measured in the old ones.
+    there = [mode for mode in modes if mode in figures] or list(figures)
     for mode in there:
         _print_table(mode, figures[mode], before, after)
     mode, figure = there[0], figures[there[0]]

@@ -103,7 +103,9 @@ def write_curves(run: Path) -> Path:
     rows = metrics.read(run / "metrics.jsonl")
     shown = charts(rows) or other_charts(rows, [])
     if not shown:
-        raise UserError(f"{run / 'metrics.jsonl'} has no numbers to draw: the run has not finished a step yet")
+        raise UserError(
+            f"{run / 'metrics.jsonl'} has no numbers to draw: the run has not finished a step yet, or the file was cut or deleted"
+        )
     columns = min(3, len(shown))
     lines = math.ceil(len(shown) / columns)
     # A Figure of its own, not pyplot: no window system, no global state left in the training process.

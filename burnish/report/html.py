@@ -40,7 +40,9 @@ def write_report(run: Path) -> Path:
         raise UserError(f"{run} is not a run: it has no config.yaml")
     rows = metrics.read(run / "metrics.jsonl")
     if not rows:
-        raise UserError(f"{run / 'metrics.jsonl'} has no lines yet: there is nothing to report before the first step")
+        raise UserError(
+            f"{run / 'metrics.jsonl'} has no lines: the run has not finished a step yet, or the file was cut or deleted"
+        )
     drawn: list[dict[str, object]] = []
     name = run.resolve().name
     shown = charts(rows)

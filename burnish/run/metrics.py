@@ -89,17 +89,17 @@ class Metrics:
                 damaged.append(number)
         remarks = []
         if damaged:
-            aside = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
-            atomic_write(aside, self.path.read_bytes())
+            damaged_copy = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
+            atomic_write(damaged_copy, self.path.read_bytes())
             remarks.append(
-                f"{self.path}: {_listed('line', damaged)} cannot be read and left out; the file as it was is {aside}"
+                f"{self.path}: {_listed('line', damaged)} cannot be read and left out; the file as it was is {damaged_copy}"
             )
         if self.path.exists():
             atomic_write(self.path, "".join(line + "\n" for line, _ in kept))
         if missing := sorted(set(range(1, step + 1)) - {found for _, found in kept}):
             remarks.append(
-                f"{self.path} has no line of {_listed('step', missing)}: it was cut, deleted or damaged. The run goes on all the same; restore "
-                "the file from a copy if its curves shall be whole"
+                f"{self.path} has no line of {_listed('step', missing)}: it was cut, deleted or damaged. The weights do not depend on it; restore "
+                "the file from a copy to have whole curves"
             )
         return remarks
 

@@ -48,7 +48,9 @@ class Outcome:
     directory: Path
     is_complete: bool
     loss: float | None
-    """Of the last update; None where that one had no token to learn from."""
+    """Of the last update; None where that one had no token to learn from, or its line of metrics is lost."""
+    is_loss_known: bool
+    """False where metrics.jsonl has no line of the last update."""
     model: Path
 
 
@@ -227,7 +229,8 @@ def outcome(job: UpdateJob) -> Outcome:
     """What there is to say at the end, from what is on disk."""
     latest = job.run.checkpoints.latest()
     assert latest is not None  # training ends with a checkpoint, and a complete run has one
-    rows, is_complete = read(job.run.directory.metrics), job.updates >= job.total
-    loss = rows[-1].get(f"{job.prefix}/loss") if rows else None
+    is_complete = job.updates >= job.total
+    last = next((row for row in read(job.run.directory.metrics) if row["step"] == job.updates), None)
+    loss = None if last is None else last.get(f"{job.prefix}/loss")
     job.run.end(job.updates, is_complete)
-    return Outcome(job.run.directory.path, is_complete, loss, latest.path)
+    return Outcome(job.run.directory.path, is_complete, loss, last is not None, latest.path)

@@ -69,6 +69,9 @@ def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixtu
     ]
     assert main(["prefer", "tiny.yaml"]) == 0
     assert "is complete: all 5 updates are done" in capsys.readouterr().out
+    Path("runs/tiny-0/metrics.jsonl").unlink()
+    assert main(["prefer", "tiny.yaml"]) == 0
+    assert "final loss: not known (metrics.jsonl has no line of the last update)" in capsys.readouterr().out
     assert main(["sample", "runs/tiny-0/checkpoints/step-000005", "4321>", "--max-tokens", "8"]) == 0
 
 

@@ -62,6 +62,9 @@ def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixtu
     assert main(["sample", str(checkpoint), "4321>", "--max-tokens", "8"]) == 0
     assert main(["sft", "tiny.yaml"]) == 0  # again: nothing is left to do
     assert "is complete: all 7 updates are done" in capsys.readouterr().out
+    Path("runs/tiny-0/metrics.jsonl").unlink()
+    assert main(["sft", "tiny.yaml"]) == 0
+    assert "final loss: not known (metrics.jsonl has no line of the last update)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kill_after", [0, 2, 5])

@@ -339,6 +339,14 @@ def test_the_same_command_on_a_complete_run_says_so_and_changes_nothing(capsys: 
     assert train("new.yaml") == 0
     assert "is complete: all 2 steps are done" in "".join(capsys.readouterr())
     assert metrics() == before
+    Path("runs/r/metrics.jsonl").unlink()
+    assert train("new.yaml") == 0
+    said = "".join(capsys.readouterr())
+    assert "metrics.jsonl has no line of steps 1 to 2 (2 in all)" in said
+    assert "goes on" not in said
+    assert "curves, report: not written, runs/r/metrics.jsonl has no lines; restore it" in said
+    assert "model:  runs/r/checkpoints/step-000002" in said
+    assert said.splitlines()[-1] == "held-out figures: not known"
 
 
 def test_another_config_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -768,6 +776,9 @@ def test_the_last_lines_of_a_graded_reward_tell_its_mean_and_what_the_best_was_c
     assert last == ["held-out reward before RL", "held-out reward after RL"]
     assert main(["export", "runs/r", "out"]) == 0
     assert "(its best: validation/greedy/reward_mean " in capsys.readouterr().out
+    Path("files.yaml").write_text(FROM_FILES + "validation: {modes: {other: {}}}\n")
+    assert train("files.yaml", *graded[:2]) == 0  # the run is complete, so it was never measured in this mode
+    assert capsys.readouterr().out.splitlines()[-2:] == shown.splitlines()[-2:]
 
 
 def test_a_function_that_gives_only_zeros_and_ones_is_told_how_to_say_that_one_is_correct(
