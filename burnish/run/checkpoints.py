@@ -21,7 +21,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.text import parse
-from burnish.run.contents import Snapshot, Sums, what_is_damaged, write_file
+from burnish.run.contents import Snapshot, Sums, are_sums, what_is_damaged, write_file
 from burnish.run.directory import kept_configs
 from burnish.run.files import atomic_directory, atomic_write, remove
 from burnish.run.parts import whole_folder, write_part
@@ -59,7 +59,7 @@ def damage(path: Path, contents: bool = True, of: str | None = None) -> str | No
     """
     manifest = read_manifest(path)
     if manifest is None:
-        return f"{MANIFEST} is missing or unreadable"
+        return f"{MANIFEST} is missing or damaged"
     wanted = {name: entry for name, entry in manifest["files"].items() if of is None or entry["of"] == of}
     return what_is_damaged(path, wanted, contents)
 
@@ -221,9 +221,21 @@ def _write_manifest(folder: Path, step: int, score: float | None, metric: str | 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None where it says nothing that can be read."""
+    """The manifest of a checkpoint; None where it is missing, cannot be read, or lacks what a manifest has."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and {"step", "score", "files"} <= manifest.keys() else None
+    return manifest if _is_manifest(manifest) else None
+
+
+def _is_manifest(found: Any) -> bool:
+    if not isinstance(found, dict) or not {"step", "score", "files"} <= found.keys():
+        return False
+    return (
+        type(found["step"]) is int
+        and (found["score"] is None or type(found["score"]) in (int, float))
+        and isinstance(found.get("metric"), str | None)
+        and are_sums(found["files"])
+        and all(entry.get("of") in ("model", "state") for entry in found["files"].values())
+    )

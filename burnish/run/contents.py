@@ -94,16 +94,39 @@ def folder_sums(folder: Path) -> Sums:
     return {file.name: file_sums(file) for file in files if file.is_file()}
 
 
+def are_sums(found: Any) -> bool:
+    """Whether what was read from a file are `Sums`: a size and a CRC-32 of each file. What is not is a damaged record."""
+    return isinstance(found, dict) and all(
+        isinstance(entry, dict) and all(type(entry.get(key)) is int for key in ("size", "crc32"))
+        for entry in found.values()
+    )
+
+
 def what_is_damaged(folder: Path, sums: Sums, contents: bool = True) -> str | None:
     """Which file of a folder is not what was written, or None. Without `contents` only names and sizes are compared."""
     for name, entry in sums.items():
         file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
-        if contents and file_sums(file)["crc32"] != entry["crc32"]:
-            return f"{name} has another checksum than when it was written"
+        found = {"size": file.stat().st_size} if file.is_file() else None
+        if contents and found is not None and found["size"] == entry["size"]:
+            found = file_sums(file)
+        if (difference := _difference(name, found, entry)) is not None:
+            return difference
+    return None
+
+
+def what_differs(found: Sums, sums: Sums) -> str | None:
+    """Which of the files in `sums` is missing in `found` or has another size or checksum there, or None."""
+    differences = (_difference(name, found.get(name), entry) for name, entry in sums.items())
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def _difference(name: str, found: dict[str, Any] | None, entry: dict[str, Any]) -> str | None:
+    if found is None:
+        return f"{name} is missing"
+    if found["size"] != entry["size"]:
+        return f"{name} has {found['size']} bytes instead of {entry['size']}"
+    if found.get("crc32", entry["crc32"]) != entry["crc32"]:
+        return f"{name} has another checksum than when it was written"
     return None
 
 

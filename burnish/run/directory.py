@@ -343,7 +343,7 @@ def _older_config(path: Path) -> str:
 
 
 def _refuse_fewer_steps(run: RunDirectory, new: dict[str, Any], differing: list[str]) -> None:
-    """A run that has made more steps than it shall have is not what its config says."""
+    """Refuse a total of steps or updates that is smaller than the number the run has made already."""
     made = max((int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()), default=0)
     for key in TOTALS:
         if key in differing and isinstance(new.get(key), int) and new[key] < made:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,7 +39,7 @@ from burnish.rewards.rewards import Rewards
 from burnish.rollout.driver import Driver
 from burnish.rollout.measure import measure, sampling_options, summary
 from burnish.rollout.scored import Scored
-from burnish.run.contents import Sums, folder_sums, what_is_damaged, write_contents
+from burnish.run.contents import Sums, are_sums, folder_sums, what_is_damaged, write_contents
 from burnish.run.diagnosis import Facts
 from burnish.run.files import atomic_directory, atomic_write
 from burnish.run.run import Run
@@ -337,12 +337,12 @@ def warm_sums(path: Path) -> Path:
 
 
 def read_warm_sums(path: Path) -> Sums | None:
-    """The checksums of a warm-started model; None where they are not known."""
+    """The checksums of a warm-started model; None where their file is missing or damaged."""
     try:
-        sums = json.loads(warm_sums(path).read_text())
+        sums: Any = json.loads(warm_sums(path).read_text())
     except (OSError, ValueError):
         return None
-    return sums if isinstance(sums, dict) else None
+    return sums if sums and are_sums(sums) else None  # a model has files
 
 
 def warm_damage(path: Path) -> str | None:

@@ -15,9 +15,10 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.named_files import AnyConfig, directories_of, places, plugin_files
 from burnish.models.digest import digest, model_digest
-from burnish.run.contents import Sums, file_sums, what_is_damaged
+from burnish.run.contents import Sums, are_sums, file_sums, what_differs
 from burnish.run.files import atomic_write
 
+Inputs = dict[str, dict[str, Any]]
 FILE = "inputs.json"
 WEIGHTS = ("*.safetensors", "*.bin")
 READERS = 8
@@ -34,18 +35,14 @@ def keep_inputs(
     """
     path, names = folder / FILE, dict(directories_of(config))
     models = {key: found[0] for key, name in names.items() if (found := places(name, base, Path.is_dir))}
-    before = _read(path)
-    for key, model in models.items():
-        weights: Sums = {} if before is None else before["weights"].get(key, {})
-        changed = what_is_damaged(model, weights)
-        if changed is None and before is not None and before["models"].get(key, "") not in ("", model_digest(model)):
-            changed = "its config or tokenizer has changed"
+    before, now = _read(path), inputs(models, resolved, base)
+    for key in models:
+        changed = None if before is None else what_has_changed(before, now, key)
         if changed is not None:
             raise UserError(
                 f"cannot resume: the model of {key}={names[key]} is not the one this run was begun with ({changed}); put that back, or start "
                 "a new run"
             )
-    now = inputs(models, resolved, base)
     old = now["plugins"] if before is None else before["plugins"]
     changed_files = [name for name, found in now["plugins"].items() if old.get(name, found) != found]
     training = plugin_files({k: v for k, v in resolved.items() if k != "reward"}, base)
@@ -60,7 +57,7 @@ def keep_inputs(
     return notes
 
 
-def inputs(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> dict[str, dict[str, Any]]:
+def inputs(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> Inputs:
     """A digest and the checksums of each model directory by its key, and a digest of each plug-in's file by its name; what is not
     there is for others to say."""
     return {
@@ -70,6 +67,14 @@ def inputs(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> dic
     }
 
 
+def what_has_changed(before: Inputs, now: Inputs, key: str) -> str | None:
+    """In what the model of a key differs from the one that was written down, or None."""
+    changed = what_differs(now["weights"][key], before["weights"].get(key, {}))
+    if changed is None and before["models"].get(key, "") not in ("", now["models"][key]):
+        changed = "its config or tokenizer has changed"
+    return changed
+
+
 def weight_sums(model: Path) -> Sums:
     """Size and CRC-32 of every file of weights: a digest of samples would not see a single bit."""
     files = sorted({file for pattern in WEIGHTS for file in model.glob(pattern)})
@@ -77,17 +82,21 @@ def weight_sums(model: Path) -> Sums:
         return dict(zip((file.name for file in files), pool.map(file_sums, files), strict=True))
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]] | None:
+def _read(path: Path) -> Inputs | None:
     """What was written down; None where the file does not exist."""
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text())
-        if not all(isinstance(found[key], dict) for key in ("models", "plugins")):
-            raise ValueError("a part is missing")
+        found = {"weights": {}, **json.loads(path.read_text())}
+        for part in ("models", "plugins", "weights"):
+            if not isinstance(found[part], dict):
+                raise ValueError(f"{part!r} has no keys")
+        for key, sums in found["weights"].items():
+            if not are_sums(sums):
+                raise ValueError(f"'weights' of {key}: a size or a checksum is missing")
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{path} is damaged ({error}): it says which models and plug-ins the run was begun with; restore it from a copy, or delete it "
             "to go on with them as they are now"
         ) from error
-    return {"weights": {}, **found}
+    return found

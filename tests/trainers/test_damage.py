@@ -60,6 +60,11 @@ def flip(path: Path, at: int = -20) -> None:
     path.write_bytes(content)
 
 
+def rename_key(path: Path, key: str) -> None:
+    """Another letter in a key: the file is valid JSON still."""
+    path.write_text(path.read_text().replace(f'"{key}"', f'"{key[:-1]}f"'))
+
+
 def cut_metrics(run: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([*lines[:2], "{torn\n", *lines[3:]]))
@@ -73,6 +78,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "warm start's checksums": (
         lambda run: (run / "warm_start.json").unlink(),
         "warm_start: warm_start.json, which has its checksums, is missing or damaged; the warm start is made again",
+    ),
+    "a key of the warm start's checksums": (
+        lambda run: rename_key(run / "warm_start.json", "size"),
+        "warm_start: warm_start.json, which has its checksums, is missing or damaged; the warm start is made again",
+    ),
+    "a key of a manifest": (
+        lambda run: rename_key(run / "checkpoints" / "step-000004" / "burnish.json", "size"),
+        "is damaged (burnish.json is missing or damaged); trying the one before",
     ),
     "checkpoint": (
         lambda run: flip(run / "checkpoints" / "step-000004" / "optimizer.safetensors"),
@@ -113,7 +126,24 @@ def test_a_warm_start_that_cannot_be_made_again_is_an_error_that_says_what_to_do
         run_of(tmp_path / "run", TINY + WARM, OVERRIDES)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"models": 1, "plugins": {}}'])
+def test_without_a_whole_checkpoint_it_is_said_what_to_do(unbroken: tuple[Path, Any], tmp_path: Path) -> None:
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    for manifest in (tmp_path / "run" / "it" / "checkpoints").glob("step-*/burnish.json"):
+        rename_key(manifest, "size")
+    with pytest.raises(UserError, match=r"no checkpoint of this run can be used:\n.*(?s:.*)restore one from a copy, or"):
+        run_of(tmp_path / "run", TINY + WARM, OVERRIDES)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"models": 1, "plugins": {}}',
+        '{"models": {}, "plugins": {}, "weights": []}',
+        '{"models": {}, "plugins": {}, "weights": {"model.path": {"model.safetensors": {"sizf": 1, "crc32": 2}}}}',
+    ],
+)
 def test_damaged_inputs_say_what_to_do(unbroken: tuple[Path, Any], tmp_path: Path, content: str) -> None:
     shutil.copytree(unbroken[0], tmp_path / "run")
     (tmp_path / "run" / "it" / "inputs.json").write_text(content)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded, load
 from burnish.config.schema import TrainConfig
+from burnish.run import contents
+from burnish.run.contents import file_sums
 from burnish.trainers import inputs
 from burnish.trainers.inputs import FILE
 
@@ -34,10 +37,21 @@ def loaded(tmp_path: Path) -> Loaded[TrainConfig]:
     return load(TrainConfig, tmp_path / "recipe.yaml", [])
 
 
-def test_the_same_inputs_are_gone_on_with_in_silence(tmp_path: Path, loaded: Loaded[TrainConfig]) -> None:
+def test_the_same_inputs_are_gone_on_with_in_silence_and_read_once(
+    tmp_path: Path, loaded: Loaded[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert keep_inputs(loaded) == []
     assert (tmp_path / "runs" / FILE).is_file()
+    was_read: list[str] = []
+
+    def counted(path: Path) -> dict[str, Any]:
+        was_read.append(path.name)
+        return file_sums(path)
+
+    for module in (inputs, contents):
+        monkeypatch.setattr(module, "file_sums", counted)
     assert keep_inputs(loaded) == []
+    assert was_read == ["model.safetensors"]
 
 
 def test_other_numbers_in_the_models_place_are_refused_and_nothing_is_written(
