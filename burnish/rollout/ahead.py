@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from burnish.core.trajectory import Trajectory
@@ -35,10 +34,8 @@ from burnish.run.background import Background
 from burnish.run.journal import Journal
 
 LOOK_EVERY_S = 0.2
-STOP_AFTER_S = 2.0
-"""How long a batch may still take when the user has asked to stop."""
 CLOSING_S = 10.0
-"""How long a batch that nobody wants any more may take to stop."""
+"""How long a batch that is not needed any more may take to stop."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,6 @@ class AheadSource(SyncSource):
         self._coming: _Coming | None = None
         self._work: Background[_Made] = Background()
         self._waited_s = 0.0
-        self._is_stopping = False
         self._said = ""
         """How far the batch on its way is, in the words of its thread."""
 
@@ -91,7 +87,8 @@ class AheadSource(SyncSource):
         coming = self._coming
         if coming is None or (coming.place.step, coming.place.round) != (step, round):
             return super().next(step, plan, progress, round)
-        made = self._complete()
+        with self.driver.stopping.allowed():  # only after a resume is it not complete: there is no step to save
+            made = self._complete()
         assert made is not None
         self._coming = None
         return in_order(coming.draws, made.trajectories, made.rollout_s, made.reward_s)
@@ -103,7 +100,12 @@ class AheadSource(SyncSource):
             self._start(_Coming(draws, place), plan)
 
     def load(self, version: int) -> None:
-        self._complete()
+        """Take new weights when the batch on its way is complete, also where the user has asked to stop.
+
+        A step is saved with the next batch, which cannot be sampled any more once its weights are gone. To stop the batch would be
+        to lose all steps since the last checkpoint.
+        """
+        self._complete(saves=version)
         super().load(version)
 
     def values(self, rollouts: Scored, version: int) -> dict[str, float]:
@@ -165,26 +167,25 @@ class AheadSource(SyncSource):
     def _say(self, text: str) -> None:
         self._said = text
 
-    def _complete(self) -> _Made | None:
+    def _complete(self, saves: int | None = None) -> _Made | None:
         """Wait for the batch on its way and write it to the journal; None where there is none.
 
-        How long that may take is up to the engine and the rewards: every request and every score has its own deadline.
+        `saves` is the step that can be saved then. How long that may take is up to the engine and the rewards: every request and every score has its own deadline.
         """
         coming = self._coming
         if coming is None or coming.made is not None:
             return None if coming is None else coming.made
-        started, told, asked = time.perf_counter(), "", 0.0
-        with ExitStack() as block:
-            while not self._work.wait(LOOK_EVERY_S):
-                if told != self._said:  # a sign of life only where there is life
-                    told = self._said
-                    self.progress(f"step {coming.place.step} ahead: {told}")
-                if self.driver.stopping.is_requested:
-                    asked = asked or time.perf_counter()
-                    # A step whose next batch is not complete cannot be saved: a batch that is nearly there is waited for.
-                    if time.perf_counter() - asked > STOP_AFTER_S and not self._is_stopping:
-                        self._is_stopping = True
-                        block.enter_context(self.driver.stopping.allowed())
+        started, told, has_noted = time.perf_counter(), "", False
+        while not self._work.wait(LOOK_EVERY_S):
+            if told != self._said:  # a sign of life only where there is life
+                told = self._said
+                self.progress(f"step {coming.place.step} ahead: {told}")
+            if saves is not None and self.driver.stopping.is_requested and not has_noted:
+                has_noted = True
+                self.note(
+                    f"stopping when the rollouts of step {coming.place.step} are complete ({told or 'starting'}): step {saves} is saved with "
+                    "them; a stop at once loses the steps since the last checkpoint"
+                )
         return self._collected(coming, time.perf_counter() - started)
 
     def _collected(self, coming: _Coming, waited_s: float) -> _Made:

@@ -75,8 +75,8 @@ class Source(Protocol):
         """The learner has new weights: take them."""
 
     def stop(self) -> None:
-        """The user asked to stop: end `next`, or `load`, soon with `RolloutStopped`, and keep in the journal what has ended. May be
-        called from another thread, again and again."""
+        """The user asked to stop: end `next` soon with `RolloutStopped`, and keep in the journal what has ended. `load` is not cut
+        short. May be called from another thread, again and again."""
 
     def rest(self) -> None:
         """Leave engine and rewards to somebody else until `next`; called after `load`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 from burnish.config.load import load
 from burnish.config.schema import TrainConfig
 from burnish.core.trajectory import Trajectory
-from burnish.rollout import ahead
 from burnish.rollout.driver import Driver
 from burnish.rollout.flight import Flight
 from burnish.run.metrics import MEASURED, read
@@ -37,8 +36,13 @@ def events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]
 
 
-def stopped_run(folder: Path, overrides: list[str], patch: pytest.MonkeyPatch, step: int, ended: int) -> Path:
-    """A run whose user presses Ctrl-C when so many samples of a step have ended."""
+def stopped_run(
+    folder: Path, overrides: list[str], patch: pytest.MonkeyPatch, step: int, ended: int, acts: str | None = None
+) -> Path:
+    """A run whose user presses Ctrl-C when so many samples of a step have ended.
+
+    The next sample ends when that acts: when sampling may be cut short, or else when the log says `acts`.
+    """
     folder.mkdir()
     (folder / "tiny.yaml").write_text(TINY)
     loaded = load(TrainConfig, folder / "tiny.yaml", [*overrides, f"run.directory={folder}", "run.name=it"])
@@ -50,7 +54,9 @@ def stopped_run(folder: Path, overrides: list[str], patch: pytest.MonkeyPatch, s
         for number, trajectory in enumerate(whole(self, draws, *args, **options), 1):
             yield trajectory
             if count == step and number == ended:
-                press(self)
+                press(
+                    lambda: self.stopping.is_effective if acts is None else acts in (folder / "it/log.txt").read_text()
+                )
 
     patch.setattr(Driver, "run", counted)
     with checked_run(loaded.config, loaded.resolved, loaded.base, "it") as (parts, run):
@@ -59,30 +65,27 @@ def stopped_run(folder: Path, overrides: list[str], patch: pytest.MonkeyPatch, s
     return folder / "it"
 
 
-def press(driver: Driver) -> None:
+def press(acts: Callable[[], bool]) -> None:
     """Ctrl-C, and the moment until it acts."""
     signal.raise_signal(signal.SIGINT)
     until = time.monotonic() + ASKED_S
-    while not driver.stopping.is_effective:
+    while not acts():
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", ["sync", "greedy", "ahead"])
+@pytest.mark.parametrize("kind", ["sync", "greedy"])
 def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = {"sync": [], "greedy": ["algorithm=remax", "algorithm.kl.reference=none", "algorithm.kl.reward.coef=0"]}
-    overrides = [*STEPS, *kinds.get(kind, ["rollout.source=ahead"])]
+    overrides = [*STEPS, *kinds[kind]]
     expected = result(run_of(tmp_path / "whole", TINY, overrides))
-    if kind == "ahead":
-        monkeypatch.setattr(ahead, "STOP_AFTER_S", -1.0)
     step = 8 if kind == "greedy" else 4  # calls: a greedy one goes before that of the samples
     run = stopped_run(tmp_path / "stopped", overrides, monkeypatch, step, 5)
     (partial,) = [event for event in events(run) if event["event"] == "partial"]
     assert partial["step"] == 4
-    newest = max((run / "checkpoints").glob("step-*")).name
-    assert newest == ("step-000002" if kind == "ahead" else "step-000003")  # saved when it stopped, where that can be
+    assert max((run / "checkpoints").glob("step-*")).name == "step-000003"  # saved when it stopped
     added: list[tuple[str, int]] = []
     add = Flight.add
 
@@ -93,3 +96,14 @@ def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
     monkeypatch.setattr(Flight, "add", counted)
     assert result(run_of(tmp_path / "stopped", TINY, overrides)) == expected
     assert len(added) <= 2 * 6 * 4 + (6 if kind == "greedy" else 0) - 5, "samples that had ended are made again"
+
+
+def test_a_run_that_samples_ahead_completes_the_batch_and_saves_before_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [*STEPS, "rollout.source=ahead", "run.save_every=50"]
+    expected = result(run_of(tmp_path / "whole", TINY, overrides))
+    said = "stopping when the rollouts of step 4 are complete"
+    run = stopped_run(tmp_path / "stopped", overrides, monkeypatch, 4, 5, said)
+    assert [folder.name for folder in (run / "checkpoints").glob("step-*")] == ["step-000003"]
+    assert result(run_of(tmp_path / "stopped", TINY, overrides)) == expected
