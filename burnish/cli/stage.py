@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.cli.train import add_fresh, add_profile, begin_afresh, load_recipe, print_memory, print_problems
+from burnish.cli.train import add_fresh, add_profile, load_recipe, print_memory, print_problems, replaced_folder
 from burnish.config.load import Loaded, dump
 from burnish.run.directory import run_name
 
@@ -39,10 +39,12 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
         print(dump(loaded.config))
         print(plan_text(loaded.config))
         return print_problems(loaded, [lambda: print_rows_to_learn(loaded), lambda: print_memory(loaded)])
-    begin_afresh(args, loaded.config.run, run_name(loaded.config.run.name, name, loaded.config.seed))
+    settings = loaded.config.run
+    replaced = replaced_folder(args, Path(settings.directory) / run_name(settings.name, name, loaded.config.seed))
     from burnish.training.parallel.join import leave
 
-    outcome = importlib.import_module(session).execute(loaded.config, loaded.resolved, loaded.base, name, args.profile)
+    execute = importlib.import_module(session).execute
+    outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile, replaced)
     leave()
     if outcome is None or not has_ended(outcome):  # None: another process speaks for all
         return 0

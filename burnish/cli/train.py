@@ -6,7 +6,6 @@ The process that is started is a supervisor (`burnish.run.supervise`); a fork of
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,8 @@ from burnish.config.load import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import TrainConfig
 from burnish.config.text import parse, printable
 from burnish.core.workers import WorkerLost
-from burnish.run.directory import run_name, set_aside
+from burnish.run.directory import run_name
+from burnish.run.files import FolderId, folder_id
 from burnish.run.supervise import LOST, is_possible, supervise
 
 if TYPE_CHECKING:
@@ -56,16 +56,13 @@ def add_fresh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="begin the run anew; an old one of its name is moved aside, to NAME.1 or so",
+        help="begin the run anew; an old one of its name is moved to NAME.1 or so when the new one has passed its checks",
     )
 
 
-def begin_afresh(args: argparse.Namespace, settings: Any, name: str) -> None:
-    """With `--fresh` move the old run aside and say where. Of several processes that train together the first does it."""
-    if args.fresh and int(os.environ.get("RANK", "0")) == 0:
-        moved = set_aside(Path(settings.directory), name)
-        if moved is not None:
-            print(f"the old run is now {moved}", flush=True)
+def replaced_folder(args: argparse.Namespace, folder: Path) -> FolderId | None:
+    """With `--fresh` the folder that is there now: the new run moves it to another name once its checks have passed."""
+    return folder_id(folder) if args.fresh else None
 
 
 def add_supervision(parser: argparse.ArgumentParser) -> None:
@@ -112,13 +109,14 @@ def run(args: argparse.Namespace) -> int:
         check_controls(args, loaded.config)
         return show(loaded)
     restarts = num_restarts(args)
-    begin_afresh(args, loaded.config.run, folder_of(loaded.config, name).name)
+    folder = folder_of(loaded.config, name)
+    replaced = replaced_folder(args, folder)  # once: a driver that is started again goes on with the new run
     if restarts:
-        status = supervise(folder_of(loaded.config, name), restarts, patience_s(args, loaded.config))
+        status = supervise(folder, restarts, patience_s(args, loaded.config), replaced)
         if status is not None:
             return status
     try:
-        return drive(args, loaded, name)
+        return drive(args, loaded, name, replaced)
     except WorkerLost as error:
         print(f"burnish: error: {printable(str(error))}", file=sys.stderr)
         return LOST
@@ -176,14 +174,14 @@ def patience_s(args: argparse.Namespace, config: TrainConfig) -> float:
     return max(float(args.deadline), *(wait_s + MARGIN_S for wait_s in waits_s), 0.0)
 
 
-def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str) -> int:
+def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, replaced: FolderId | None = None) -> int:
     """Make the run, in this process."""
     from burnish.trainers.session import checked_run, execute
     from burnish.training.parallel.join import refuse_several
 
     refuse_several("train")
     check_controls(args, loaded.config)
-    with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
+    with checked_run(loaded.config, loaded.resolved, loaded.base, name, replaced) as (parts, run):
         if not execute(parts, run, args.profile):
             run.display.stop()
             run.end(run.last_step, is_complete=False)

@@ -23,7 +23,7 @@ from burnish.config.errors import UserError
 from burnish.config.text import parse
 from burnish.run.contents import Snapshot, Sums, are_sums, what_is_damaged, write_file
 from burnish.run.directory import kept_configs
-from burnish.run.files import atomic_directory, atomic_write, remove
+from burnish.run.files import OR_ANEW, atomic_directory, atomic_write, remove
 from burnish.run.parts import whole_folder, write_part
 
 MANIFEST = "burnish.json"
@@ -176,9 +176,7 @@ class Checkpoints:
             self.report(f"checkpoint {path} is damaged ({reason}); trying the one before")
         if reasons:
             listed = "\n  ".join(reasons)
-            raise UserError(
-                f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, or start the run anew with --fresh"
-            )
+            raise UserError(f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, {OR_ANEW}")
         return None
 
     def best(self) -> Checkpoint | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.run.files import FolderId, folder_id
 from burnish.run.heartbeat import FILE, read_beat
 from burnish.run.journal import decode
 
@@ -51,10 +52,15 @@ class Death:
 class Life:
     """A driver's life as the run directory tells it, from now on."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, replaced: FolderId | None = None) -> None:
+        self.folder, self.replaced = folder, replaced
         self.journal = folder / "journal" / "events.jsonl"
-        self.begun = self.journal.stat().st_size if self.journal.exists() else 0
+        self.begun = self.journal.stat().st_size if self.is_there and self.journal.exists() else 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder is this run's: until the run begins, an old one that it replaces may lie there."""
+        return self.replaced is None or folder_id(self.folder) != self.replaced
 
     def death(self, pid: int, code: int, cause: str) -> Death:
         """Of a driver with an exit code, negative for a signal's number.
@@ -92,7 +98,7 @@ class Life:
 
     def _events(self) -> list[dict[str, Any]]:
         """What the journal heard since this life began; a torn last line is not there yet."""
-        if not self.journal.exists():
+        if not self.is_there or not self.journal.exists():
             return []
         with open(self.journal, "rb") as file:
             file.seek(self.begun)
@@ -100,7 +106,7 @@ class Life:
 
     def _tail(self) -> tuple[str, ...]:
         log = self.folder / "log.txt"
-        if not log.is_file():
+        if not self.is_there or not log.is_file():
             return ()
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
@@ -108,7 +114,7 @@ class Life:
 
     def goes_on_from(self) -> str:
         """Where the next driver will begin."""
-        saved = sorted((self.folder / "checkpoints").glob("step-*"))
+        saved = sorted((self.folder / "checkpoints").glob("step-*")) if self.is_there else []
         return f"from {saved[-1]}" if saved else "from the start, with what the journal has"
 
 

@@ -6,6 +6,8 @@ The same command again finds the same config and goes on. Some keys may have oth
 recorded, and the config from before stays as config.1.yaml, config.2.yaml and so on. Any other difference is refused with
 the keys that differ, so two experiments never mix. One process at a time writes a run: the lock is the kernel's
 (`flock`), so it goes with the process however that ends.
+
+A run that begins afresh moves the old one of its name to <name>.1 or the next free number, when all checks of the new one have passed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import yaml
 
 from burnish.config.errors import UserError, nearest
-from burnish.run.files import atomic_write, sweep
+from burnish.run.files import OR_ANEW, FolderId, atomic_write, folder_id, sweep
 from burnish.run.journal import Journal
 
 Tree = dict[str, Any]
@@ -128,14 +130,23 @@ class RunDirectory:
         self.log = path / "log.txt"
         self.changes: list[Change] = []
         """Keys whose values differ from those the run was last begun with."""
+        self.is_replaced = False
+        """Whether the run that is there is an old one, which `begin` moves to another name."""
+        self.old_run: Path | None = None
+        """Where `begin` has moved the old run."""
         self._lock: int | None = None
 
     @classmethod
     def create(
-        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+        cls,
+        root: Path,
+        name: str,
+        config_text: str,
+        complete: Callable[[Tree], Tree] = lambda tree: tree,
+        replaced: FolderId | None = None,
     ) -> RunDirectory:
         """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
-        run = cls.claim(root, name, config_text, complete)
+        run = cls.claim(root, name, config_text, complete, replaced)
         try:
             run.begin(config_text)
         except BaseException:
@@ -145,20 +156,27 @@ class RunDirectory:
 
     @classmethod
     def claim(
-        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+        cls,
+        root: Path,
+        name: str,
+        config_text: str,
+        complete: Callable[[Tree], Tree] = lambda tree: tree,
+        replaced: FolderId | None = None,
     ) -> RunDirectory:
         """The same without writing more than the lock: until `begin`, a new run vanishes when it is closed.
 
         So what is wrong with models and data is found while no second process can start the same run, and leaves
         nothing behind that would stand in the way of the corrected command. `complete` adds to the config of an old run the
-        defaults of keys that did not exist when it was written.
+        defaults of keys that did not exist when it was written. `replaced` is the folder of an old run: `begin` moves it to another
+        name, and until then it stays as it is. A process that goes on with the new run has the same `replaced`, which then is
+        another folder.
         """
         if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
             raise UserError(
                 f"run name {name!r} cannot be a folder name: use letters, digits and _ - + = . (not first); the folder of all runs is run.directory"
             )
         run = cls(root / name)
-        if run.path.exists() and not run.config.exists():
+        if run.path.exists() and not run.config.exists() and not run._is_old(replaced):
             _refuse_foreign(run.path)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -166,7 +184,8 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
         try:
-            if run.config.exists():
+            run.is_replaced = run._is_old(replaced)
+            if run.config.exists() and not run.is_replaced:
                 run.changes = _changes(run, config_text, complete)
         except BaseException:
             run.close()
@@ -184,15 +203,20 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Become the only writer, or raise a `UserError` that names the process that is."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise UserError(
-                f"run {self.path} is being written by another process (pid {owner}): wait for it, stop it, or choose another run.name"
-            ) from None
+        file = self.path / "lock"
+        while True:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise UserError(
+                    f"run {self.path} is being written by another process (pid {owner}): wait for it, stop it, or choose another run.name"
+                ) from None
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                break
+            os.close(descriptor)  # its folder was moved to another name, or removed, before the lock was taken
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         _held.add(descriptor)
@@ -218,6 +242,8 @@ class RunDirectory:
     def begin(self, config_text: str) -> None:
         """Write the config of a new run and its folders; clear what a killed writer left in an old one."""
         try:
+            if self.is_replaced:
+                self._move_old_run()
             if self.changes:
                 self._keep_config()
                 if self.changes_training:
@@ -228,9 +254,34 @@ class RunDirectory:
                 sweep(folder)
         except OSError as error:
             where = error.filename or self.path
+            moved = f" (the old run is now {self.old_run})" if self.old_run is not None else ""
             raise UserError(
-                f"cannot write {where}: {error.strerror}; see to that and run the same command again"
+                f"cannot write {where}: {error.strerror}; see to that and run the same command again{moved}"
             ) from error
+
+    def _is_old(self, replaced: FolderId | None) -> bool:
+        """Whether a run is there, in the folder that is to be replaced."""
+        is_there = self.config.exists() or self.journal.is_dir()
+        return replaced is not None and is_there and folder_id(self.path) == replaced
+
+    def _move_old_run(self) -> None:
+        """Rename the old run and make an empty folder in its place, with a lock of its own.
+
+        The old lock, which goes with the renamed folder, is held until the new one is taken. A kill between leaves the old run whole
+        under its new name.
+        """
+        number = 1
+        while (target := self.path.with_name(f"{self.name}.{number}")).exists():
+            number += 1
+        old = RunDirectory(target)
+        os.rename(self.path, target)
+        old._lock, self._lock = self._lock, None
+        self.old_run, self.is_replaced = target, False
+        try:
+            self.path.mkdir()
+            self.lock()
+        finally:
+            old.release()
 
     @property
     def changes_training(self) -> bool:
@@ -265,26 +316,6 @@ def kept_configs(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: int(file.name.split(".")[1]))
 
 
-def set_aside(root: Path, name: str) -> Path | None:
-    """Move a run to the next free name, `name.1` and so on, and return that; None where there is no such run."""
-    run = RunDirectory(root / name)
-    if not run.path.is_dir() or not any(run.path.iterdir()):
-        return None
-    if not run.config.exists() and not run.journal.is_dir():
-        _refuse_foreign(run.path)
-    try:
-        run.lock()  # nobody writes to it now
-        number = 1
-        while (target := root / f"{name}.{number}").exists():
-            number += 1
-        os.rename(run.path, target)
-    except OSError as error:
-        raise UserError(f"cannot move {run.path} aside: {error.strerror}; move it yourself and start again") from error
-    finally:
-        run.release()
-    return target
-
-
 def _refuse_foreign(path: Path) -> None:
     """A folder that is not a run stays untouched. One that ended before its config was written holds nothing but what `BEFORE` names."""
     if not path.is_dir():
@@ -293,7 +324,7 @@ def _refuse_foreign(path: Path) -> None:
     if "journal" in foreign and "checkpoints" in foreign:
         raise UserError(
             f"{path / 'config.yaml'} is missing, so what this run was made with is not known: restore it from a copy"
-            f"{_older_config(path)}, or start the run anew with --fresh"
+            f"{_older_config(path)}, {OR_ANEW}"
         )
     if foreign:
         raise UserError(
@@ -316,8 +347,9 @@ def _changes(run: RunDirectory, config_text: str, complete: Callable[[Tree], Tre
         raise UserError(
             f"run {run.path} exists with another config:\n"
             + "\n".join(shown)
-            + "\ngive this one another run.name, repeat the old settings to continue it, or start it anew with --fresh, which moves the old "
-            "run aside\n(a run that goes on may have more steps, another learning rate and schedule, other validation, trackers, saving and "
+            + "\ngive this one another run.name, repeat the old settings to continue it, "
+            f"{OR_ANEW}\n"
+            "(a run that goes on may have more steps, another learning rate and schedule, other validation, trackers, saving and "
             "placement; another model, data, seed or algorithm would make its first steps part of another experiment)"
         )
     _refuse_fewer_steps(run, new, differing)
@@ -331,8 +363,7 @@ def _old_config(run: RunDirectory) -> Tree:
             raise ValueError("it holds no keys")
     except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, too
         raise UserError(
-            f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_older_config(run.path)}, or start the run "
-            "anew with --fresh"
+            f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_older_config(run.path)}, {OR_ANEW}"
         ) from error
     return found
 

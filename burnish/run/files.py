@@ -16,6 +16,19 @@ from pathlib import Path
 
 TEMPORARY = ".tmp-"
 ASIDE = ".old-"
+OR_ANEW = "or start the run anew: move its folder away (burnish train, sft, prefer and reward-model do so with --fresh)"
+"""What helps where a run cannot go on, in the words of its errors."""
+FolderId = tuple[int, int]
+"""Device and inode: what a folder keeps when it is renamed."""
+
+
+def folder_id(path: Path) -> FolderId | None:
+    """What tells a folder from others that have its name later; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

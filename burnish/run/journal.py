@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.run.files import append_durably, atomic_write, truncate
+from burnish.run.files import OR_ANEW, append_durably, atomic_write, truncate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +148,8 @@ class Journal:
         if num_after:
             raise UserError(
                 f"{self.path}, line {self.num_events + 1}: the record is damaged or missing, and {num_after} intact ones follow it, so "
-                "this is not a torn last write; restore the file from a copy, or start the run anew with --fresh"
+                "this is not a torn last write; restore the file from a copy, "
+                f"{OR_ANEW}"
             )
         if num_bad:
             truncate(self.path, length)

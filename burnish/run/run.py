@@ -40,6 +40,8 @@ class Run:
         self.worst_tokens = WorstTokens(directory.worst_tokens)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
         self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
+        if directory.old_run is not None:
+            self.display.note(f"the old run is now {directory.old_run}")
         for change in directory.changes:
             self.display.note(str(change))
         if directory.changes:

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from burnish.config.text import printable
 from burnish.run.deaths import HUNG, LOST, Death, Life, explain, why_not_again
+from burnish.run.files import FolderId, folder_id
 from burnish.run.heartbeat import FILE, Beat, read_beat
 from burnish.run.processes import (
     TELL,
@@ -61,12 +62,13 @@ def is_possible() -> bool:
     return hasattr(signal, "sigtimedwait") and sys.platform.startswith("linux")
 
 
-def supervise(folder: Path, max_restarts: int, deadline_s: float) -> int | None:
+def supervise(folder: Path, max_restarts: int, deadline_s: float, replaced: FolderId | None = None) -> int | None:
     """None in each driver; in the supervisor the status to exit with, when the run is over.
 
-    `folder` is the run's. `deadline_s` is the longest time that a driver may go without a sign of life (`heartbeat.py`).
+    `folder` is the run's. `deadline_s` is the longest time that a driver may go without a sign of life (`heartbeat.py`). `replaced`
+    is an old run at `folder`, which stays there until the driver has checked the new one: nothing is read from it or written to it.
     """
-    return Supervisor(folder, max_restarts, deadline_s).run()
+    return Supervisor(folder, max_restarts, deadline_s, replaced).run()
 
 
 def _is_written(path: Path, content: bytes) -> bool:
@@ -82,8 +84,9 @@ def _is_written(path: Path, content: bytes) -> bool:
 class Supervisor:
     """Starts drivers, one after another, and watches them."""
 
-    def __init__(self, folder: Path, max_restarts: int, deadline_s: float) -> None:
+    def __init__(self, folder: Path, max_restarts: int, deadline_s: float, replaced: FolderId | None = None) -> None:
         self.folder, self.max_restarts, self.deadline_s = folder, max_restarts, deadline_s
+        self.replaced = replaced
         self.is_asked_to_stop = False
         self.driver = 0
         self.is_stopped = False
@@ -100,7 +103,7 @@ class Supervisor:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         previous: Death | None = None
         for restarts in range(self.max_restarts + 1):
-            life = Life(self.folder)
+            life = Life(self.folder, self.replaced)
             if not self._begin(mask):
                 return None
             death = self._watch(life)
@@ -217,7 +220,7 @@ class Supervisor:
         self.stacks.seek(0)
         found = self.stacks.read()
         path = self.folder / "stacks" / f"driver-{self.driver}.txt"
-        if found and self.folder.is_dir() and _is_written(path, found):
+        if found and self._has_folder() and _is_written(path, found):
             workers = self.folder / "workers" / "stacks"
             others = f", what its workers were doing in {workers}" if death.status == HUNG and workers.is_dir() else ""
             self.say(f"what it was doing is in {path}{others}")
@@ -228,11 +231,14 @@ class Supervisor:
         if killed := sweep_orphans():
             self.say(f"what it had started did not end by itself and was killed: process {', '.join(map(str, killed))}")
 
+    def _has_folder(self) -> bool:
+        return self.folder.is_dir() and folder_id(self.folder) != self.replaced
+
     def say(self, text: str) -> None:
         """To the terminal, and to the run's log."""
         print(f"burnish: {printable(text)}", file=sys.stderr, flush=True)
         log = self.folder / "log.txt"
-        if not log.is_file():
+        if not self._has_folder() or not log.is_file():
             return
         # On a full disk the line above is all there is.
         with contextlib.suppress(OSError), open(log, "a", encoding="utf-8", errors="replace") as file:

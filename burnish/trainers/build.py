@@ -41,7 +41,7 @@ from burnish.rollout.measure import measure, sampling_options, summary
 from burnish.rollout.scored import Scored
 from burnish.run.contents import Sums, are_sums, folder_sums, what_is_damaged, write_contents
 from burnish.run.diagnosis import Facts
-from burnish.run.files import atomic_directory, atomic_write
+from burnish.run.files import OR_ANEW, atomic_directory, atomic_write
 from burnish.run.run import Run
 from burnish.run.staging import leave
 from burnish.trainers import observe, sft
@@ -324,7 +324,7 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
         if expected not in (None, {}, sums):
             raise UserError(
                 f"{path} is damaged or missing, and the warm start made again gives other weights than the run was begun with (another "
-                "machine, library or number of threads?): restore the folder from a copy, or start the run anew with --fresh"
+                f"machine, library or number of threads?): restore the folder from a copy, {OR_ANEW}"
             )
         atomic_write(
             warm_sums(path), json.dumps(sums, indent=1) + "\n"

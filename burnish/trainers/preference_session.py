@@ -19,6 +19,7 @@ from burnish.core.batch import Batch
 from burnish.data.pairs import LeftOut, Reading, load_labelled, load_pairs
 from burnish.models.activations import set_activations
 from burnish.models.policy import PolicyModel, pick_device
+from burnish.run.files import FolderId
 from burnish.run.trackers import check_trackers
 from burnish.trainers import preference, updates
 from burnish.trainers.cached_reference import cached_means
@@ -56,11 +57,16 @@ class PreferenceJob(RowsJob[Unit]):
 
 
 def execute(
-    config: PreferConfig, resolved: dict[str, Any], base: Path, name: str, profile: int | None = None
+    config: PreferConfig,
+    resolved: dict[str, Any],
+    base: Path,
+    name: str,
+    profile: int | None = None,
+    replaced: FolderId | None = None,
 ) -> Outcome | None:
     """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
 
-    `profile` is the update to record with a profiler, or `NEXT`. Of several processes all do the same, each on its share of
+    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it. Of several processes all do the same, each on its share of
     every batch; the first one owns the run, and has the outcome.
     """
     stage = config.preference
@@ -81,7 +87,7 @@ def execute(
     set_activations(policy.module, stage.activations)
     distribute(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
-    with updates.open_run(config, resolved, base, name, ranks) as run:
+    with updates.open_run(config, resolved, base, name, ranks, replaced) as run:
         job = PreferenceJob(
             config.run, run, policy, learner, stage.updates, "preference", memory=MemoryWatch(memory, "preference"),
             config=config, loss=loss, rows=units, held_out=held_out, batch_size=stage.batch_size,

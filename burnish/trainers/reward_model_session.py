@@ -19,6 +19,7 @@ from burnish.models.policy import PolicyModel
 from burnish.models.score import STATISTICS, ScoreModel, new_scorer
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.contents import Blob, Content, Part
+from burnish.run.files import FolderId
 from burnish.run.parts import part_of
 from burnish.run.staging import Stage
 from burnish.run.trackers import check_trackers
@@ -85,11 +86,16 @@ class ScorerJob(RowsJob[Pair]):
 
 
 def execute(
-    config: RewardModelConfig, resolved: dict[str, Any], base: Path, name: str, profile: int | None = None
+    config: RewardModelConfig,
+    resolved: dict[str, Any],
+    base: Path,
+    name: str,
+    profile: int | None = None,
+    replaced: FolderId | None = None,
 ) -> Outcome:
     """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
 
-    `profile` is the update to record with a profiler, or `NEXT`.
+    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -106,7 +112,7 @@ def execute(
     del policy  # and with it the output head
     set_activations(scorer.module, stage.activations)
     learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
-    with updates.open_run(config, resolved, base, name, SOLO) as run:
+    with updates.open_run(config, resolved, base, name, SOLO, replaced) as run:
         order = reward_model.pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
         job = ScorerJob(
             config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryWatch(memory, "reward model"),

@@ -21,6 +21,7 @@ from burnish.controller.start import open_cluster
 from burnish.rewards.parts import JUDGE, MODEL
 from burnish.rewards.rewards import Rewards
 from burnish.run.directory import RunDirectory, run_name
+from burnish.run.files import FolderId
 from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
@@ -35,15 +36,20 @@ from burnish.training.schedule import described
 
 
 @contextmanager
-def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name: str) -> Iterator[tuple[Parts, Run]]:
-    """The parts of a run and its directory, which is made only when nothing is wrong with the parts."""
+def checked_run(
+    config: TrainConfig, resolved: dict[str, Any], base: Path, name: str, replaced: FolderId | None = None
+) -> Iterator[tuple[Parts, Run]]:
+    """The parts of a run and its directory, which is made only when nothing is wrong with the parts.
+
+    `replaced` is the folder of an old run of this name, which is moved to another name at that moment.
+    """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
     place = _place(config, name)
     elsewhere = scores_elsewhere(config.placement)
     with (
-        RunDirectory.claim(*place, partial(completed, TrainConfig)) as directory,
+        RunDirectory.claim(*place, partial(completed, TrainConfig), replaced) as directory,
         Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
     ):
         check_placement(config.placement)
@@ -53,8 +59,9 @@ def checked_run(config: TrainConfig, resolved: dict[str, Any], base: Path, name:
         memory = planned(config, base) if is_here else None
         notes = [memory.text, *memory.check()] if memory is not None else []
         warm = warm_folder(directory)
-        damage = warm_damage(warm) if config.warm_start is not None and warm.is_dir() else None
-        needs_warmth = config.warm_start is not None and (damage is not None or not warm.is_dir())
+        has_warm = warm.is_dir() and not directory.is_replaced
+        damage = warm_damage(warm) if config.warm_start is not None and has_warm else None
+        needs_warmth = config.warm_start is not None and (damage is not None or not has_warm)
         notes += [f"{warm}: {damage}; the warm start is made again"] if damage is not None else []
         # Where others train, this process holds weights for a warm start only, and then no more.
         model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})

@@ -13,6 +13,7 @@ from burnish.controller.roles import build_policy
 from burnish.data.supervised import Example, load_examples
 from burnish.models.activations import set_activations
 from burnish.models.policy import PolicyModel, pick_device
+from burnish.run.files import FolderId
 from burnish.run.trackers import check_trackers
 from burnish.trainers import sft, updates
 from burnish.trainers.memory import MemoryWatch
@@ -23,11 +24,16 @@ from burnish.training.parallel.join import join
 
 
 def execute(
-    config: SftConfig, resolved: dict[str, Any], base: Path, name: str, profile: int | None = None
+    config: SftConfig,
+    resolved: dict[str, Any],
+    base: Path,
+    name: str,
+    profile: int | None = None,
+    replaced: FolderId | None = None,
 ) -> Outcome | None:
     """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
 
-    `profile` is the update to record with a profiler, or `NEXT`. Of several processes all do the same, each on its share of
+    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it. Of several processes all do the same, each on its share of
     every batch; the first one owns the run, and has the outcome.
     """
     if config.run.threads is not None:
@@ -46,7 +52,7 @@ def execute(
     set_activations(policy.module, stage.activations)
     distribute(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
-    with updates.open_run(config, resolved, base, name, ranks) as run:
+    with updates.open_run(config, resolved, base, name, ranks, replaced) as run:
         job = UpdateJob(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryWatch(memory, "sft"))
         updates.resume(job)
         if updates.begin(job, f"supervised on {len(examples):,} examples", profile):

@@ -22,6 +22,7 @@ from burnish.config.schema import SftConfig
 from burnish.run.checkpoints import score_by
 from burnish.run.contents import Blob, Content, Part, Snapshot
 from burnish.run.directory import RunDirectory, run_name
+from burnish.run.files import FolderId
 from burnish.run.follower import Follower
 from burnish.run.interrupt import StopOnInterrupt
 from burnish.run.metrics import read
@@ -141,8 +142,18 @@ def validation_name(update: int) -> str:
     return "validation before update 1" if update == 0 else f"validation after update {update}"
 
 
-def open_run(config: UpdateConfig, resolved: dict[str, Any], base: Path, name: str, ranks: Ranks) -> Run:
-    """The run directory, new or with its past, in the hands of the first process; the others follow when it is there."""
+def open_run(
+    config: UpdateConfig,
+    resolved: dict[str, Any],
+    base: Path,
+    name: str,
+    ranks: Ranks,
+    replaced: FolderId | None = None,
+) -> Run:
+    """The run directory, new or with its past, in the hands of the first process; the others follow when it is there.
+
+    `replaced` is the folder of an old run of this name, which is moved to another name.
+    """
     settings = config.run
     if not ranks.is_first:
         return Follower(Path(ranks.from_first("")), settings)
@@ -151,6 +162,7 @@ def open_run(config: UpdateConfig, resolved: dict[str, Any], base: Path, name: s
         run_name(settings.name, name, config.seed),
         dump(config),
         partial(completed, type(config)),
+        replaced,
     )
     try:
         notes = keep_inputs(folder.path, config, resolved, base)

@@ -62,8 +62,14 @@ def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixtu
     assert main(["sample", str(checkpoint), "4321>", "--max-tokens", "8"]) == 0
     assert main(["sft", "tiny.yaml"]) == 0  # again: nothing is left to do
     assert "is complete: all 7 updates are done" in capsys.readouterr().out
+    assert main(["sft", "tiny.yaml", "model.new.max_positions=4", "--fresh"]) == 2
+    assert [folder.name for folder in Path("runs").iterdir()] == ["tiny-0"]  # what is refused moves no old run
+    assert main(["sft", "tiny.yaml", "sft.updates=1", "--fresh"]) == 0
+    assert "the old run is now runs/tiny-0.1" in capsys.readouterr().out
+    assert len(read(Path("runs/tiny-0.1/metrics.jsonl"))) == 7
+    assert len(read(Path("runs/tiny-0/metrics.jsonl"))) == 1
     Path("runs/tiny-0/metrics.jsonl").unlink()
-    assert main(["sft", "tiny.yaml"]) == 0
+    assert main(["sft", "tiny.yaml", "sft.updates=1"]) == 0
     assert "final loss: not known (metrics.jsonl has no line of the last update)" in capsys.readouterr().out
 
 

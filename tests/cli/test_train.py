@@ -448,6 +448,10 @@ def test_a_disk_that_refuses_is_one_line_with_the_file_and_the_run_goes_on_when_
 
 def test_fresh_begins_anew_and_moves_the_old_run_aside(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("new.yaml", "--fresh") == 0  # nothing is there yet
+    assert train("new.yaml", "rollout.n=5", "validation.by=nothing", "--fresh") == 2
+    assert [folder.name for folder in Path("runs").iterdir()] == ["r"]  # the old run stays where it is
+    assert train("new.yaml") == 0
+    assert "the old run is now" not in capsys.readouterr().out
     assert train("new.yaml", "rollout.n=5", "--fresh") == 0
     assert "the old run is now runs/r.1" in capsys.readouterr().out
     assert "n: 5" in Path("runs/r/config.yaml").read_text()

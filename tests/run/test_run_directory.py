@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.directory import RunDirectory, flatten, kept_configs, set_aside
+from burnish.run.directory import RunDirectory, flatten, kept_configs
+from burnish.run.files import folder_id
 from burnish.run.journal import Journal
 
 CONFIG = "seed: 0\ntraining:\n  steps: 10\n  optimizer: {lr: 0.1}\n"
+OTHER = CONFIG.replace("seed: 0", "seed: 1")
 
 
 def test_the_same_config_opens_the_same_run_again(tmp_path: Path) -> None:
@@ -32,7 +35,7 @@ def test_another_config_is_refused_with_the_keys_that_differ(tmp_path: Path) -> 
         RunDirectory.create(tmp_path, "r", "seed: 5\ntraining:\n  steps: 20\n  optimizer: {}\n")
     assert "  seed: 0 there, 5 now" in str(error.value)
     assert "training.steps: " not in str(error.value)  # which may change
-    assert "start it anew with --fresh" in str(error.value)
+    assert "or start the run anew: move its folder away" in str(error.value)
     assert (tmp_path / "r" / "config.yaml").read_text() == CONFIG
     RunDirectory.create(tmp_path, "r", CONFIG).close()  # the refusal gave the lock back
 
@@ -186,7 +189,7 @@ def test_a_damaged_config_is_named_with_what_to_do(tmp_path: Path, content: byte
     RunDirectory.create(tmp_path, "r", CONFIG).close()
     (tmp_path / "r" / "config.yaml").write_bytes(content)
     with pytest.raises(
-        UserError, match=r"r/config\.yaml is damaged \(.*\): restore it from a copy, or start the run anew with --fresh"
+        UserError, match=r"r/config\.yaml is damaged \(.*\): restore it from a copy, or start the run anew: move"
     ):
         RunDirectory.create(tmp_path, "r", CONFIG)
     (tmp_path / "r" / "config.yaml").unlink()
@@ -194,17 +197,56 @@ def test_a_damaged_config_is_named_with_what_to_do(tmp_path: Path, content: byte
         RunDirectory.create(tmp_path, "r", CONFIG)
 
 
-def test_a_run_is_set_aside_whole_and_never_while_it_is_written(tmp_path: Path) -> None:
-    assert set_aside(tmp_path, "r") is None
+def test_an_old_run_is_replaced_whole_when_the_new_one_begins_and_only_once(tmp_path: Path) -> None:
+    assert folder_id(tmp_path / "r") is None
     with RunDirectory.create(tmp_path, "r", CONFIG) as run:
         run.metrics.write_text("kept")
+        old = folder_id(tmp_path / "r")
         with pytest.raises(UserError, match="is being written by another process"):
-            set_aside(tmp_path, "r")
-    assert set_aside(tmp_path, "r") == tmp_path / "r.1"
-    assert (tmp_path / "r.1" / "metrics.jsonl").read_text() == "kept"
-    RunDirectory.create(tmp_path, "r", CONFIG).close()
-    assert set_aside(tmp_path, "r") == tmp_path / "r.2"
+            RunDirectory.claim(tmp_path, "r", OTHER, replaced=old)
+    with RunDirectory.claim(tmp_path, "r", OTHER, replaced=old) as run:  # closed before it begins: a check has failed
+        assert run.is_replaced
+        with pytest.raises(UserError, match="is being written by another process"):
+            RunDirectory.claim(tmp_path, "r", CONFIG)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["r"]
+    assert (tmp_path / "r" / "config.yaml").read_text() == CONFIG
+    with RunDirectory.create(tmp_path, "r", OTHER, replaced=old) as run:
+        assert run.old_run == tmp_path / "r.1"
+        assert (tmp_path / "r.1" / "metrics.jsonl").read_text() == "kept"
+        assert not run.metrics.exists()
+        RunDirectory.create(tmp_path, "r.1", CONFIG).close()  # its lock is free
+        with pytest.raises(UserError, match="is being written by another process"):
+            RunDirectory.claim(tmp_path, "r", OTHER)
+        run.metrics.write_text("new")
+    with RunDirectory.create(tmp_path, "r", OTHER, replaced=old) as run:  # a driver that goes on after another died
+        assert (run.old_run, run.metrics.read_text()) == (None, "new")
+    RunDirectory.create(tmp_path, "r", CONFIG, replaced=folder_id(tmp_path / "r")).close()
+    assert (tmp_path / "r.2" / "metrics.jsonl").read_text() == "new"
+
+
+def test_a_folder_that_is_not_a_run_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "thesis.txt").touch()
     with pytest.raises(UserError, match="is not a run"):
-        set_aside(tmp_path, "r")
+        RunDirectory.claim(tmp_path, "r", CONFIG, replaced=folder_id(tmp_path / "r"))
+
+
+def test_the_lock_of_a_run_that_was_moved_meanwhile_is_not_taken_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunDirectory.create(tmp_path, "r", CONFIG).close()
+    open_file, first = os.open, []
+
+    def opened(*args: Any) -> int:
+        descriptor = open_file(*args)
+        if not first:  # between the second process's open and its flock the first one replaces the run
+            first.append(descriptor)
+            first.append(RunDirectory.create(tmp_path, "r", OTHER, replaced=folder_id(tmp_path / "r")))
+        return descriptor
+
+    second = RunDirectory(tmp_path / "r")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        with pytest.raises(UserError, match="is being written by another process"):
+            second.lock()
+    first[1].close()

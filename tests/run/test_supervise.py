@@ -12,8 +12,12 @@ from typing import NamedTuple
 
 import pytest
 
+from burnish.run.deaths import Life
+from burnish.run.directory import RunDirectory
+from burnish.run.files import folder_id
+from burnish.run.journal import Journal
 from burnish.run.processes import descendants, is_stopped, num_bytes_read, out_of_memory_kills, telling
-from burnish.run.supervise import is_possible
+from burnish.run.supervise import Supervisor, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
 ROOT = Path(__file__).parents[2]
@@ -209,6 +213,27 @@ def test_what_a_dead_driver_left_is_ended(tmp_path: Path) -> None:
     orphan = int((tmp_path / "orphan").read_text())
     assert not Path(f"/proc/{orphan}").exists()
     assert f"what it had started did not end by itself and was killed: process {orphan}" in ended.said
+
+
+def test_an_old_run_that_is_replaced_says_nothing_of_the_new_one(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, "r", "seed: 0") as run:
+        journal = Journal(run.journal)
+        for step in range(1, 9):
+            journal.append("step", step=step)
+        journal.append("complete", step=8)
+        run.log.write_text("of the old run")
+        (run.checkpoints / "step-000008").mkdir()
+    replaced = folder_id(tmp_path / "r")
+    life = Life(tmp_path / "r", replaced)
+    death = life.death(1, 0, "")
+    assert (death.status, death.num_steps, death.last_lines) == (1, 0, ())
+    assert life.goes_on_from() == "from the start, with what the journal has"
+    supervisor = Supervisor(tmp_path / "r", 0, 1.0, replaced)
+    supervisor.say("not for the old log")
+    assert (tmp_path / "r" / "log.txt").read_text() == "of the old run"
+    with RunDirectory.create(tmp_path, "r", "seed: 1", replaced=replaced) as run:
+        Journal(run.journal).append("complete", step=0)
+        assert life.death(1, 0, "").status == 0
 
 
 def test_what_is_asked_of_the_kernel_is_there() -> None:

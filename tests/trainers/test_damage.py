@@ -121,7 +121,7 @@ def test_a_warm_start_that_cannot_be_made_again_is_an_error_that_says_what_to_do
     known["model.safetensors"]["crc32"] ^= 1  # as if it had been made elsewhere
     sums.write_text(json.dumps(known))
     with pytest.raises(
-        UserError, match=r"gives other weights than the run was begun with .* or start the run anew with --fresh"
+        UserError, match=r"gives other weights than the run was begun with .* or start the run anew: move its folder"
     ):
         run_of(tmp_path / "run", TINY + WARM, OVERRIDES)
 
@@ -130,7 +130,9 @@ def test_without_a_whole_checkpoint_it_is_said_what_to_do(unbroken: tuple[Path, 
     shutil.copytree(unbroken[0], tmp_path / "run")
     for manifest in (tmp_path / "run" / "it" / "checkpoints").glob("step-*/burnish.json"):
         rename_key(manifest, "size")
-    with pytest.raises(UserError, match=r"no checkpoint of this run can be used:\n.*(?s:.*)restore one from a copy, or"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint of this run can be used:\n.*(?s:.*)restore one from a copy, or"
+    ):
         run_of(tmp_path / "run", TINY + WARM, OVERRIDES)
 
 
