@@ -448,7 +448,9 @@ def test_a_disk_that_refuses_is_one_line_with_the_file_and_the_run_goes_on_when_
 
 def test_fresh_begins_anew_and_moves_the_old_run_aside(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("new.yaml", "--fresh") == 0  # nothing is there yet
-    assert train("new.yaml", "rollout.n=5", "validation.by=nothing", "--fresh") == 2
+    held_out = "data.validation={task: sort_digits, limit: 4}"
+    assert train("new.yaml", held_out, "validation.by=nothing", "--fresh") == 2
+    assert "validation.by=nothing: no held-out row has that column" in capsys.readouterr().err
     assert [folder.name for folder in Path("runs").iterdir()] == ["r"]  # the old run stays where it is
     assert train("new.yaml") == 0
     assert "the old run is now" not in capsys.readouterr().out
