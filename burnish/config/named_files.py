@@ -85,13 +85,23 @@ def _sources(value: Any) -> Iterator[Source]:
 
 
 def plugins_of(resolved: dict[str, Any]) -> list[str]:
-    """The plug-ins a config names, as `file.py:name`; of a reward also as `package.module:name`, which elsewhere may be any text."""
-    files = [text for text in _texts(resolved) if is_plugin_file(text)]
-    parts = resolved.get("reward", {}).get("parts", [])
-    names = [
-        part.get("name") if isinstance(part, dict) else part for part in (parts if isinstance(parts, list) else [parts])
-    ]
-    return files + [name for name in names if isinstance(name, str) and is_plugin_module(name)]
+    """The plug-ins a resolved config names: `file.py:name` anywhere, `package.module:name` at the keys that take a plug-in."""
+    return [text for text in _texts(resolved) if is_plugin_file(text)] + list(_modules(resolved))
+
+
+def _modules(tree: Any) -> Iterator[str]:
+    """`plugin` of a data source, `sampler`, and `name` of a reward part, slot or environment. Any other text, such as the name of a
+    data source or an option, may look like a module and be none."""
+    if isinstance(tree, dict):
+        keys = ("plugin", "sampler") if "plugin" in tree else ("name", "sampler")
+        for key, value in tree.items():
+            if key in keys and isinstance(value, str) and is_plugin_module(value):
+                yield value
+            elif key not in ("options", "run"):
+                yield from _modules(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _modules(value)
 
 
 def plugin_files(resolved: dict[str, Any], base: Path) -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.load import Loaded, load
+from burnish.config.named_files import plugins_of
 from burnish.config.schema import TrainConfig
 from burnish.run import contents
 from burnish.run.contents import file_sums
@@ -74,17 +76,34 @@ def test_new_code_is_told_of_once(tmp_path: Path, loaded: Loaded[TrainConfig]) -
     assert keep_inputs(loaded) == []
 
 
-def test_new_code_of_a_module_is_told_of(
-    tmp_path: Path, loaded: Loaded[TrainConfig], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.parts=module_that_changes:judge",
+        "data.train=[{plugin: 'module_that_changes:judge'}]",
+        "data.sampler=module_that_changes:judge",
+        "environment.name=module_that_changes:judge",
+        "algorithm.advantage=module_that_changes:judge",
+    ],
+)
+def test_new_code_of_a_module_is_told_of_and_makes_rollouts_old_where_it_trains(
+    override: str, tmp_path: Path, loaded: Loaded[TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    module = tmp_path / "module_that_changes.py"
+    module, forgotten = tmp_path / "module_that_changes.py", list[bool]()
     module.write_text("def judge(): ...\n")
-    again = load(TrainConfig, tmp_path / "recipe.yaml", ["reward.parts=module_that_changes:judge"])
+    again = load(TrainConfig, tmp_path / "recipe.yaml", [override])
     assert keep_inputs(again) == []
     module.write_text("def judge(): return 1\n")
-    (note,) = keep_inputs(again)
+    forget = partial(forgotten.append, True)
+    (note,) = inputs.keep_inputs(again.base / "runs", again.config, again.resolved, again.base, forget)
     assert note.startswith("module_that_changes has changed since the run was begun")
+    assert bool(forgotten) == (not override.startswith("reward"))
+
+
+def test_text_that_looks_like_a_module_is_none(tmp_path: Path, loaded: Loaded[TrainConfig]) -> None:
+    named = ["data.train.name=sys:path", "data.train.options.name=sys:path", "data.template.text=sys:path{prompt}"]
+    assert plugins_of(load(TrainConfig, tmp_path / "recipe.yaml", named).resolved) == ["mine.py:judge"]
 
 
 def test_what_is_not_there_is_for_others_to_say(tmp_path: Path, loaded: Loaded[TrainConfig]) -> None:
