@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from burnish.config.named_files import AnyConfig, directories_of, sources_of
 from burnish.config.preference import PreferConfig
 from burnish.config.references import is_reference
 from burnish.config.reward_model import RewardModelConfig
-from burnish.config.schema import SftConfig
+from burnish.config.schema import TrainConfig
+from burnish.models.tokenizer import Tokenizer
 
 SHAPE = {
     "model_type": "qwen2",
@@ -37,7 +39,7 @@ PROMPT = {
     "prompt": [{"role": "user", "content": "1+1?"}],
     "reward_model": {"style": "rule", "ground_truth": '{"asserts": ["assert 1 + 1 == 2"]}'},
 }
-IMITATED = {"prompt": "1+1?", "completion": "2"}
+IMITATED = {"prompt": [{"role": "user", "content": "1+1?"}], "completion": "2"}
 PREFERRED = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
 
 
@@ -45,16 +47,19 @@ def make_files(config: AnyConfig) -> None:
     """All models and files that a config names, in the working directory; a file has one row of the kind that is read."""
     for _, path in directories_of(config):
         make_model(path)
-    row = IMITATED if isinstance(config, SftConfig) else PROMPT
-    row = PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else row
-    make_data(sources_of(config), row)
+    make_data(sources_of(config), PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else IMITATED)
+    if isinstance(config, TrainConfig):
+        column = config.data.demonstration_column
+        shown = {} if column is None else {column: "2"}
+        make_data([*config.data.train, *config.data.validation], PROMPT | shown)
 
 
 def make_model(path: str) -> None:
-    """A directory that says what a model looks like, without weights."""
+    """A directory that says what a model looks like, with a tokenizer and without weights."""
     if not is_reference(path):
         Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "config.json").write_text(json.dumps(SHAPE))
+        Tokenizer.from_characters(string.printable).save(Path(path))
 
 
 def make_data(sources: Iterable[Source], row: dict[str, Any]) -> None:

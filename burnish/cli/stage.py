@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.cli.train import add_fresh, add_profile, load_recipe, print_memory, print_problems, replaced_folder
-from burnish.config.load import Loaded, dump
-from burnish.run.directory import run_name
+from burnish.config.load import Loaded, completed, dump
+from burnish.run.directory import RunDirectory, run_name
 
 if TYPE_CHECKING:
     from burnish.trainers.updates import Outcome
@@ -38,7 +39,11 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
     if args.dry_run:
         print(dump(loaded.config))
         print(plan_text(loaded.config))
-        return print_problems(loaded, [lambda: print_rows_to_learn(loaded), lambda: print_memory(loaded)])
+        checks = [lambda: print_rows_to_learn(loaded), lambda: print_memory(loaded)]
+        if not args.fresh:
+            place = Path(loaded.config.run.directory), run_name(loaded.config.run.name, name, loaded.config.seed)
+            checks.append(lambda: RunDirectory.check(*place, dump(loaded.config), partial(completed, kind)))
+        return print_problems(loaded, checks)
     settings = loaded.config.run
     replaced = replaced_folder(args, Path(settings.directory) / run_name(settings.name, name, loaded.config.seed))
     from burnish.training.parallel.join import leave

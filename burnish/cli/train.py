@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     loaded, name = load_recipe(TrainConfig, args)
     if args.dry_run:
         check_controls(args, loaded.config)
-        return show(loaded)
+        return show(loaded, name, args.fresh)
     restarts = num_restarts(args)
     folder = folder_of(loaded.config, name)
     replaced = replaced_folder(args, folder)  # once: a driver that is started again goes on with the new run
@@ -122,17 +122,20 @@ def run(args: argparse.Namespace) -> int:
         return LOST
 
 
-def show(loaded: Loaded[TrainConfig]) -> int:
-    """The resolved config, the plan, and what the run would stop at; the exit status."""
+def show(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int:
+    """The resolved config, the plan, and what the run would stop at; the exit status. With `is_fresh` an old run is no obstacle."""
     from burnish.config.explain import plan_text
     from burnish.config.remarks import remarks
     from burnish.controller.placement import check_placement
+    from burnish.trainers.session import check_directory
 
     print(dump(loaded.config))
     print(plan_text(loaded.config))
     for remark in remarks(loaded.config):
         print(f"note: {remark}")
-    checks = [lambda: check_placement(loaded.config.placement), lambda: print_rows(loaded)]
+    checks = [lambda: check_placement(loaded.config.placement), lambda: print_rows(loaded, name)]
+    if not is_fresh:
+        checks.append(lambda: check_directory(loaded.config, name))
     if loaded.config.placement.name == "local":
         checks.append(lambda: print_memory(loaded))
     return print_problems(loaded, checks)
@@ -207,19 +210,25 @@ def print_memory(loaded: Loaded[Any]) -> None:
     print("\n".join(f"note: {warning}" for warning in warnings) or memory.verdict)
 
 
-def print_rows(loaded: Loaded[TrainConfig]) -> None:
-    """How often each row is drawn; the error for a row that cannot be used. What is not there is told elsewhere."""
+def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
+    """How often each row is drawn; the error for a row that cannot be used. What is not there is told elsewhere.
+
+    With the recipe's `name` also the error for whatever does not fit the policy's tokenizer and architecture: its model must be there.
+    """
     from burnish.config.extras import missing_extras
-    from burnish.config.named_files import missing_inputs
+    from burnish.config.named_files import missing_inputs, missing_models
     from burnish.rewards.rewards import Rewards
     from burnish.trainers.data_checks import draws_text, read_checked
+    from burnish.trainers.session import check_without_weights
 
     if any(missing_inputs(loaded)) or any(missing_extras(loaded.config)):
         return
     with Rewards(loaded.config.reward, loaded.base, is_elsewhere=True) as rewards:
-        sizes = read_checked(loaded.config, loaded.base, rewards).sizes
-    for line in draws_text(loaded.config, sizes):
-        print(line)
+        rows = read_checked(loaded.config, loaded.base, rewards)
+        for line in draws_text(loaded.config, rows.sizes):
+            print(line)
+        if name is not None and not any(missing_models(loaded)):
+            check_without_weights(loaded.config, loaded.base, name, rewards, rows.take)
 
 
 def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int:

@@ -11,7 +11,7 @@ from burnish.config.schema import TrainConfig
 from burnish.controller.roles import find_directory
 from burnish.models.activations import set_activations
 from burnish.models.compiled import compile_layers
-from burnish.models.policy import PolicyModel, load_policy
+from burnish.models.policy import AnyPolicy, PolicyModel, load_policy
 from burnish.models.tokenizer import Tokenizer
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
@@ -19,7 +19,7 @@ from burnish.training.process import ProcessModel, twin_of
 from burnish.training.reference import Reference
 
 
-def check_process(config: TrainConfig, policy: PolicyModel, base: Path | None) -> None:
+def check_process(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
     """Refuse a process reward model that could not read the policy's tokens."""
     process = config.algorithm.process
     if process is None or process.path is None:

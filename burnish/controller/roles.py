@@ -33,7 +33,7 @@ from burnish.models.compiled import compile_layers
 from burnish.models.decoder import Decoder
 from burnish.models.exact import exact_logprobs
 from burnish.models.hf import TransformersPolicy
-from burnish.models.policy import PolicyModel, load_policy, whole_tensors
+from burnish.models.policy import AnyPolicy, PolicyModel, PolicyOutline, load_policy, outline_policy, whole_tensors
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.value import ValueModel
 from burnish.rewards.judge.options import JudgeOptions
@@ -105,12 +105,24 @@ def alphabet_of(sources: list[Source], seed: int) -> str | None:
 
 def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
     """The policy a run starts from: a model directory, with an adapter where there is one, or a new decoder."""
+    path, adapter = _directories(config, base)
+    return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
+
+
+def build_outline(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyOutline:
+    """The same policy without its weights; the error is that of `build_policy` wherever weights are not needed to find it."""
+    path, adapter = _directories(config, base)
+    return outline_policy(config, path, alphabet_of(sources, seed), adapter)
+
+
+def _directories(config: Model, base: Path | None) -> tuple[Path | None, Path | None]:
+    """The directories of the model and of its adapter."""
     path, adapter = (None if p is None else find_directory(p, base) for p in (config.path, config.adapter))
     if path is not None and is_adapter(path):
         raise UserError(
             f"model.path={config.path} is a PEFT adapter: set model.adapter={config.path} to train it further"
         )
-    return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
+    return path, adapter
 
 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
@@ -125,12 +137,28 @@ def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str,
     return MismatchEngine(make, policy.module, rollout.mismatch, policy.tokenizer)
 
 
+def engine_kind(rollout: Rollout, is_native: bool) -> str:
+    """Which engine samples, and the error for one that cannot sample from the policy; `is_native`: it is a native decoder."""
+    kind = rollout.engine if rollout.engine != "auto" else ("native" if is_native else "transformers")
+    if kind == "native" and not is_native:
+        raise UserError("rollout.engine=native needs the native decoder; this model runs through transformers")
+    if kind == "transformers" and rollout.exact:
+        raise UserError("rollout.exact needs the native decoder; this model runs through transformers")
+    if kind == "transformers" and (rollout.cache_gib is not None or rollout.cache_dtype != "auto"):
+        raise UserError(
+            "rollout.cache_gib and cache_dtype need the native decoder; this model runs through transformers"
+        )
+    if kind == "transformers" and is_native:
+        raise UserError(
+            "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
+        )
+    return kind
+
+
 def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
-    native = isinstance(policy.module, Decoder)
-    kind = rollout.engine if rollout.engine != "auto" else ("native" if native else "transformers")
+    kind = engine_kind(rollout, policy.arch is not None)
     if kind == "native":
-        if not isinstance(policy.module, Decoder):
-            raise UserError("rollout.engine=native needs the native decoder; this model runs through transformers")
+        assert isinstance(policy.module, Decoder), "checked by engine_kind"
         weight = policy.module.embedding.weight
         if rollout.exact and weight.dtype == torch.float64:
             raise UserError(
@@ -146,16 +174,7 @@ def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int]
         return _vllm(policy, rollout, listener)
     if kind == "sglang":
         return _sglang(policy, rollout)
-    if rollout.exact:
-        raise UserError("rollout.exact needs the native decoder; this model runs through transformers")
-    if rollout.cache_gib is not None or rollout.cache_dtype != "auto":
-        raise UserError(
-            "rollout.cache_gib and cache_dtype need the native decoder; this model runs through transformers"
-        )
-    if isinstance(policy.module, Decoder):
-        raise UserError(
-            "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
-        )
+    assert isinstance(policy.module, TransformersPolicy), "checked by engine_kind"
     return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id)
 
 
@@ -245,7 +264,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
     )
 
 
-def check_teacher(config: TrainConfig, policy: PolicyModel, base: Path | None) -> None:
+def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
     """Refuse a teacher that could not read the policy's tokens, or does not say how likely each of them is."""
     slot = config.algorithm.kl.reference
     if not isinstance(slot, TeacherReference) or slot.path is None:
@@ -263,7 +282,7 @@ def check_teacher(config: TrainConfig, policy: PolicyModel, base: Path | None) -
         return
     if reason := why_not_native(arch):
         raise UserError(f"{what}: algorithm.kl.loss.estimator=full needs the native decoder ({reason}): use k2 or k3+")
-    rows, own = int(arch["vocab_size"]), policy.module.arch.vocab_size if isinstance(policy.module, Decoder) else 0
+    rows, own = int(arch["vocab_size"]), 0 if policy.arch is None else policy.arch.vocab_size
     if rows < own:
         raise UserError(
             f"{what} has {rows} rows for tokens and the policy {own}, so it says nothing of some that the policy may sample: "

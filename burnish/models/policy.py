@@ -14,7 +14,7 @@ from burnish.config.lora import Lora
 from burnish.config.model import Model
 from burnish.core.local import gathered
 from burnish.models.adapters import adapter_contents, base_of, describe, is_adapter, load_adapter, read_lora
-from burnish.models.architecture import from_nothing, read_config, why_not_native
+from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.hf import TransformersPolicy
 from burnish.models.lora import add_lora, lora_parameters, merged_tensors, wrap_layers
@@ -26,6 +26,22 @@ from burnish.run.parts import part_of
 from burnish.run.staging import Stage, leave
 
 
+@dataclass(frozen=True)
+class PolicyOutline:
+    """A policy as its config and its directory describe it. Weights are neither loaded nor made."""
+
+    tokenizer: Tokenizer
+    max_positions: int | None
+    """The longest sequence the model is made for; None where its config does not say."""
+    arch: Architecture | None
+    """The architecture of the native decoder; None where the model runs through transformers."""
+    source: Path | None = None
+    """The model directory, of an adapter that of its base; None for a new model."""
+    adapter: Path | None = None
+    reason: str = ""
+    """Why the model runs through transformers, where it does."""
+
+
 @dataclass
 class PolicyModel:
     """`module` is our decoder, or transformers' model behind the same interface; `note` says which and why."""
@@ -34,6 +50,11 @@ class PolicyModel:
     tokenizer: Tokenizer
     source: Path | None
     note: str
+
+    @property
+    def arch(self) -> Architecture | None:
+        """The architecture of the native decoder; None where the model runs through transformers."""
+        return self.module.arch if isinstance(self.module, Decoder) else None
 
     @property
     def max_positions(self) -> int | None:
@@ -81,6 +102,10 @@ class PolicyModel:
             fill(self.module, stored_tensors(directory), str(directory))
         else:
             self.module.load_weights(directory)
+
+
+AnyPolicy = PolicyModel | PolicyOutline
+"""What checks of tokens and lengths take: a policy with or without its weights."""
 
 
 def whole_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -140,6 +165,33 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def outline_policy(
+    config: Model, path: Path | None, alphabet: str | None, adapter: Path | None = None
+) -> PolicyOutline:
+    """The policy of a config before its weights are loaded, and the error for one that cannot be. The arguments are those of `load_policy`."""
+    if adapter is None and path is not None and is_adapter(path):
+        adapter = path
+        path = base_of(path)
+    if adapter is not None and path is None:
+        path = base_of(adapter)
+    if path is None:
+        return _outline_new(config, alphabet)
+    said = read_config(path)
+    reason = why_not_native(said)
+    if config.backend == "native" and reason:
+        raise UserError(f"model.backend=native, but {path} cannot run on it: {reason}")
+    if config.backend == "transformers" or reason:
+        why = reason or "model.backend=transformers"
+        if config.lora is not None or adapter is not None:
+            raise UserError(f"adapters need the native decoder, and {path} runs through transformers ({why})")
+        positions = said.get("text_config", said).get("max_position_embeddings")
+        return PolicyOutline(Tokenizer.load(path), positions, None, path, None, why)
+    arch = from_hf(said, str(path / "config.json"))
+    tokenizer = Tokenizer.load(path)
+    _check_embeddings(tokenizer, arch.vocab_size, path)
+    return PolicyOutline(tokenizer, arch.max_positions, arch, path, adapter)
+
+
 def load_policy(
     config: Model, path: Path | None, alphabet: str | None, seed: int, adapter: Path | None = None
 ) -> PolicyModel:
@@ -147,29 +199,25 @@ def load_policy(
 
     With `adapter`, a PEFT directory, or a `path` that is one, it has those adapters; with `model.lora` new ones.
     """
-    if adapter is None and path is not None and is_adapter(path):
-        adapter = path
-        path = base_of(path)
-    if adapter is not None and path is None:
-        path = base_of(adapter)
     dtype, device = getattr(torch, config.dtype), pick_device(config.device)
-    if path is None:
-        return _new(config, alphabet, seed, dtype, device)
-    reason = why_not_native(read_config(path))
-    if config.backend == "native" and reason:
-        raise UserError(f"model.backend=native, but {path} cannot run on it: {reason}")
-    if config.backend == "transformers" or reason:
-        why = reason or "model.backend=transformers"
-        if config.lora is not None or adapter is not None:
-            raise UserError(f"adapters need the native decoder, and {path} runs through transformers ({why})")
-        note = f"forward by transformers, slower than the native decoder ({why})"
-        other = TransformersPolicy.load(path, dtype, device)
-        return PolicyModel(other, _tokenizer(path, other.inner.get_input_embeddings().num_embeddings), path, note)
-    lora = config.lora if adapter is None else read_lora(adapter)
-    module = load_decoder(path, dtype, device, "dtype" if lora is None else lora.base)
-    tokenizer = _tokenizer(path, module.arch.vocab_size)
-    note = f"native decoder, {module.arch.num_parameters:,} parameters{_adapt(module, lora, adapter, seed)}"
-    return PolicyModel(module, tokenizer, path, note)
+    outline = outline_policy(config, path, alphabet, adapter)
+    tokenizer, source = outline.tokenizer, outline.source
+    if source is None:
+        assert outline.arch is not None, "a new model is a native decoder"
+        module = Decoder(outline.arch)
+        initialise(module, seed)
+        module.to(device=device, dtype=dtype)
+        note = f"new {outline.arch.family} decoder, {outline.arch.num_parameters:,} parameters"
+        return PolicyModel(module, tokenizer, None, note)
+    if outline.arch is None:
+        note = f"forward by transformers, slower than the native decoder ({outline.reason})"
+        other = TransformersPolicy.load(source, dtype, device)
+        _check_embeddings(tokenizer, other.inner.get_input_embeddings().num_embeddings, source)
+        return PolicyModel(other, tokenizer, source, note)
+    lora = config.lora if outline.adapter is None else read_lora(outline.adapter)
+    module = load_decoder(source, dtype, device, "dtype" if lora is None else lora.base)
+    note = f"native decoder, {module.arch.num_parameters:,} parameters{_adapt(module, lora, outline.adapter, seed)}"
+    return PolicyModel(module, tokenizer, source, note)
 
 
 def _adapt(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:
@@ -185,18 +233,16 @@ def _adapt(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) 
     return f", {describe(lora)}{come} ({lora_parameters(module.arch, lora):,} parameters)"
 
 
-def _tokenizer(path: Path, num_embeddings: int) -> Tokenizer:
-    """The directory's tokenizer, if the model has an embedding for each of its tokens; a spare embedding does no harm."""
-    tokenizer = Tokenizer.load(path)
+def _check_embeddings(tokenizer: Tokenizer, num_embeddings: int, path: Path) -> None:
+    """Refuse a model without an embedding for each token of its tokenizer; a spare embedding does no harm."""
     if tokenizer.vocab_size > num_embeddings:
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for {num_embeddings} only; "
             "are the tokenizer files those of another model?"
         )
-    return tokenizer
 
 
-def _new(config: Model, alphabet: str | None, seed: int, dtype: torch.dtype, device: torch.device) -> PolicyModel:
+def _outline_new(config: Model, alphabet: str | None) -> PolicyOutline:
     if config.new is None:
         raise UserError("no model: give model.path (a Hugging Face directory) or model.new (from nothing)")
     if config.backend == "transformers":
@@ -206,9 +252,5 @@ def _new(config: Model, alphabet: str | None, seed: int, dtype: torch.dtype, dev
             "model.new needs a task that names its characters (sort_digits, addition, countdown); give model.path for other data"
         )
     tokenizer = Tokenizer.from_characters(alphabet)
-    module = Decoder(from_nothing(config.new, tokenizer.vocab_size))
-    initialise(module, seed)
-    module.to(device=device, dtype=dtype)
-    return PolicyModel(
-        module, tokenizer, None, f"new {config.new.family} decoder, {module.arch.num_parameters:,} parameters"
-    )
+    arch = from_nothing(config.new, tokenizer.vocab_size)
+    return PolicyOutline(tokenizer, arch.max_positions, arch)

@@ -67,6 +67,11 @@ class Stopping:
         return self.is_requested and self._num_allowed > 0
 
 
+def longest_episode(max_positions: int | None, max_tokens: int | None) -> int | None:
+    """The most tokens of a trajectory: what both the model and the environment allow. None: no limit."""
+    return min((limit for limit in (max_positions, max_tokens) if limit is not None), default=None)
+
+
 class Driver:
     """Turns draws of prompts into trajectories."""
 
@@ -83,8 +88,7 @@ class Driver:
         """A trajectory has at most as many tokens as the model has positions, and as its environment may take (`max_tokens`)."""
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
-        limits = [limit for limit in (max_positions, max_tokens) if limit is not None]
-        self.longest = min(limits, default=None)
+        self.longest = longest_episode(max_positions, max_tokens)
         self.stopping = Stopping(lambda: self.engine.interrupt())
         self.demonstrations: Callable[[Draw, int], list[Trajectory]] = nobody
         """What joins the samples of a draw in training, numbered from so many on."""

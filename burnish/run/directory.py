@@ -171,13 +171,7 @@ class RunDirectory:
         name, and until then it stays as it is. A process that goes on with the new run has the same `replaced`, which then is
         another folder.
         """
-        if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
-            raise UserError(
-                f"run name {name!r} cannot be a folder name: use letters, digits and _ - + = . (not first); the folder of all runs is run.directory"
-            )
-        run = cls(root / name)
-        if run.path.exists() and not run.config.exists() and not run._is_old(replaced):
-            _refuse_foreign(run.path)
+        run = cls._named(root, name, replaced)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
@@ -185,12 +179,34 @@ class RunDirectory:
             raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
         try:
             run.is_replaced = run._is_old(replaced)
-            if run.config.exists() and not run.is_replaced:
-                run.changes = _changes(run, config_text, complete)
+            run._compare(config_text, complete)
         except BaseException:
             run.close()
             raise
         return run
+
+    @classmethod
+    def check(
+        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+    ) -> None:
+        """The refusals of `claim` but that of the lock: takes no lock and writes nothing."""
+        cls._named(root, name)._compare(config_text, complete)
+
+    @classmethod
+    def _named(cls, root: Path, name: str, replaced: FolderId | None = None) -> RunDirectory:
+        if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+            raise UserError(
+                f"run name {name!r} cannot be a folder name: use letters, digits and _ - + = . (not first); the folder of all runs is run.directory"
+            )
+        run = cls(root / name)
+        if run.path.exists() and not run.config.exists() and not run._is_old(replaced):
+            _refuse_foreign(run.path)
+        return run
+
+    def _compare(self, config_text: str, complete: Callable[[Tree], Tree]) -> None:
+        """Find what differs from the config of an old run; the error for what may not."""
+        if self.config.exists() and not self.is_replaced:
+            self.changes = _changes(self, config_text, complete)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

@@ -30,13 +30,12 @@ from burnish.data.prompts import Prompt, PromptStream, validation_prompts
 from burnish.data.rows import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.environments.base import check_turns_fit
+from burnish.environments.base import check_turns_fit, environment_factory
 from burnish.models.activations import check_activations, set_activations
 from burnish.models.compiled import check_compile
-from burnish.models.decoder import Decoder
-from burnish.models.policy import PolicyModel
+from burnish.models.policy import AnyPolicy, PolicyModel
 from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
+from burnish.rollout.driver import Driver, longest_episode
 from burnish.rollout.measure import measure, sampling_options, summary
 from burnish.rollout.scored import Scored
 from burnish.run.contents import Sums, are_sums, folder_sums, what_is_damaged, write_contents
@@ -45,7 +44,7 @@ from burnish.run.files import OR_ANEW, atomic_directory, atomic_write
 from burnish.run.run import Run
 from burnish.run.staging import leave
 from burnish.trainers import observe, sft
-from burnish.trainers.demonstrated import demonstrations_of
+from burnish.trainers.demonstrated import Shown, demonstrations_of
 from burnish.trainers.job import Demonstrations, Job, Validate
 from burnish.trainers.memory import MemoryWatch
 from burnish.trainers.positions import check_positions, check_readers
@@ -94,27 +93,38 @@ class Parts:
     """Whether it is still to be made, or made again because it is damaged."""
 
 
-def check_parts(
-    config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards, read: ReadRows = read_rows
-) -> Parts:
-    """All parts of an RL run; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
+@dataclass
+class Inputs:
+    """The parts of a run that are made of its config, its rows and the policy's tokenizer, without weights."""
+
+    recipe: Recipe
+    stream: PromptStream
+    held_out: list[Prompt]
+    longest: int
+    """Tokens of the longest sequence: a prompt with its completion."""
+    demonstrations: Shown
+    """What joins the samples of a draw."""
+    imitated: list[Example]
+    """Of `data.demonstrations`, imitated during RL."""
+    notes: list[str]
+
+
+def check_inputs(
+    config: TrainConfig, base: Path | None, policy: AnyPolicy, rewards: Rewards, read: ReadRows = read_rows
+) -> Inputs:
+    """The parts that need no weights; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
     updates = config.training.mini_batches * config.training.epochs
     recipe = Recipe(config.algorithm, updates, base, rewards.weights)
-    for stage in (config.training, config.warm_start):
-        if stage is not None:
-            check_activations(policy.module, stage.activations)
-    if config.training.compile:
-        check_compile(policy.module)
     check_process(config, policy, base)
     roles.check_teacher(config, policy, base)
-    if "kl" in recipe.loss.needs and not isinstance(policy.module, Decoder):
+    if "kl" in recipe.loss.needs and policy.arch is None:
         raise UserError(
             "algorithm.kl.loss.estimator=full needs the native decoder, which has both models' hidden states; this model runs "
             "through transformers: use k3+ or k2, whose gradients are unbiased"
         )
+    roles.engine_kind(config.rollout, policy.arch is not None)
+    environment_factory(config.environment, policy.tokenizer, base)
     check_turns_fit(config.environment, policy.tokenizer, config.data.template, base)
-    engine = roles.build_engine(policy, config.rollout)
-    driver = roles.build_driver(config, policy, engine, base)
     curriculum = config.algorithm.curriculum
     stream = PromptStream(
         config.data.train, policy.tokenizer, config.data, config.seed, "train", base, curriculum, read
@@ -122,25 +132,44 @@ def check_parts(
     held_out = held_out_prompts(config, base, policy, read)
     prompt_tokens = stream.longest()
     longest = check_positions(config, policy.max_positions, prompt_tokens, held_out)
-    check_readers(config, base, prompt_tokens, held_out, driver.longest)
-    paged = roles.paged_engine(engine)
-    if paged is not None and config.rollout.cache_gib is not None:
-        paged.plan(longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
+    episode = longest_episode(policy.max_positions, config.environment.max_tokens)
+    check_readers(config, base, prompt_tokens, held_out, episode)
     if config.environment.name == "single_turn":  # any other may give the reward itself
         rewards.check(stream.rows())
         rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
-    driver.demonstrations, missing = demonstrations_of(config, policy, stream, base)
+    shown, missing = demonstrations_of(config, policy, stream, base)
     notes = [note for note in (stream.report(), missing) if note is not None]
     notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
     notes += remarks(config)
-    parts = Parts(config, policy, rewards, recipe, engine, driver, stream, held_out, notes, base=base)
+    imitated, left_out = list[Example](), 0
     if config.data.demonstrations and config.algorithm.auxiliary.sft > 0:
-        longest = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
+        most = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
         sources, template = config.data.demonstrations, config.data.template
-        parts.imitated, left_out = load_examples(
-            sources, policy.tokenizer, template, longest, "filter", base, config.seed
-        )
-        parts.notes += [f"{left_out} data.demonstrations are longer than {longest} tokens"] if left_out else []
+        imitated, left_out = load_examples(sources, policy.tokenizer, template, most, "filter", base, config.seed)
+        notes += [f"{left_out} data.demonstrations are longer than {most} tokens"] if left_out else []
+    return Inputs(recipe, stream, held_out, longest, shown, imitated, notes)
+
+
+def check_parts(
+    config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards, read: ReadRows = read_rows
+) -> Parts:
+    """All parts of an RL run; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
+    for stage in (config.training, config.warm_start):
+        if stage is not None:
+            check_activations(policy.module, stage.activations)
+    if config.training.compile:
+        check_compile(policy.module)
+    inputs = check_inputs(config, base, policy, rewards, read)
+    engine = roles.build_engine(policy, config.rollout)
+    driver = roles.build_driver(config, policy, engine, base)
+    driver.demonstrations = inputs.demonstrations
+    paged = roles.paged_engine(engine)
+    if paged is not None and config.rollout.cache_gib is not None:
+        paged.plan(inputs.longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
+    parts = Parts(
+        config, policy, rewards, inputs.recipe, engine, driver, inputs.stream, inputs.held_out, inputs.notes, base=base
+    )
+    parts.imitated = inputs.imitated
     return parts
 
 
@@ -240,7 +269,7 @@ def imitation(parts: Parts, device: torch.device) -> Demonstrations | None:
 
 
 def held_out_prompts(
-    config: TrainConfig, base: Path | None, policy: PolicyModel, read: ReadRows = read_rows
+    config: TrainConfig, base: Path | None, policy: AnyPolicy, read: ReadRows = read_rows
 ) -> list[Prompt]:
     """The prompts of validation; none where there is no source of them."""
     if not config.data.validation:
@@ -295,7 +324,7 @@ def build_validation(
 
 
 def demonstrations(
-    config: Sft, template: Template, seed: int, base: Path | None, policy: PolicyModel
+    config: Sft, template: Template, seed: int, base: Path | None, policy: AnyPolicy
 ) -> tuple[list[Example], str | None]:
     """The examples of the warm start, and a note about those left out."""
     longest = min(config.max_tokens, policy.max_positions or config.max_tokens)

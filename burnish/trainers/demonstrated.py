@@ -9,7 +9,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.trajectory import Trajectory, judged
 from burnish.data.prompts import Draw, PromptStream
 from burnish.data.traces import Traces
-from burnish.models.policy import PolicyModel
+from burnish.models.policy import AnyPolicy
 from burnish.rollout.demonstrations import Demonstrations
 from burnish.rollout.driver import nobody
 from burnish.rollout.scored import Scored
@@ -18,7 +18,7 @@ Shown = Callable[[Draw, int], list[Trajectory]]
 
 
 def demonstrations_of(
-    config: TrainConfig, policy: PolicyModel, stream: PromptStream, base: Path | None
+    config: TrainConfig, policy: AnyPolicy, stream: PromptStream, base: Path | None
 ) -> tuple[Shown, str | None]:
     """What joins the samples of a draw, and a sentence about prompts that nothing joins; nobody where none are asked for."""
     data, each = config.data, config.data.demonstrations_per_group

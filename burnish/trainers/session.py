@@ -16,8 +16,9 @@ from burnish.config.schema import TrainConfig
 from burnish.controller.judge import EngineJudge
 from burnish.controller.memory import planned
 from burnish.controller.placement import check_placement
-from burnish.controller.roles import build_policy, build_scorers, policy_updates
+from burnish.controller.roles import build_outline, build_policy, build_scorers, policy_updates
 from burnish.controller.start import open_cluster
+from burnish.data.pool import ReadRows
 from burnish.rewards.parts import JUDGE, MODEL
 from burnish.rewards.rewards import Rewards
 from burnish.run.directory import RunDirectory, run_name
@@ -26,7 +27,7 @@ from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.run.trackers import check_trackers
 from burnish.trainers import rl
-from burnish.trainers.build import Parts, assemble, check_parts, demonstrations, warm_damage, warm_start
+from burnish.trainers.build import Parts, assemble, check_inputs, check_parts, demonstrations, warm_damage, warm_start
 from burnish.trainers.data_checks import read_checked, repeated
 from burnish.trainers.inputs import keep_inputs
 from burnish.trainers.job import restore
@@ -82,6 +83,21 @@ def checked_run(
             parts.notes += keep_inputs(directory.path, config, resolved, base, directory.forget_rollouts)
             with Run(directory, config.run, resolved) as run:
                 yield parts, run
+
+
+def check_directory(config: TrainConfig, name: str) -> None:
+    """Refuse a config that the run of this name cannot go on with; takes no lock and writes nothing."""
+    RunDirectory.check(*_place(config, name), partial(completed, TrainConfig))
+
+
+def check_without_weights(config: TrainConfig, base: Path, name: str, rewards: Rewards, read: ReadRows) -> None:
+    """The checks of `checked_run` that need the policy's tokenizer and architecture, but neither its weights nor a server."""
+    policy = build_outline(config.model, [*config.data.train, *config.data.validation], config.seed, base)
+    build_scorers(config.reward, policy.tokenizer, base, kinds=())
+    check_inputs(config, base, policy, rewards, read)
+    root, folder, _ = _place(config, name)
+    if config.warm_start is not None and not warm_folder(RunDirectory(root / folder)).is_dir():
+        demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
 
 
 def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:

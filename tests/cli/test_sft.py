@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli.main import main
+from burnish.config.load import dump, load
 from burnish.config.model import Model, NewModel
-from burnish.config.schema import Sft
+from burnish.config.schema import Sft, SftConfig
 from burnish.data.supervised import Example, example_order
 from burnish.models.policy import load_policy
+from burnish.run.directory import RunDirectory, run_name
 from burnish.run.metrics import MEASURED, read
 from burnish.trainers import sft
 from burnish.trainers.sft_session import Learner
@@ -176,6 +178,14 @@ def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "tiny.yaml", "--dry-run", "sft.updates=9"]) == 0
     assert "updates: 9" in capsys.readouterr().out
     assert not Path("runs").exists()
+
+
+def test_a_dry_run_refuses_another_config_than_that_of_the_run_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    old = load(SftConfig, Path("tiny.yaml"), ["seed=1"]).config
+    RunDirectory.create(Path(old.run.directory), run_name(old.run.name, "tiny", 0), dump(old)).close()
+    assert main(["sft", "tiny.yaml", "--dry-run"]) == 2
+    assert "exists with another config:\n  seed: 1 there, 0 now" in capsys.readouterr().out
+    assert main(["sft", "tiny.yaml", "--dry-run", "--fresh"]) == 0
 
 
 def test_a_shrunk_recipe_says_what_was_changed_and_runs_in_a_folder_of_its_own(

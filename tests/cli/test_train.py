@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from burnish.cli.main import main
+from burnish.config.load import dump, load
+from burnish.config.schema import TrainConfig
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.directory import RunDirectory
 from burnish.run.metrics import parse_line
@@ -216,6 +218,17 @@ def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixtur
         (("data.train.path=picture.jsonl",), "picture.jsonl:1: column 'images' has a value"),
         (("model.path=org/name",), "`hf download org/name --local-dir models/name` fetches it"),
         (("rollout.prompts=200000", "rollout.max_rows=1000000"), "this run does not fit."),
+        (("run.name=old", "rollout.n=2"), "run runs/old exists with another config:\n  rollout.n: 4 there, 2 now"),
+        (("validation.by=nowhere",), "validation.by=nowhere: no held-out row has that column"),
+        (("data.template.kind=chat",), "no chat template"),
+        (("rollout.max_tokens=500",), "the model is made for 32 positions"),
+        (("data.max_prompt_tokens=1",), "data.max_prompt_tokens"),
+        (("data.sampler=plug.py:backward",), "plug.py defines no 'backward'"),
+        (("environment.name=nomodule:Game",), "plug-in 'nomodule:Game': no such module"),
+        (("environment.name=games.py:Twice", "environment.max_turns=2", "environment.options.gaol=3"), "'gaol'"),
+        (("algorithm.advantage={name: plug.py:half, options: {scalle: 2}}",), "unknown option 'scalle'"),
+        (("rollout.engine=transformers",), "rollout.engine=transformers needs model.backend=transformers"),
+        (("model.path=model/untokenized",), "untokenized"),
     ],
 )
 def test_a_dry_run_fails_where_the_run_would(
@@ -231,11 +244,17 @@ def test_a_dry_run_fails_where_the_run_would(
     monkeypatch.setattr("burnish.controller.memory._host_memory", lambda: 2**29)
     (here / "none.jsonl").write_text('{"question": "1+1="}\n')
     (here / "picture.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}\n')
+    (model / "untokenized").mkdir()
+    (model / "untokenized/config.json").write_bytes((model / "config.json").read_bytes())
+    RunDirectory.create(Path("runs"), "old", dump(load(TrainConfig, here / "files.yaml").config)).close()
+    before = sorted(here.rglob("*"))
     capsys.readouterr()
     assert train("files.yaml", "--dry-run", *overrides) == 2
     out = capsys.readouterr().out
     assert words in out
     assert out.splitlines()[-1] == "dry run: 1 problem, the run would not start"
+    assert [path for path in sorted(here.rglob("*")) if path.name != "__pycache__" and path.suffix != ".pyc"] == before
+    assert train("files.yaml", *overrides) == 2
 
 
 def test_a_dry_run_says_whether_the_run_fits_and_how_often_it_draws_each_row(
