@@ -17,6 +17,7 @@ from burnish.config.errors import UserError
 from burnish.config.load import Loaded, dump, load
 from burnish.config.model import Model
 from burnish.config.named_files import sources_of
+from burnish.config.plugins import is_plugin
 from burnish.config.references import is_reference
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE, StagesConfig
@@ -152,7 +153,9 @@ def show_rows(loaded: Loaded[Any]) -> None:
     if any(is_reference(source.path) for source in sources_of(loaded.config)):
         return
     if isinstance(loaded.config, TrainConfig):
-        print_rows(loaded)
+        # The plan has imported a user's reward in another process: it may start threads that would keep this one from ending.
+        if not any(is_plugin(part.name) for part in loaded.config.reward.parts):
+            print_rows(loaded)
     else:
         print_rows_to_learn(loaded)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,9 @@ def test_a_function_of_the_user_s_that_does_not_end_holds_nobody_up(
     tree = short("cold", "reasoning")
     place = tree["stages"]["reasoning"]["config"]["reward"]
     place["parts"] = ["busy.py:f"]
+    threads = set(threading.enumerate())
     assert stages(tree, "--dry-run") == 0
+    assert set(threading.enumerate()) <= threads  # its thread is not in this process
     monkeypatch.setattr(stage_plan, "IMPORT_S", 0.2)
     place["parts"] = ["stuck.py:f"]
     assert "stage reasoning: reward.parts: to import stuck.py:f took more than 0.2 s" in refused(capsys, tree)
