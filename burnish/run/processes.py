@@ -43,7 +43,7 @@ def parents() -> dict[int, int]:
             continue
         with contextlib.suppress(OSError):  # it ended meanwhile
             # The name in parentheses may have anything in it; state and parent follow the last one.
-            state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 found[int(entry.name)] = int(parent)
     return found

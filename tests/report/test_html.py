@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_run_and_a_run_without_metrics_are_refused(tmp_path:
     with pytest.raises(UserError, match=r"no config\.yaml"):
         write_report(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    with pytest.raises(UserError, match="no lines yet"):
+    with pytest.raises(UserError, match="has no lines: the run has not finished a step yet"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
