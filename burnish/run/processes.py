@@ -62,7 +62,7 @@ def descendants(pid: int) -> list[int]:
 def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by a signal (SIGSTOP), rather than being slow."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
 
@@ -80,7 +80,7 @@ def telling(pid: int) -> Iterator[int]:
         with contextlib.suppress(OSError):  # it ended meanwhile
             if not Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::"):
                 continue
-            status = Path(f"/proc/{child}/status").read_text()
+            status = Path(f"/proc/{child}/status").read_text(errors="replace")
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             if caught >> (TELL - 1) & 1:
                 yield child

@@ -243,3 +243,14 @@ def test_what_is_asked_of_the_kernel_is_there() -> None:
     assert os.getpid() in descendants(os.getppid())
     assert list(telling(os.getpid())) == []
     assert out_of_memory_kills() >= 0
+
+
+def test_a_process_may_have_a_name_that_is_no_text() -> None:
+    code = "open('/proc/self/comm', 'wb').write(b'\\xff\\xfe'); print('named', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None
+        assert named.stdout.readline() == b"named\n"
+        assert b"\xff\xfe" in Path(f"/proc/{named.pid}/stat").read_bytes()
+        assert named.pid in descendants(os.getpid())
+        assert not is_stopped(named.pid)
+        named.communicate(b"\n")
