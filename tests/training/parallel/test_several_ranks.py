@@ -51,7 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         )
         said = [file.read_text() for file in sorted(folder.glob("*/*.txt"))]
         done.write_text("" if ran.returncode == 0 else "\n".join([*said, ran.stdout, ran.stderr]))
-    assert done.read_text() == ""
+    problem = done.read_text()
+    assert not problem, problem  # whole: pytest shortens what it compares
     return {num_ranks: folder / str(num_ranks) for num_ranks in CASES}
 
 
