@@ -39,11 +39,11 @@ test: lint  ## set up, then lint and run the tests (ARGS="tests/config -x" narro
 	OMP_NUM_THREADS=1 $(if $(MEMORY),PYTEST_DEBUG_TEMPROOT=$(MEMORY)) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(FULL)  ## run the tests of models, engine, learner and algorithms with the GPU of this machine in sight, which the others do not see
-	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal tests/models tests/rollout/native tests/training tests/algorithms $(ARGS)
+	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal tests/models tests/inference/native tests/training tests/algorithms $(ARGS)
 
 # One process: vLLM's engines follow each other in it. With a GPU: make test-vllm VLLM_PACKAGE=vllm
 test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run the tests of the vLLM engine and of whole runs with it
-	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/vllm -p no:cacheprovider -W ignore $(ARGS)
+	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inference/vllm -p no:cacheprovider -W ignore $(ARGS)
 
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .
@@ -53,9 +53,9 @@ lint: $(FULL)  ## check style, format and types
 slow: $(FULL)  ## run the long tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# All victims that tests/controller/chaos.py has, or some: runs of a few seconds (VICTIMS=driver,reward), those with Ray of a minute.
+# All victims that tests/distributed/chaos.py has, or some: runs of a few seconds (VICTIMS=driver,reward), those with Ray of a minute.
 chaos: $(FULL)  ## kill and stop processes of N short runs at random moments; each must end as if undisturbed (N=1000)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.controller.chaos --runs $(N) $(if $(VICTIMS),--victims $(VICTIMS)) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.chaos --runs $(N) $(if $(VICTIMS),--victims $(VICTIMS)) $(ARGS)
 
 format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

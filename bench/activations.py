@@ -18,12 +18,12 @@ from batches import ragged
 from common import on_this_gpu, save, table
 from rollout import random_model
 
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.optimizer import Optimizer
-from burnish.models.activations import set_activations
-from burnish.models.compiled import compile_layers
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.config.model import Optimizer
+from burnish.memory_plan.planner import GIB, Setup, plan
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.compiled_layers import compile_layers
 from burnish.training.learner import Learner
-from burnish.training.planner import GIB, Setup, plan
 
 WAYS = ("keep", "selective", "recompute", "offload", "compile", "compile+recompute")
 BUDGET, SAMPLES = 16384, 84

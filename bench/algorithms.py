@@ -35,11 +35,14 @@ import torch
 from common import save, table
 from torch import Tensor
 
-from burnish.algorithms.advantages import ADVANTAGES, Estimate, cutpoints
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import LOSSES, PolicyLoss
-from burnish.algorithms.losses.value import ValueLoss
-from burnish.algorithms.view import view_of
+from burnish.algorithms.advantages.returns import Estimate
+from burnish.algorithms.advantages.spo import cutpoints
+from burnish.algorithms.advantages.table import ADVANTAGES
+from burnish.algorithms.losses.model_losses import ValueLoss
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.losses.sequence_losses import LOSSES
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import ids_from_offsets, offsets_from_lengths
 

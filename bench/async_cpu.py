@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 import torch
 from common import save, table
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 
 SOURCES = {
     "sync": "rollout.source=sync",

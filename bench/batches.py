@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

@@ -23,15 +23,14 @@ import torch
 from common import on_this_gpu, save, table
 from rollout import SHAPES, Work, random_model, requests_of
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.lora import Lora
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.models.activations import set_activations
-from burnish.models.lora import add_lora
-from burnish.rollout.native.paged import PagedEngine
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.lora.adapters import add_lora
 from burnish.training.learner import Learner
 
 SHAPES["32B"] = {

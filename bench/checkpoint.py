@@ -26,15 +26,14 @@ from batches import ragged
 from common import on_this_gpu, save, table
 from rollout import random_model
 
-from burnish.algorithms.losses import NllLoss
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.config.model import Optimizer
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.saving import decoder_contents
-from burnish.run.checkpoints import Checkpoints
-from burnish.run.contents import Snapshot
-from burnish.run.saving import Saving
-from burnish.run.staging import Stage
+from burnish.models.weight_saving import decoder_contents
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import Snapshot
+from burnish.run.checkpoint.saving import Saving, Stage
 from burnish.training.learner import Learner
 
 SMALL = Architecture("qwen2", 16384, 384, 8, 6, 2, 64, 1536, 1024, qkv_bias=True, tied=True)

@@ -16,11 +16,11 @@ from typing import Any
 
 from common import save, table
 
-from burnish.config.reward import Reward
-from burnish.rewards.rewards import Rewards
-from burnish.rewards.sandbox.client import Sandbox
-from burnish.rewards.sandbox.limits import Limits
+from burnish.config.data import Reward
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import ScoreRequest
+from burnish.sandbox.client import Sandbox
+from burnish.sandbox.limits import Limits
 
 REPEATS = 200
 CALLED = {"program": "def f(x): return x + 1"}

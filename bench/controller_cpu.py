@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory
 import torch
 from common import save, table
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.controller import roles
-from burnish.controller.ray_cluster import Cluster
-from burnish.controller.start import start_roles
 from burnish.core.engine import Engine, Request, SamplingOptions
-from burnish.rollout.remote import RemoteEngine
+from burnish.distributed import roles
+from burnish.distributed.ray_cluster import Cluster
+from burnish.distributed.ray_roles import start_roles
+from burnish.inference.remote_engine import RemoteEngine
 
 PROMPTS, N = 64, 8
 OPTIONS = [

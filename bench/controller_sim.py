@@ -36,32 +36,30 @@ import numpy as np
 import torch
 from common import RESULTS, save, table
 
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.algorithm import Algorithm
-from burnish.config.pools import ACTOR
-from burnish.controller.backend import Order, Traffic
-from burnish.controller.group import WorkerGroup
-from burnish.controller.proxies import Ledger, RemoteLearner, RemoteReference, Slimmer
-from burnish.controller.rollout_worker import RolloutWorker
-from burnish.controller.start import keep_what_is_there
-from burnish.controller.workers import TrainingWorker
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.spec import Algorithm
+from burnish.config.placement import ACTOR
 from burnish.core.batch import Batch
+from burnish.core.dispatch import dispatch
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.segments import offsets_from_lengths
-from burnish.core.spread import spread
-from burnish.core.wire import encode, num_bytes
-from burnish.rollout.messages import Completions, Requests
-from burnish.rollout.native.shared import check_requests
-from burnish.rollout.remote import RemoteEngine
-from burnish.rollout.sync.buckets import Bucket, Entry, Publication, digest
-from burnish.rollout.sync.verify import Report, probe
-from burnish.rollout.weights import Trainer
+from burnish.core.serialization import encode, num_bytes
+from burnish.distributed.ray_roles import keep_what_is_there
+from burnish.distributed.role_proxies import Ledger, RemoteLearner, RemoteReference, Slimmer
+from burnish.distributed.rollout_worker import RolloutWorker
+from burnish.distributed.training_worker import TrainingWorker
+from burnish.distributed.worker_group import Order, Traffic, WorkerGroup
+from burnish.inference.native.engine_common import check_requests
+from burnish.inference.remote_engine import RemoteEngine
+from burnish.inference.request_arrays import Completions, Requests
+from burnish.inference.weight_sync.buckets import Bucket, Entry, Publication, digest
+from burnish.inference.weight_sync.publisher import Report, Trainer, probe
 from burnish.trainers.minibatches import mini_batches
 from burnish.training.learner import Update
 from burnish.training.meter import Reading
 
 RELAYS_FROM, FAN_OUT = 64, 64
-"""As in `controller/ray_processes.py`, which cannot be imported without Ray."""
+"""As in `distributed/ray_backend.py`, which cannot be imported without Ray."""
 PROMPT, N, VOCAB, TENSORS, UPDATES = 128, 16, 32000, 339, 4
 """Tokens of a prompt, samples of it, tokens there are, tensors of a 7B model, mini-batches of a step."""
 
@@ -396,8 +394,8 @@ def ray_costs(messages: int = 3000) -> dict[str, float]:
     import ray
 
     from burnish.config.placement import RayPlacement
-    from burnish.controller.ray_cluster import Cluster
-    from burnish.controller.ray_group import RayBackend
+    from burnish.distributed.ray_backend import RayBackend
+    from burnish.distributed.ray_cluster import Cluster
 
     with TemporaryDirectory() as folder, Cluster(RayPlacement(engines=2), on_gpu=False) as cluster:
         backend = RayBackend(cluster, "rollout", Idle, (), Path(folder), 60)
@@ -425,7 +423,7 @@ def ray_costs(messages: int = 3000) -> dict[str, float]:
 class Idle:
     """A worker that does nothing."""
 
-    @spread("broadcast", "list")
+    @dispatch("broadcast", "list")
     def nothing(self, number: int) -> int:
         """Nothing."""
         return number

@@ -28,31 +28,26 @@ import torch
 from common import save, table
 from grpo_step_cpu import config_for, make_model
 
-from burnish.algorithms.correction import (
-    budget_correction,
-    compared,
-    decoupled_correction,
-    gap_profiles,
-    seed_correction,
-    worst_tokens,
-)
-from burnish.algorithms.correction.symptoms import symptoms
-from burnish.config.load import load
+from burnish.algorithms.correction.budget import budget_correction
+from burnish.algorithms.correction.corrections import decoupled_correction, seed_correction
+from burnish.algorithms.correction.diagnostics import symptoms
+from burnish.algorithms.correction.profiles import compared, gap_profiles, worst_tokens
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.run.metrics import read
 from burnish.run.run import Run
-from burnish.run.worst_tokens import WorstTokens
-from burnish.trainers import observe, prepare
-from burnish.trainers.session import checked_run, execute
+from burnish.run.samples import WorstTokens
+from burnish.trainers import pipeline, step_metrics
+from burnish.trainers.rl_run import checked_run, execute
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 ALL = {
     "token_k1": (0.5, 2.0), "token_k2": 0.5, "token_k3": 0.5, "seq_sum_k1": (0.01, 100.0), "seq_sum_k2": 50.0, "seq_sum_k3": 50.0,
     "seq_mean_k1": (0.9, 1.1), "seq_mean_k2": 0.1, "seq_mean_k3": 0.1, "seq_max_k2": 5.0, "seq_max_k3": 5.0,
 }  # fmt: skip
-PARTS = ((prepare, "corrected"), (prepare, "gap_report"), (observe, "worst_rows"), (WorstTokens, "append"))
+PARTS = ((pipeline, "corrected"), (pipeline, "gap_report"), (step_metrics, "worst_rows"), (WorstTokens, "append"))
 """All a step does about the gap."""
 WINDOW = "the gap"
 

@@ -17,12 +17,11 @@ from common import on_this_gpu, save, table
 from torch import Tensor
 from torch.nn import functional
 
-from burnish.models.ops.cuda.decode_attention import decode_attention
-from burnish.models.ops.cuda.gated_product import gated_product
-from burnish.models.ops.kernels.decode_step import decode_step
-from burnish.models.ops.kernels.rows import gate
-from burnish.models.ops.paged import Placement
-from burnish.models.ops.rope import inverse_frequencies, rotation_table
+from burnish.models.kernels.cuda.hopper import decode_attention, gated_product
+from burnish.models.kernels.elementwise import inverse_frequencies, rotation_table
+from burnish.models.kernels.paged_layout import Placement
+from burnish.models.kernels.triton.decode_step import decode_step
+from burnish.models.kernels.triton.rows import gate
 
 PAGE, DIM = 16, 128
 COPY = 4.3e12  # bytes a second of an H200, measured

@@ -2,7 +2,7 @@
 
     python bench/delta_sync.py --model DIRECTORY [--lr 1e-6] [--updates 4]
 
-The product's AdamW on random tokens, and the product's publication (`rollout/sync`): checksums of all tensors are in both. An
+The product's AdamW on random tokens, and the product's publication (`inference/weight_sync`): checksums of all tensors are in both. An
 engine takes every publication; that it has the trainer's bits afterwards is checked.
 """
 
@@ -15,12 +15,12 @@ import time
 import torch
 from common import save, table
 
-from burnish.algorithms.losses import NllLoss
-from burnish.config.load import load
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.controller import roles
 from burnish.core.batch import Batch
-from burnish.rollout.sync.buckets import Publisher, take
+from burnish.distributed import roles
+from burnish.inference.weight_sync.buckets import Publisher, take
 
 
 def main() -> None:

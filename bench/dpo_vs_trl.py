@@ -23,11 +23,11 @@ from typing import Any
 from common import save, table
 from grpo_step_cpu import ALPHABET, make_model
 
-from burnish.config.load import plain_values
+from burnish.config.loading import plain_values
 from burnish.config.preference import PreferConfig
 from burnish.run.metrics import read
 from burnish.trainers.preference import unit_order
-from burnish.trainers.preference_session import execute
+from burnish.trainers.preference_run import execute
 
 PAIRS, LR, BETA, CLOSE = 16, 1e-3, 0.1, 1e-4
 MODES = {"cached": "reference log-probs computed before training", "live": "reference asked in every step"}

@@ -20,7 +20,7 @@ import torch
 from common import on_this_gpu, save, table
 from rollout import WORKS, drain, random_model, requests_of
 
-from burnish.rollout.native.paged import PagedEngine
+from burnish.inference.native.paged_engine import PagedEngine
 from burnish.run.metrics import read
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"

@@ -35,7 +35,7 @@ def child() -> dict[str, Any]:
     import triton  # noqa: F401
     from rollout import WORKS, random_model, requests_of
 
-    from burnish.rollout.native.paged import PagedEngine
+    from burnish.inference.native.paged_engine import PagedEngine
 
     marks.append(("import_rest_s", since_start()))
     torch.zeros(1, device="cuda")

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from common import RESULTS, save, table
 
-from burnish.config.load import load_small
+from burnish.config.loading import load_small
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 OTHERS = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward_model", "r1", "r1_toy", "long2short", "long2short_toy")

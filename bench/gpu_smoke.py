@@ -13,15 +13,16 @@ import time
 import torch
 from common import save, table
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.schema import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.segments import offsets_from_lengths
-from burnish.models.architecture import FAMILIES, Architecture
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.rollout.native.paged import PagedEngine
+from burnish.models.families import FAMILIES
 from burnish.training.learner import Learner
 
 

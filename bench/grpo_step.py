@@ -28,13 +28,13 @@ import torch
 from common import on_this_gpu, save, table
 from rollout import FLOPS, SHAPES, Work, random_model, requests_of
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.engine import Completion, Request
 from burnish.core.segments import offsets_from_lengths
-from burnish.rollout.native.paged import PagedEngine
+from burnish.inference.native.paged_engine import PagedEngine
 from burnish.training.learner import Learner
 from burnish.training.meter import Reading
 

@@ -25,12 +25,12 @@ from common import save, table
 from burnish.config.schema import TrainConfig
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.saving import save_decoder
 from burnish.models.tokenizer import Tokenizer
+from burnish.models.weight_saving import save_decoder
 from burnish.run import metrics
 from burnish.trainers import rl
-from burnish.trainers.build import assemble
-from burnish.trainers.session import checked_run
+from burnish.trainers.assembly import assemble
+from burnish.trainers.rl_run import checked_run
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 13, 64
 ALPHABET = "".join(chr(c) for c in range(0x4E00, 0x4E00 + 126))  # one token each; with pad and eos, 128

@@ -18,11 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers.build import facts_of
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.assembly import facts_of
+from burnish.trainers.rl_run import checked_run, execute
 
 FOLDER = Path(__file__).parent.parent / "tests" / "run" / "health_runs"
 BASE = """

@@ -28,15 +28,14 @@ from batches import equal, ragged
 from common import RESULTS, on_this_gpu, save, table
 from rollout import FLOPS, SHAPES, random_model
 
-from burnish.algorithms.losses import NllLoss, PolicyLoss
-from burnish.config.lora import Lora
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
+from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
-from burnish.models.activations import set_activations
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.flops import backward, forward, packed_counts
-from burnish.models.lora import add_lora
-from burnish.models.ops.logprob import head_logprob
+from burnish.models.kernels.logprob import head_logprob
+from burnish.models.lora.adapters import add_lora
 from burnish.training.learner import Learner
 
 GIB = 2**30

@@ -25,15 +25,14 @@ import torch
 from batches import ragged
 from common import save, table
 
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.optimizer import Optimizer
-from burnish.config.parallel import Parallel
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.config.model import Optimizer
+from burnish.config.placement import Parallel
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.learner import Learner
-from burnish.training.memory_use import memory_values
-from burnish.training.parallel.distribute import distribute
-from burnish.training.parallel.join import join, leave
+from burnish.training.meter import memory_values
+from burnish.training.parallel.distribute import distribute, join, leave
 
 SHAPE = Architecture("qwen2", 12288, 512, 6, 8, 4, 64, 1536, 1024, qkv_bias=True, tied=True)
 AVERAGE = 384  # tokens of a sample

@@ -15,8 +15,7 @@ from typing import Any
 
 from common import save, table
 
-from burnish.report.curves import Chart
-from burnish.report.svg import COLOURS, draw
+from burnish.report.curves import COLOURS, Chart, draw
 from burnish.run.metrics import read
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"

@@ -23,14 +23,13 @@ from rollout import COPY, SHAPES, WORKS, Work, drain, random_model, requests_of
 from torch import nn
 from torch.nn import functional
 
-from burnish.config.lora import Base, Lora
+from burnish.config.model import Base, Lora
+from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.architecture import Architecture
-from burnish.models.four_bits import weight_bytes
-from burnish.models.lora import add_lora
-from burnish.models.ops.lora import LoraLinear
-from burnish.models.ops.nf4 import Nf4, dequantise, quantise
-from burnish.models.projections import targets
-from burnish.rollout.native.paged import PagedEngine
+from burnish.models.lora.adapters import LoraLinear, add_lora
+from burnish.models.quantization.nf4 import Nf4, dequantise, quantise
+from burnish.models.quantization.nf4_decoder import weight_bytes
+from burnish.models.weight_layout import targets
 
 Row = dict[str, Any]
 

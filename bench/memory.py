@@ -22,17 +22,15 @@ from batches import ragged
 from common import on_this_gpu, save, table
 from rollout import SHAPES, random_model
 
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.lora import Lora
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
-from burnish.models.activations import set_activations
+from burnish.memory_plan.planner import GIB, Setup, plan
+from burnish.memory_plan.suggestions import DOUBT, advice, error_text, text_of
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
-from burnish.models.lora import add_lora
+from burnish.models.lora.adapters import add_lora
 from burnish.training.learner import Learner
-from burnish.training.levers import advice
-from burnish.training.plan_text import DOUBT, error_text, text_of
-from burnish.training.planner import GIB, Setup, plan
 
 
 @dataclass(frozen=True)

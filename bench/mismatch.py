@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples" / "mismatch"))
 from experiment import CORRECTIONS, LABELS, learn, make_start, noise, stale  # noqa: E402  the example's own run
 
-from burnish.run.files import atomic_write  # noqa: E402
+from burnish.run.durable_files import atomic_write  # noqa: E402
 
 STRENGTHS: dict[str, tuple[float, ...]] = {"stale": (1, 4, 8, 16, 64), "noise": (0.05, 0.1, 0.2, 0.4, 0.8)}
 TITLES = {

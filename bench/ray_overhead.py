@@ -28,20 +28,20 @@ from typing import Any
 import torch
 from common import save, table
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.trainers import rl
-from burnish.trainers.build import assemble, warm_start
-from burnish.trainers.job import Job, Learned
+from burnish.trainers.assembly import assemble, warm_start
+from burnish.trainers.context import StepResult, TrainContext
 from burnish.trainers.performance import learner_values
-from burnish.trainers.session import checked_run, warm_folder
+from burnish.trainers.rl_run import checked_run, warm_folder
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 FEW = ["warm_start.updates=120", "validation.before=false", "run.save_every=100000", "run.samples_every=100000"]
 WARM = 2
 
 
-def job_of(stack: ExitStack, name: str, overrides: list[str], folder: str) -> Job:
+def job_of(stack: ExitStack, name: str, overrides: list[str], folder: str) -> TrainContext:
     """A run that is ready for its first step."""
     loaded = load(TrainConfig, RECIPE, [*FEW, *overrides, f"run.directory={folder}", f"run.name={name}"])
     parts, run = stack.enter_context(checked_run(loaded.config, loaded.resolved, loaded.base, name))
@@ -53,14 +53,14 @@ def job_of(stack: ExitStack, name: str, overrides: list[str], folder: str) -> Jo
     return job
 
 
-def step_of(job: Job, step: int) -> dict[str, float]:
+def step_of(job: TrainContext, step: int) -> dict[str, float]:
     """One step, and what it took."""
     started = time.perf_counter()
     rollouts, batch = rl.gather(job, step)
     sampled = time.perf_counter()
-    learned = rl.learn(job, step, batch) if batch is not None else Learned()
+    learned = rl.learn(job, step, batch) if batch is not None else StepResult()
     updated = time.perf_counter()
-    rl.settle(job, step, rollouts, learned)
+    rl.after_step(job, step, rollouts, learned)
     ended = time.perf_counter()
     values = learner_values(job.learners, sampled)
     told = {name.partition("/")[2]: values.get(name, 0.0) for name in ("controller/messages", "controller/store_bytes")}

@@ -20,9 +20,9 @@ from typing import Any
 
 from common import save, table
 
-from burnish.config.text import render
-from burnish.data.tasks.base import Dice
+from burnish.config.yaml_text import render
 from burnish.data.tasks.registry import make_task
+from burnish.data.tasks.task import Dice
 from burnish.run.metrics import read
 
 DIGITS = {"min_digits": 4, "max_digits": 6}

@@ -27,11 +27,11 @@ from common import on_this_gpu, save, table
 from first_token import breakdown, starts
 
 from burnish.core.engine import Request, SamplingOptions
-from burnish.core.keys import fold
+from burnish.core.random_keys import fold
+from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.meta import with_memory, without_memory
-from burnish.rollout.native.paged import PagedEngine
+from burnish.models.weight_loading import with_memory, without_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": {"hidden_size": 1536, "mlp_size": 8960, "num_layers": 28, "num_heads": 12, "num_kv_heads": 2, "vocab_size": 151936, "tied": True},

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from common import save, table
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.models.activations import set_activations
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.learner import Learner
-from burnish.training.memory_use import memory_values
+from burnish.training.meter import memory_values
 
 VOCAB = 256
 

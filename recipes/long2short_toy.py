@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.data.tasks.base import Dice
+
 from burnish.data.tasks.sort_digits import SortDigits
 
 

@@ -33,5 +33,5 @@ def without_c() -> Iterator[None]:
     """No C kernels: their twins in torch run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CPU_KERNELS", "0")
-        patch.setattr("burnish.models.ops.cpu.build._library", lambda is_wide: None)
+        patch.setattr("burnish.models.kernels.cpu.c_library._library", lambda is_wide: None)
         yield

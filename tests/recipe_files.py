@@ -12,10 +12,9 @@ import pyarrow
 import pyarrow.parquet
 
 from burnish.config.data import Source
-from burnish.config.named_files import AnyConfig, directories_of, sources_of
-from burnish.config.preference import PreferConfig
-from burnish.config.references import is_reference
-from burnish.config.reward_model import RewardModelConfig
+from burnish.config.plugins import is_reference
+from burnish.config.preference import PreferConfig, RewardModelConfig
+from burnish.config.requirements import AnyConfig, directories_of, sources_of
 from burnish.config.schema import TrainConfig
 from burnish.models.tokenizer import Tokenizer
 

@@ -16,11 +16,14 @@ LAYERS = [
     "serve",
     "evaluation",
     "trainers",
-    "controller",
+    "distributed",
     "rollout",
+    "inference",
+    "memory_plan",
     "training",
     "environments",
     "rewards",
+    "sandbox",
     "data",
     "models",
     "algorithms",
@@ -32,6 +35,9 @@ LAYERS = [
 
 ROOT = Path(burnish.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+MODULES = {
+    p: ".".join(["burnish", *p.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__") for p in FILES
+}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -51,8 +57,15 @@ def layer_of(name: str) -> str | None:
     return parts[1] if parts[0] == "burnish" and len(parts) > 1 and parts[1] in LAYERS else None
 
 
+def is_record(name: str) -> bool:
+    """Whether a module has the torch-free records of algorithms, which `config` reads although they stand above it."""
+    parts = name.split(".")
+    return parts[:2] == ["burnish", "algorithms"] and ("spec" in parts or "presets" in parts)
+
+
 def upward(path: Path, own: str) -> list[str]:
-    return [n for n in imported(path) if (other := layer_of(n)) and LAYERS.index(other) < LAYERS.index(own)]
+    above = [n for n in imported(path) if (other := layer_of(n)) and LAYERS.index(other) < LAYERS.index(own)]
+    return [n for n in above if not (own == "config" and is_record(n))]
 
 
 def test_every_package_has_its_place_in_the_list() -> None:
@@ -69,20 +82,78 @@ def test_no_file_imports_upward(package: str) -> None:
     assert wrong == {}
 
 
+def test_the_records_of_algorithms_import_nothing_but_config_and_each_other() -> None:
+    records = {p: name for p, name in MODULES.items() if is_record(name)}
+    assert len(records) > 8
+    for path in records:
+        assert [n for n in imported(path) if layer_of(n) not in (None, "config") and not is_record(n)] == [], path
+
+
 def test_the_rule_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     path = tmp_path / "core" / "x.py"
     path.parent.mkdir()
     path.write_text(
-        "import burnish.cli.main\nfrom burnish import data\nfrom ..run import files\ndef f():\n    from burnish.models.ops import rope\n"
+        "import burnish.cli.main\nfrom burnish import data\nfrom ..run import files\ndef f():\n    from burnish.models.kernels import device\n"
     )
-    assert upward(path, "core") == ["burnish.cli.main", "burnish.data", "burnish.run", "burnish.models.ops"]
+    assert upward(path, "core") == ["burnish.cli.main", "burnish.data", "burnish.run", "burnish.models.kernels"]
     assert upward(path, "cli") == []
+
+
+def modules_needed(path: Path) -> set[str]:
+    """The modules of burnish that a file imports, in functions too, and the packages they are in. Imports for type checkers do not count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = [ast.Pass()]
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {".".join(name[:end]) for name in parts for end in range(2, len(name) + 1)} & set(MODULES.values())
+
+
+def circles(needed: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, by Tarjan's algorithm."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for other in needed[module]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == order[module]:
+            at = stack.index(module)
+            found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for module in needed:
+        if module not in order:
+            visit(module)
+    return [group for group in found if len(group) > 1]
+
+
+def test_no_modules_import_each_other() -> None:
+    """A package whose `__init__` names what its modules define is not in a circle with them: they need it only as the folder they are in."""
+    needed = {name: modules_needed(path) - {name} for path, name in MODULES.items()}
+    for name, others in needed.items():
+        needed[name] = {other for other in others if not name.startswith(f"{other}.")}
+    assert circles(needed) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
 HEAVY = "{'torch', 'transformers', 'numpy', 'pyarrow', 'ray'}"
 PARSE = """
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 load(TrainConfig, None, ["model.new.num_layers=1", "data.train.task=sort_digits"])
 """

@@ -6,12 +6,13 @@ import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.terms.spec import Kl, KlLoss
+from burnish.config.algorithm_guide import BASE, OFF, SLOTS, about, brief, differences, from_base, published
 from burnish.config.errors import UserError
-from burnish.config.guide import BASE, OFF, SLOTS, about, brief, differences, from_base, published
-from burnish.config.load import dump, from_preset
-from burnish.config.presets import PRESETS
-from burnish.config.slots import Kl, KlLoss, Record
+from burnish.config.loading import dump, from_preset
+from burnish.config.records import Record
 
 WIDTH = 120
 

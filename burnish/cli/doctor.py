@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.rewards.code import check_sandbox
 
@@ -44,7 +44,7 @@ USES = {
 """What each extra is for."""
 
 # In a process of its own, since a namespace once left cannot be entered again.
-LEAVE_NETWORK = "import sys; from burnish.rewards.limits import leave_network; sys.exit(not leave_network())"
+LEAVE_NETWORK = "import sys; from burnish.rewards.worker_limits import leave_network; sys.exit(not leave_network())"
 
 
 class Row(NamedTuple):
@@ -89,16 +89,16 @@ def python_and_torch() -> Iterator[Row]:
             device = torch.cuda.get_device_properties(index)
             yield Row(OK, f"gpu {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
             if (device.major, device.minor) == (9, 0):
-                from burnish.models.ops.cuda import build as cuda
+                from burnish.models.kernels.cuda import compiler as cuda
 
                 has_them, text = cuda.state()
                 text = text if has_them else f"torch and Triton compute instead: {text}"
                 yield Row(OK if has_them else ABSENT, "hopper kernels", text)
     else:
         yield Row(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
-    from burnish.models.ops.cpu import build
+    from burnish.models.kernels.cpu import c_library
 
-    has_kernels, text = build.state()
+    has_kernels, text = c_library.state()
     yield Row(OK if has_kernels else ABSENT, "cpu kernels", text if has_kernels else f"torch computes instead: {text}")
     yield Row(OK, "matmul", f"{matmul_gflops():.0f} GFLOP/s in float32, 1024 x 1024, on the CPU")
 

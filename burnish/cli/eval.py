@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.config.text import printable
+from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:
+    from burnish.evaluation.model_source import Subject
     from burnish.evaluation.session import Measured, Test
-    from burnish.evaluation.subject import Subject
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.1
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; status 1 when not one completion of some data set could be scored."""
     if args.compare is not None:
         return run_compare(args)
+    from burnish.evaluation.model_source import find_subject
     from burnish.evaluation.session import run_tests, write_together
-    from burnish.evaluation.subject import find_subject
 
     model, data, overrides = split_words(args.words)
     subject = find_subject(model)
@@ -119,8 +119,8 @@ def run_compare(args: argparse.Namespace) -> int:
         read_pair,
     )
     from burnish.evaluation.completions import encode
-    from burnish.evaluation.places import TOGETHER, places
-    from burnish.run.files import atomic_write
+    from burnish.evaluation.output_paths import TOGETHER, places
+    from burnish.run.durable_files import atomic_write
 
     idle = [*args.words, *(key for key, value in flags(args).items() if value is not None)]
     idle += [name for name in ("best_by", "data_dir") if getattr(args, name) is not None]
@@ -169,8 +169,8 @@ def make_tests(
     args: argparse.Namespace, model: Path, subject: Subject, data: list[str], overrides: list[str]
 ) -> list[Test]:
     """The checked settings of every data set with what they come to on this machine; --force clears the way."""
-    from burnish.evaluation.fingerprint import fingerprint
-    from burnish.evaluation.places import places
+    from burnish.evaluation.evaluate import fingerprint
+    from burnish.evaluation.output_paths import places
     from burnish.evaluation.session import Test, choose_dtype, spare_workers
     from burnish.evaluation.settings import is_given, settings
 
@@ -248,7 +248,7 @@ class Printer:
         """A data set that was measured before, from its files."""
         from burnish.evaluation.completions import read_completions
         from burnish.evaluation.result import summarise
-        from burnish.evaluation.table import as_json
+        from burnish.evaluation.result_table import as_json
 
         found = test.place.finished(test.settings)
         if found is None:
@@ -260,8 +260,8 @@ class Printer:
 
     def measured(self, measured: Measured, progress: Progress) -> None:
         """A data set that has just been measured."""
+        from burnish.evaluation.result_table import seconds_text
         from burnish.evaluation.session import result_file
-        from burnish.evaluation.table import seconds_text
 
         progress.clear()
         self.files[measured.test.place.name] = result_file(measured)
@@ -269,12 +269,12 @@ class Printer:
 
     def summary(self, names: list[str]) -> str:
         """All data sets, a line each."""
-        from burnish.evaluation.table import summary
+        from burnish.evaluation.result_table import summary
 
         return summary({name: self.results[name] for name in names})
 
     def _show(self, test: Test, result: Any, seconds: str | None = None) -> None:
-        from burnish.evaluation.table import table
+        from burnish.evaluation.result_table import table
 
         self.results[test.place.name] = result
         print(printable("\n".join([f"{test.place.name}\n"] if self.is_many else []) + table(result)))

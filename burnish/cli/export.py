@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from burnish.config.errors import UserError
 
 if TYPE_CHECKING:
-    from burnish.run.checkpoints import Checkpoints
+    from burnish.run.checkpoint.checkpoints import Checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the directory and say what is in it."""
-    from burnish.run.checkpoints import damage, read_manifest
-    from burnish.run.files import atomic_directory
+    from burnish.run.checkpoint.checkpoints import damage, read_manifest
+    from burnish.run.durable_files import atomic_directory
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise UserError(f"{args.out} exists and is not an empty directory: nothing is overwritten, choose another name")
@@ -55,7 +55,7 @@ def export(path: Path, names: list[str], folder: Path, dtype: str | None, merged
     """The model in a folder."""
     import torch
 
-    from burnish.models.export import copy_model, merge_model
+    from burnish.models.export_and_merge import copy_model, merge_model
 
     wanted = None if dtype is None else getattr(torch, dtype)
     if merged:
@@ -66,8 +66,8 @@ def export(path: Path, names: list[str], folder: Path, dtype: str | None, merged
 
 def choose(source: Path, step: str | None) -> tuple[Path, str]:
     """The checkpoint that is meant, and why."""
-    from burnish.run.checkpoints import MANIFEST, Checkpoints
-    from burnish.run.directory import RunDirectory
+    from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints
+    from burnish.run.run_directory import RunDirectory
 
     if (re.fullmatch(r"step-\d+", source.name) and source.is_dir()) or (source / MANIFEST).is_file():
         if step is not None:
@@ -83,7 +83,7 @@ def choose(source: Path, step: str | None) -> tuple[Path, str]:
 
 def of_run(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Path, str]:
     """A run's checkpoint by its number, or by what it is."""
-    from burnish.run.checkpoints import best_of
+    from burnish.run.checkpoint.checkpoints import best_of
 
     folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoints.folders()}
     if step is not None and step.isdigit():
@@ -102,7 +102,7 @@ def of_run(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Pa
 
 def others(path: Path) -> str:
     """What to do about a damaged checkpoint."""
-    from burnish.run.checkpoints import Checkpoints, damage
+    from burnish.run.checkpoint.checkpoints import Checkpoints, damage
 
     beside = [folder for folder in Checkpoints(path.parent, keep_last=1).folders() if folder != path]
     whole = [int(folder.name.removeprefix("step-")) for folder in beside if damage(folder, of="model") is None]

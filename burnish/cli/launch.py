@@ -20,7 +20,7 @@ from burnish.cli import train
 from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
 from burnish.config.schema import TrainConfig
-from burnish.controller.waiting import Nodes, Wanted, described, wait_for
+from burnish.distributed.ray_cluster import Nodes, Wanted, described, wait_for
 
 WAIT_S = 600.0
 KNOCK_S = 2.0
@@ -102,7 +102,7 @@ class _Cluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             self.ray.init(address=self.address, log_to_driver=False, logging_level="error")
             self._is_own = True
-            from burnish.controller.ray_cluster import check_token
+            from burnish.distributed.ray_cluster import check_token
 
             check_token(self.address)
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]

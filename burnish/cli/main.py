@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe must show here, not while the interpreter shuts down
         return status
     except UserError as error:
-        from burnish.config.text import printable
+        from burnish.config.yaml_text import printable
 
         print(f"burnish: error: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from burnish.cli.export import size_text
-    from burnish.models.merging import Recipe, check, merge_models
-    from burnish.run.files import atomic_directory
+    from burnish.models.export_and_merge import Recipe, check, merge_models
+    from burnish.run.durable_files import atomic_directory
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise UserError(f"{args.out} exists and is not an empty directory: nothing is overwritten, choose another name")
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def model_of(path: Path) -> Path:
     """The model that is meant: a plain directory itself, of a run or a checkpoint what `burnish export` would write."""
     from burnish.cli.export import choose, others
-    from burnish.run.checkpoints import MANIFEST, damage
+    from burnish.run.checkpoint.checkpoints import MANIFEST, damage
 
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         return path

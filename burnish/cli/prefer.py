@@ -10,7 +10,7 @@ from burnish.cli.stage import add_stage_arguments, print_loss, train_stage
 from burnish.config.preference import PreferConfig
 
 if TYPE_CHECKING:
-    from burnish.trainers.updates import Outcome
+    from burnish.trainers.offline_run import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after, the final loss and where the model is."""
-    return train_stage(args, PreferConfig, "burnish.trainers.preference_session", tell)
+    return train_stage(args, PreferConfig, "burnish.trainers.preference_run", tell)
 
 
 def tell(outcome: Outcome) -> None:
@@ -30,8 +30,8 @@ def tell(outcome: Outcome) -> None:
 
 def print_accuracy(folder: Path) -> None:
     """How often the held-out preference is the model's, at the first measurement and at the last."""
-    from burnish.run.directory import RunDirectory
     from burnish.run.metrics import read
+    from burnish.run.run_directory import RunDirectory
 
     for kind in ("pairs", "answers"):
         name = f"validation/{kind}/accuracy"

@@ -6,10 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from burnish.cli.stage import add_stage_arguments, train_stage
-from burnish.config.reward_model import RewardModelConfig
+from burnish.config.preference import RewardModelConfig
 
 if TYPE_CHECKING:
-    from burnish.trainers.updates import Outcome
+    from burnish.trainers.offline_run import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the accuracy on held-out pairs and where the model is."""
-    return train_stage(args, RewardModelConfig, "burnish.trainers.reward_model_session", tell)
+    return train_stage(args, RewardModelConfig, "burnish.trainers.reward_model_run", tell)
 
 
 def tell(outcome: Outcome) -> None:
     """How it does on held-out pairs, if there are any."""
-    from burnish.trainers.reward_model_session import read_measured
+    from burnish.trainers.reward_model_run import read_measured
 
     held = read_measured(outcome.model)
     if held is not None:

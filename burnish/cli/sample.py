@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
-from burnish.config.text import printable
+from burnish.config.rollout import SINGLE_TURN
+from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:
     from burnish.config.rollout import Sampling
@@ -47,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the completions; everything else goes to stderr."""
-    from burnish.config.load import load
+    from burnish.config.loading import load
     from burnish.config.model import Model
     from burnish.config.rollout import Sampling
-    from burnish.evaluation.subject import compute_dtype, find_subject
+    from burnish.evaluation.model_source import compute_dtype, find_subject
 
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
@@ -89,11 +89,11 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
     """One request a sample, each with its own noise."""
     from burnish.config.data import Template
     from burnish.core.engine import Request
-    from burnish.core.keys import sample_key
-    from burnish.data.rows import Row
+    from burnish.core.random_keys import sample_key
+    from burnish.data.row import Row
     from burnish.data.template import render
-    from burnish.evaluation.subject import fit_max_tokens
-    from burnish.rollout.measure import sampling_options
+    from burnish.evaluation.model_source import fit_max_tokens
+    from burnish.rollout.validation import sampling_options
 
     row = Row("prompt", text, "sample", None)
     if args.prerendered and (args.template == "chat" or args.system is not None):
@@ -113,7 +113,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
 def stream(policy: PolicyModel, requests: list[Request]) -> None:
     """Draw all samples at once and print them in order, the first unfinished one as its tokens come."""
     from burnish.config.rollout import Rollout
-    from burnish.controller.roles import build_engine
+    from burnish.distributed.roles import build_engine
     from burnish.models.decoder import Decoder
 
     printer = Printer(policy.tokenizer, len(requests))
@@ -133,7 +133,7 @@ class Printer:
     """Prints several completions one after the other, though their tokens come mixed."""
 
     def __init__(self, tokenizer: Tokenizer, num_samples: int) -> None:
-        from burnish.evaluation.stream import TextStream
+        from burnish.evaluation.model_source import TextStream
 
         self.streams = [TextStream(tokenizer) for _ in range(num_samples)]
         self.waiting = [""] * num_samples  # text of the samples whose turn has not come

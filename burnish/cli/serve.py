@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
-from burnish.config.text import printable
+from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
+    from burnish.inference.native.paged_engine import PagedEngine
     from burnish.models.policy import PolicyModel
-    from burnish.rollout.native.paged import PagedEngine
-    from burnish.serve.loop import EngineLoop, Listener
-    from burnish.serve.prompts import Served
+    from burnish.serve.engine_thread import EngineLoop, Listener
+    from burnish.serve.request_to_engine import Served
 
 KEY_VARIABLE = "BURNISH_API_KEY"
 EXTRA = ("starlette", "uvicorn")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     require_extra()
     check(args)
-    from burnish.evaluation.subject import compute_dtype, find_subject
+    from burnish.evaluation.model_source import compute_dtype, find_subject
 
     subject = find_subject(args.model)
     if subject.note is not None:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise UserError("the API key must be of printable ASCII characters without spaces, and not empty")
-    from burnish.serve.server import bind, is_loopback
+    from burnish.serve.http_server import bind, is_loopback
 
     bound = bind(args.host, args.port)  # before the model is loaded: a port that is taken shows at once
     if api_key is None and not is_loopback(bound):
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from burnish.config.model import Model
     from burnish.models.policy import check_finite, load_policy, pick_device
     from burnish.serve.app import Api
-    from burnish.serve.scoring import Scorer
-    from burnish.serve.server import run as serve
+    from burnish.serve.http_server import run as serve
+    from burnish.serve.request_to_engine import Scorer
 
     dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
     policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, seed=0)
@@ -115,9 +115,9 @@ def check(args: argparse.Namespace) -> None:
 
 def served(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> Served:
     """The model under the name clients know it by, with sequences as long as its positions and the engine's cache allow."""
-    from burnish.controller.roles import paged_engine
+    from burnish.distributed.roles import paged_engine
     from burnish.models.decoder import Decoder
-    from burnish.serve.prompts import Served
+    from burnish.serve.request_to_engine import Served
 
     module = policy.module
     if isinstance(module, Decoder):
@@ -133,8 +133,8 @@ def served(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> Ser
 def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> EngineLoop:
     """The engine in its thread; each of its rows and each place in the queue holds one completion."""
     from burnish.config.rollout import Rollout
-    from burnish.controller.roles import build_engine, paged_engine
-    from burnish.serve.loop import EngineLoop
+    from burnish.distributed.roles import build_engine, paged_engine
+    from burnish.serve.engine_thread import EngineLoop
 
     rollout = Rollout(max_rows=args.max_rows, cache_gib=args.cache_gib, cache_dtype=args.cache_dtype)
 

@@ -14,4 +14,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the final loss and where the model is."""
-    return train_stage(args, SftConfig, "burnish.trainers.sft_session", print_loss)
+    return train_stage(args, SftConfig, "burnish.trainers.sft", print_loss)

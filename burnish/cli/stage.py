@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.cli.train import add_fresh, add_profile, load_recipe, print_memory, print_problems, replaced_folder
-from burnish.config.load import Loaded, completed, dump
-from burnish.run.directory import RunDirectory, run_name
+from burnish.config.loading import Loaded, completed, dump
+from burnish.run.run_directory import RunDirectory, run_name
 
 if TYPE_CHECKING:
-    from burnish.trainers.updates import Outcome
+    from burnish.trainers.offline_run import Outcome
 
 
 def add_stage_arguments(parser: argparse.ArgumentParser, config: type[Any], example: str) -> None:
@@ -46,7 +46,7 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
         return print_problems(loaded, checks)
     settings = loaded.config.run
     replaced = replaced_folder(args, Path(settings.directory) / run_name(settings.name, name, loaded.config.seed))
-    from burnish.training.parallel.join import leave
+    from burnish.training.parallel.distribute import leave
 
     execute = importlib.import_module(session).execute
     outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile, replaced)
@@ -60,10 +60,10 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
 
 def print_rows_to_learn(loaded: Loaded[Any]) -> None:
     """How often each row is learnt; the error for a row that cannot be used. What is not there is told elsewhere."""
-    from burnish.config.named_files import missing_inputs, places
-    from burnish.config.reward_model import RewardModelConfig
+    from burnish.config.preference import RewardModelConfig
+    from burnish.config.requirements import missing_inputs, places
     from burnish.config.schema import SftConfig
-    from burnish.data.pairs import count_rows
+    from burnish.data.preference_pairs import count_rows
     from burnish.data.supervised import count_examples
     from burnish.models.architecture import check_scorable
 

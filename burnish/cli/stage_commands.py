@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from burnish.cli.stage_plan import Plan, Ready, product
-from burnish.config.load import Loaded, plain_values
-from burnish.config.references import resolved
-from burnish.config.text import printable
-from burnish.core.workers import WorkerLost
-from burnish.run.checkpoints import Checkpoint, Checkpoints, read_manifest
-from burnish.run.directory import RunDirectory
-from burnish.run.files import atomic_directory, writing
-from burnish.run.heartbeat import FILE, Heartbeat
+from burnish.config.loading import Loaded, plain_values
+from burnish.config.plugins import resolved
+from burnish.config.yaml_text import printable
+from burnish.core.dispatch import WorkerLost
+from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints, read_manifest
+from burnish.run.durable_files import atomic_directory, writing
 from burnish.run.metrics import held_out_figures, read
+from burnish.run.run_directory import RunDirectory
 from burnish.run.stage_index import Outcome, sums_of, write_outcome
-from burnish.run.supervise import LOST
+from burnish.run.supervisor.exit_status import LOST
+from burnish.run.supervisor.liveness import FILE, Heartbeat
 
 TOTALS = {
     "train": ("training", "steps"),
@@ -72,17 +72,17 @@ def _train(command: str, loaded: Loaded[Any], name: str) -> None:
 
         drive(argparse.Namespace(profile=None, controls=False), loaded, name)
     elif command == "sft":
-        from burnish.trainers import sft_session
+        from burnish.trainers import sft
 
-        sft_session.execute(config, plain, base, name)
+        sft.execute(config, plain, base, name)
     elif command == "prefer":
-        from burnish.trainers import preference_session
+        from burnish.trainers import preference_run
 
-        preference_session.execute(config, plain, base, name)
+        preference_run.execute(config, plain, base, name)
     else:
-        from burnish.trainers import reward_model_session
+        from burnish.trainers import reward_model_run
 
-        reward_model_session.execute(config, plain, base, name)
+        reward_model_run.execute(config, plain, base, name)
 
 
 def _trained_outcome(plan: Plan, ready: Ready, config: Any) -> Outcome | None:
@@ -127,7 +127,7 @@ def _figures(
 
 def _make_base(plan: Plan) -> int:
     """The new model that all begins with, with the characters of all tasks."""
-    from burnish.controller.roles import build_policy
+    from burnish.distributed.roles import build_policy
 
     target = product(plan.folder, "base", "new")
     if not target.exists():

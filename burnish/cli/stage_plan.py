@@ -19,20 +19,16 @@ from typing import Any, NoReturn
 
 from burnish.cli.data import COMMANDS as DATA_COMMANDS
 from burnish.cli.main import COMMANDS
-from burnish.config.data import Source
+from burnish.config.data import RewardPart, Source
 from burnish.config.errors import UserError, hub_hint
-from burnish.config.extras import missing_extras
-from burnish.config.load import Loaded
-from burnish.config.named_files import check_files, sources_of
-from burnish.config.plugins import is_plugin, is_plugin_file
-from burnish.config.references import is_reference, references
-from burnish.config.reward import RewardPart
+from burnish.config.loading import Loaded
+from burnish.config.plugins import is_plugin, is_plugin_file, is_reference, references
+from burnish.config.requirements import check_files, missing_extras, sources_of
 from burnish.config.schema import TrainConfig
-from burnish.config.stage_trees import load_stages
-from burnish.config.stages import BASE, POLICIES, StagesConfig
+from burnish.config.stages import BASE, POLICIES, StagesConfig, load_stages
 from burnish.models.architecture import check_scorable
-from burnish.rewards.parts import check_parts
-from burnish.run.directory import flatten, may_change, run_name
+from burnish.rewards.reward_parts import check_parts
+from burnish.run.run_directory import flatten, may_change, run_name
 from burnish.trainers.stages import Planned
 
 READS = {

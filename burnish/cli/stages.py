@@ -14,17 +14,16 @@ from typing import Any
 from burnish.cli.stage_plan import MEASURED, Plan, Ready, make_plan
 from burnish.cli.train import add_supervision, num_restarts, patience_s
 from burnish.config.errors import UserError
-from burnish.config.load import Loaded, dump, load
+from burnish.config.loading import Loaded, dump, load
 from burnish.config.model import Model
-from burnish.config.named_files import sources_of
-from burnish.config.plugins import is_plugin
-from burnish.config.references import is_reference
+from burnish.config.plugins import is_plugin, is_reference
+from burnish.config.requirements import sources_of
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE, StagesConfig
-from burnish.config.text import printable
-from burnish.run.interrupt import StopOnInterrupt
+from burnish.config.yaml_text import printable
 from burnish.run.stage_index import StageIndex
-from burnish.run.supervise import Supervisor
+from burnish.run.supervisor.liveness import StopOnInterrupt
+from burnish.run.supervisor.supervisor import Supervisor
 from burnish.trainers.stages import Planned, Stages
 
 
@@ -86,7 +85,7 @@ def load_plan(args: argparse.Namespace) -> Plan:
     """The checked plan of a command line; what `--shrink` changed is printed."""
     if not args.shrink:
         return make_plan(load(StagesConfig, args.recipe, args.overrides), args.recipe, args.recipe.stem)
-    from burnish.config.stage_shrink import load_small_stages
+    from burnish.config.stages import load_small_stages
 
     loaded, changes = load_small_stages(args.recipe, args.overrides)
     print("\n".join(f"shrunk: {change}" for change in changes))
@@ -162,7 +161,7 @@ def show_rows(loaded: Loaded[Any]) -> None:
 
 def show_memory(plan: Plan, ready: Ready) -> None:
     """The memory plan of a training stage; the error if it cannot fit."""
-    from burnish.controller.memory import planned
+    from burnish.memory_plan.from_config import planned
 
     assert ready.loaded is not None
     config = ready.loaded.config
@@ -176,8 +175,8 @@ def show_memory(plan: Plan, ready: Ready) -> None:
 
 def planned_model(plan: Plan, ready: Ready) -> Model:
     """A stage's model for its memory plan: the base's shape, which all its descendants have, and the adapters that it trains."""
-    from burnish.controller.roles import find_directory
-    from burnish.models.adapters import base_of
+    from burnish.models.lora.directory import base_of
+    from burnish.models.policy import find_directory
 
     assert ready.loaded is not None
     base, model = plan.config.model, ready.loaded.config.model

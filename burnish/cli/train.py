@@ -1,6 +1,6 @@
 """`burnish train recipe.yaml [key=value ...]`: RL from a config, continued where it was if the run exists.
 
-The process that is started is a supervisor (`burnish.run.supervise`); a fork of it makes the run.
+The process that is started is a supervisor (`burnish.run.supervisor.supervisor`); a fork of it makes the run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.config.load import Kind, Loaded, dump, load, load_small
+from burnish.config.loading import Kind, Loaded, dump, load, load_small
 from burnish.config.schema import TrainConfig
-from burnish.config.text import parse, printable
-from burnish.core.workers import WorkerLost
-from burnish.run.directory import run_name
-from burnish.run.files import FolderId, folder_id
-from burnish.run.supervise import LOST, is_possible, supervise
+from burnish.config.yaml_text import parse, printable
+from burnish.core.dispatch import WorkerLost
+from burnish.run.durable_files import FolderId, folder_id
+from burnish.run.run_directory import run_name
+from burnish.run.supervisor.exit_status import LOST
+from burnish.run.supervisor.supervisor import is_possible, supervise
 
 if TYPE_CHECKING:
     from burnish.run.run import Run
@@ -124,10 +125,9 @@ def run(args: argparse.Namespace) -> int:
 
 def show(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int:
     """The resolved config, the plan, and what the run would stop at; the exit status. With `is_fresh` an old run is no obstacle."""
-    from burnish.config.explain import plan_text
-    from burnish.config.remarks import remarks
-    from burnish.controller.placement import check_placement
-    from burnish.trainers.session import check_directory
+    from burnish.config.explain import plan_text, remarks
+    from burnish.distributed.placement import check_placement
+    from burnish.trainers.rl_run import check_directory
 
     print(dump(loaded.config))
     print(plan_text(loaded.config))
@@ -144,9 +144,9 @@ def show(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int:
 def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:
     """Refuse `--controls` where there is nothing to compare with."""
     if args.controls:
-        from burnish.trainers import controls
+        from burnish.trainers import rl_run
 
-        controls.check_controls(config)
+        rl_run.check_controls(config)
 
 
 def num_restarts(args: argparse.Namespace) -> int:
@@ -179,8 +179,8 @@ def patience_s(args: argparse.Namespace, config: TrainConfig) -> float:
 
 def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, replaced: FolderId | None = None) -> int:
     """Make the run, in this process."""
-    from burnish.trainers.session import checked_run, execute
-    from burnish.training.parallel.join import refuse_several
+    from burnish.trainers.rl_run import checked_run, execute
+    from burnish.training.parallel.distribute import refuse_several
 
     refuse_several("train")
     check_controls(args, loaded.config)
@@ -192,7 +192,7 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, repl
             return 0
         run.display.stop()
         if args.controls:
-            from burnish.trainers.controls import run_controls
+            from burnish.trainers.rl_run import run_controls
 
             run_controls(loaded.config, loaded.base, run)
         finish(run)
@@ -202,7 +202,7 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, repl
 
 def print_memory(loaded: Loaded[Any]) -> None:
     """The memory plan; the error for one that cannot fit the device that is here."""
-    from burnish.controller.memory import planned
+    from burnish.memory_plan.from_config import planned
 
     memory = planned(loaded.config, loaded.base)
     print(memory.text)
@@ -215,11 +215,10 @@ def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
 
     With the recipe's `name` also the error for whatever does not fit the policy's tokenizer and architecture: its model must be there.
     """
-    from burnish.config.extras import missing_extras
-    from burnish.config.named_files import missing_inputs, missing_models
-    from burnish.rewards.rewards import Rewards
-    from burnish.trainers.data_checks import draws_text, read_checked
-    from burnish.trainers.session import check_without_weights
+    from burnish.config.requirements import missing_extras, missing_inputs, missing_models
+    from burnish.rewards.scoring import Rewards
+    from burnish.trainers.input_checks import draws_text, read_checked
+    from burnish.trainers.rl_run import check_without_weights
 
     if any(missing_inputs(loaded)) or any(missing_extras(loaded.config)):
         return
@@ -233,8 +232,7 @@ def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
 
 def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int:
     """All that the run would stop at: what is not there, and what each check finds. The exit status of the dry run."""
-    from burnish.config.extras import missing_extras
-    from burnish.config.named_files import missing_files
+    from burnish.config.requirements import missing_extras, missing_files
 
     problems = [*missing_files(loaded), *missing_extras(loaded.config)]
     for check in checks:
@@ -261,7 +259,7 @@ def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind
 def finish(run: Run) -> None:
     """Report, curves, and the numbers a person wants to see last: of all validation modes, of the first once more at the end."""
     from burnish.report.curves import write_curves
-    from burnish.report.html import write_report
+    from burnish.report.page import write_report
     from burnish.run.metrics import FIGURES, held_out_figures, read
 
     rows = read(run.directory.metrics)

@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write report.html and say where it is."""
-    from burnish.report.html import write_report
-    from burnish.run.directory import RunDirectory
+    from burnish.report.page import write_report
+    from burnish.run.run_directory import RunDirectory
 
     directory = RunDirectory.open(args.path)
     print(f"report: {write_report(directory.path)}")

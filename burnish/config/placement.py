@@ -2,17 +2,127 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from burnish.config.errors import UserError
-from burnish.config.parallel import Parallel, check_parallel_fits
-from burnish.config.pools import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Pool, Role, Room, check_pools, in_words
-from burnish.config.slots.base import Slot, choice
+from burnish.config.errors import UserError, nearest
+from burnish.config.records import Record, Slot, choice
 
 if TYPE_CHECKING:
+    from burnish.config.model import Model, Optimizer
     from burnish.config.schema import TrainConfig
+
+
+# --- Pools: named places for the processes of a run on Ray, and which role works in which.
+#
+#     placement:
+#       name: ray
+#       pools: {train: {places: 4}, more: {places: 2}, checks: {places: 2, cpus: 4, gpu: false}}
+#       roles: {actor: train, rollout: train, reference: more, critic: more, reward: checks}
+#
+# Roles of one pool take turns in its places (the k-th process of each in the k-th place), roles of different pools work apart. A reward
+# takes no turns: it scores while engines sample.
+
+Role = Literal["actor", "rollout", "reference", "critic", "reward"]
+ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = get_args(Role)
+
+
+class Pool(Record):
+    """Places for processes."""
+
+    places: int = Field(1, ge=1)
+    """How many: each is on one machine, and every role of the pool has a process there."""
+    cpus: int = Field(1, ge=1)
+    """CPUs of each place, and the threads of its processes."""
+    gpu: bool = True
+    """Whether each place has a GPU, where the cluster has any."""
+
+
+Room = tuple[Pool, dict[str, int]]
+"""A pool, and how many processes each of its roles has there."""
+
+
+def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
+    """Refuse roles without a pool, pools without a role, and what cannot be divided among them."""
+    for role, pool in roles.items():
+        if pool not in pools:
+            known = ", ".join(pools) or "none"
+            raise ValueError(f"roles.{role}={pool}: there is no such pool{nearest(pool, pools)} (pools: {known})")
+    for role in (ACTOR, ROLLOUT):
+        if pools and role not in roles:
+            raise ValueError(f"with pools, roles.{role} must name the pool of the processes that {_does(role)}")
+    idle = [name for name in pools if name not in roles.values()]
+    if idle:
+        raise ValueError(f"pools.{idle[0]} has no effect: no role works there")
+    if pools and not pools[roles[ACTOR]].gpu and pools[roles[ROLLOUT]].gpu:
+        raise ValueError(f"pools.{roles[ACTOR]}.gpu=false leaves the actor without a GPU while engines have some")
+    if pools and pools[roles[ACTOR]].gpu and not pools[roles[ROLLOUT]].gpu:
+        raise ValueError(f"pools.{roles[ROLLOUT]}.gpu=false leaves engines without a GPU while the actor has some")
+
+
+def _does(role: str) -> str:
+    return {ACTOR: "train", ROLLOUT: "sample"}[role]
+
+
+def in_words(pools: dict[str, Pool], roles: dict[Role, str]) -> str:
+    """The processes of a run in pools."""
+    told = []
+    for name, pool in pools.items():
+        own = ", ".join(role for role, where in roles.items() if where == name)
+        places = f"{pool.places} place{'' if pool.places == 1 else 's'}"
+        told.append(f"pool {name} for {own}: {places} of {pool.cpus} CPU{'' if pool.cpus == 1 else 's'}")
+    return "; ".join(told)
+
+
+# --- How the processes that `torchrun` starts divide the work of training.
+
+
+class Parallel(Record):
+    """Several processes on one model; their number is replicate x shard x sequence x tensor."""
+
+    replicate: int = Field(1, ge=1)
+    """Copies of the sharded model, each in the hands of `shard` x `sequence` x `tensor` processes (HSDP)."""
+    shard: int | None = Field(None, ge=1)
+    """Processes with sequences of their own that hold a piece of every parameter each (FSDP2); null means all that are left."""
+    sequence: int = Field(1, ge=1)
+    """Processes that cut the tokens of the same micro-batches among them, for long sequences (Ulysses); they share parameters too."""
+    tensor: int = Field(1, ge=1)
+    """Processes that cut every layer's heads and MLP among them; must divide the model's heads and MLP width."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in the CPU's memory, and bring a layer to the GPU when it is its turn."""
+
+    def sizes(self, num_processes: int) -> tuple[int, int, int, int]:
+        """(replicate, shard, sequence, tensor) for so many processes."""
+        others = self.replicate * self.sequence * self.tensor
+        shard = max(1, num_processes // others) if self.shard is None else self.shard
+        if others * shard != num_processes:
+            wanted = f"replicate={self.replicate} x shard={self.shard or 'the rest'} x sequence={self.sequence} x tensor={self.tensor}"
+            raise UserError(
+                f"parallel: {wanted} does not make {num_processes} processes; their number is torchrun's --nproc-per-node times --nnodes, "
+                "or placement.workers"
+            )
+        return self.replicate, shard, self.sequence, self.tensor
+
+
+def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, activations: str) -> None:
+    """Refuse what cannot be divided, or would have no effect."""
+    if model.backend == "transformers" and (parallel.sequence > 1 or parallel.tensor > 1):
+        raise ValueError(
+            "parallel.sequence and parallel.tensor need the native decoder, and model.backend=transformers"
+        )
+    if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
+        raise ValueError(
+            f"parallel.tensor cannot cut matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.shard, or base=dtype"
+        )
+    if parallel.tensor > 1 and activations == "selective":
+        raise ValueError("activations=selective cannot follow tensors that parallel.tensor cuts: use recompute or keep")
+    if parallel.offload and model.device == "cpu":
+        raise ValueError("parallel.offload has no effect with model.device=cpu: host memory is all there is")
+    if parallel.offload and optimizer.offload:
+        raise ValueError(
+            "optimizer.offload has no effect with parallel.offload, which keeps the optimizer's state on the CPU too"
+        )
 
 
 class LocalPlacement(Slot):

@@ -6,13 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from burnish.algorithms.losses.spec import DpoLoss, PreferenceSlot
 from burnish.config.data import Sources, Template
-from burnish.config.model import Model, check_trainable
-from burnish.config.optimizer import Optimizer, check_optimizer_fits
-from burnish.config.parallel import Parallel, check_parallel_fits
+from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
+from burnish.config.placement import Parallel, check_parallel_fits
+from burnish.config.records import Record
 from burnish.config.schema import Activations, Run, check_best_by
-from burnish.config.slots import Record
-from burnish.config.slots.losses import DpoLoss, PreferenceSlot
 
 
 class Preference(Record):
@@ -86,4 +85,67 @@ class PreferConfig(Record):
         check_best_by(self.run.best_by, [kind] if stage.held_out else [], ("accuracy", "margin", "loss"))
         if not stage.data:
             raise ValueError("no data: give preference.data (a file, a task or a plug-in)")
+        return self
+
+
+# --- The configuration of `burnish reward-model`.
+
+
+class RewardModel(Record):
+    """Training a scorer on pairs of answers (Bradley-Terry)."""
+
+    data: Sources = Field(default_factory=list)
+    """Rows with `prompt`, `chosen` and `rejected` (text or messages), and perhaps `margin`; a task gives pairs of its own."""
+    held_out: Sources = Field(default_factory=list)
+    """Pairs to measure on, never trained on."""
+    held_out_every: int = Field(0, ge=0)
+    """Updates between measurements on `held_out`; 0 means only before the first update, with every checkpoint and at the end."""
+    updates: int = Field(250, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(64, ge=1)
+    """Pairs an update."""
+    margin: float = Field(0.0, ge=0)
+    """By how much a chosen answer's score must be ahead, besides the row's own `margin` where it has one."""
+    centre: float = Field(0.0, ge=0)
+    """Coefficient of (chosen score + rejected score)^2, which keeps scores around 0; without it only differences are learnt."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest sequence, prompt and answer."""
+    overlong: Literal["filter", "error"] = "filter"
+    """What to do with pairs that have a longer one: leave them out (counted) or stop."""
+    token_budget: int = Field(8192, ge=1)
+    """Most tokens of one micro-batch; a pair may be divided over two, the gradient is the same."""
+    activations: Activations = "keep"
+    """What waits for the backward pass: keep, selective, recompute or offload, as in training.activations."""
+    optimizer: Optimizer = Optimizer(lr=1e-5)
+    """The optimizer and its schedule."""
+
+
+class RewardModelConfig(Record):
+    """`burnish reward-model`."""
+
+    seed: int = Field(0, ge=0)
+    """All randomness follows from it."""
+    run: Run = Run()
+    """Where a run lives and what it keeps."""
+    model: Model = Model()
+    """The model whose layers the scorer starts from."""
+    template: Template = Template()
+    """How messages become text."""
+    reward_model: RewardModel = RewardModel()
+    """Data and optimisation."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RewardModelConfig:
+        check_trainable(self.model)
+        stage = self.reward_model
+        check_optimizer_fits(stage.optimizer, "reward_model.optimizer", self.model.dtype, self.model.device)
+        if not stage.data:
+            raise ValueError("no data: give reward_model.data (a file of pairs, a task or a plug-in)")
+        if self.model.backend == "transformers":
+            raise ValueError("a reward model needs the native decoder, and model.backend=transformers")
+        if stage.held_out_every and not stage.held_out:
+            raise ValueError("reward_model.held_out_every has no effect without reward_model.held_out")
+        if not self.run.keep_best and not stage.held_out_every:
+            raise ValueError("run.keep_best=false has no effect without reward_model.held_out_every")
+        check_best_by(self.run.best_by, ["pairs"] if stage.held_out else [], ("accuracy", "margin", "loss"))
         return self

@@ -10,20 +10,21 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.config.algorithm import Algorithm
-from burnish.config.data import Data, Sources, Template
-from burnish.config.environment import Environment, check_environment_fits
+from burnish.algorithms.spec import Algorithm
+from burnish.config.consistency import check_algorithm_fits
+from burnish.config.data import Data, Reward, Sources, Template
 from burnish.config.errors import nearest
-from burnish.config.fits import check_algorithm_fits
-from burnish.config.lists import named
-from burnish.config.model import Model, check_trainable
-from burnish.config.optimizer import Optimizer, check_optimizer_fits
-from burnish.config.parallel import Parallel, check_parallel_fits
-from burnish.config.placement import LocalPlacement, PlacementSlot, check_placement_fits
-from burnish.config.reward import Reward
-from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits
-from burnish.config.slots import Record
-from burnish.config.source import check_source_fits
+from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
+from burnish.config.placement import LocalPlacement, Parallel, PlacementSlot, check_parallel_fits, check_placement_fits
+from burnish.config.records import Record, named
+from burnish.config.rollout import (
+    Environment,
+    Rollout,
+    Sampling,
+    check_environment_fits,
+    check_mismatch_fits,
+    check_source_fits,
+)
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
 

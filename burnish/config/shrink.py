@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from burnish.config.environment import GUESS_NUMBER, SINGLE_TURN
-from burnish.config.fits import TEXT_ONLY
-from burnish.config.references import is_reference
+from burnish.config.consistency import TEXT_ONLY
+from burnish.config.plugins import is_reference
+from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN
 
 Tree = Any
 Edit = tuple[str, Any]

@@ -7,16 +7,24 @@ completions of an evaluation), and a training stage's run folder by `run:NAME`. 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from burnish.config.data import Template
-from burnish.config.errors import nearest
+from burnish.config.errors import UserError, nearest
+from burnish.config.loading import Loaded, complete, load, load_tree, merge, read
 from burnish.config.model import Model, check_trainable
-from burnish.config.references import references
-from burnish.config.schema import Run
-from burnish.config.slots import Record
+from burnish.config.placement import Parallel
+from burnish.config.plugins import is_reference, references
+from burnish.config.preference import PreferConfig, RewardModelConfig
+from burnish.config.records import Record
+from burnish.config.requirements import AnyConfig
+from burnish.config.schema import Run, SftConfig, TrainConfig
+from burnish.config.schema_walk import root_shape
+from burnish.config.shrink import DEMONSTRATIONS, DIGITS, MODEL, SAMPLES, SUFFIX, TEMPLATE, TOKENS, WARM_START, shrink
 
 Command = Literal[
     "train", "sft", "prefer", "reward-model", "eval", "merge", "export", "data prepare", "data decontaminate",
@@ -129,3 +137,161 @@ def _why_not(other: str, name: str, before: list[str], names: list[str]) -> str:
     if other in names:
         return f"stage {other} comes later"
     return f"there is no stage {other}{nearest(other, [BASE, *before])}"
+
+
+# --- The config of each training stage: its recipe, the settings of the whole, its own.
+#
+# A stage that begins with what another made has `stage:NAME` as its model's path until that is there.
+
+KINDS: dict[str, type[Record]] = {
+    "train": TrainConfig,
+    "sft": SftConfig,
+    "prefer": PreferConfig,
+    "reward-model": RewardModelConfig,
+}
+WHOSE = ("path", "new", "adapter")
+"""Keys of a model that say which one it is."""
+
+
+def load_stages(whole: Loaded[StagesConfig], path: Path, folder: Path) -> dict[str, Loaded[Any]]:
+    """The configs of all training stages, by name, with their runs in `folder`; what is wrong with one is said with its name."""
+    found: dict[str, Loaded[Any]] = {}
+    for name, stage in whole.config.stages.items():
+        if stage.command not in TRAINED:
+            continue
+        try:
+            kind = KINDS[stage.command]
+            tree = stage_tree(whole, name, _with_adapters(found))
+            tree["run"] |= {"directory": str(folder), "name": name}
+            found[name] = load_tree(kind, tree, path)
+            _refuse_parallel(found[name].config)
+        except UserError as error:
+            raise UserError(f"stage {name}: {error}") from error
+    return found
+
+
+def _refuse_parallel(config: AnyConfig) -> None:
+    if isinstance(config, SftConfig | PreferConfig) and config.parallel != Parallel():
+        raise UserError("a stage is one process, so parallel has no effect: run this command by itself with torchrun")
+
+
+def stage_tree(whole: Loaded[StagesConfig], name: str, adapted: set[str]) -> dict[str, Any]:
+    """The keys of one stage; `adapted` are the stages before it whose models are adapters."""
+    config, stage = whole.config, whole.config.stages[name]
+    kind = KINDS[stage.command]
+    own = [key for key in WHOSE if key in stage.config.get("model", {})]
+    if own:
+        raise UserError(
+            f"config.model.{own[0]}: which model it begins with is said by start, and by model of the whole"
+        )
+    tree: dict[str, Any] = {}
+    if stage.recipe is not None:
+        place = next((p for p in (whole.base / stage.recipe, Path(stage.recipe)) if p.is_file()), None)
+        tree = complete(kind, read(kind, place or whole.base / stage.recipe))
+        tree["model"] = {key: value for key, value in tree.get("model", {}).items() if key not in WHOSE}
+    common = {
+        "seed": config.seed,
+        "run": config.run.model_dump(exclude_unset=True),
+        "model": _model(config, config.start_of(name) or BASE, adapted),
+    }
+    template = config.template.model_dump(exclude_unset=True)
+    common |= {"data": {"template": template}} if stage.command == "train" else {"template": template}
+    shape = root_shape(kind)
+    merged: dict[str, Any] = merge(shape, merge(shape, tree, common), stage.config)
+    return merged
+
+
+def _model(config: StagesConfig, start: str, adapted: set[str]) -> dict[str, Any]:
+    given = config.model.model_dump(exclude_unset=True)
+    if start == BASE and config.model.new is None:
+        return given
+    kept = {key: value for key, value in given.items() if key not in WHOSE}
+    if start in adapted:
+        return {**{key: value for key, value in kept.items() if key != "lora"}, "adapter": f"stage:{start}"}
+    return {**kept, "path": f"stage:{start}"}
+
+
+def _with_adapters(loaded: dict[str, Loaded[Any]]) -> set[str]:
+    return {name for name, one in loaded.items() if one.config.model.lora or one.config.model.adapter}
+
+
+# --- `burnish stages --shrink`: every stage of a recipe as a job of seconds (`shrink.py`), on what the shrunk stages before it make.
+
+EVALUATION_PROMPTS = 32
+"""Of an evaluation."""
+IMITATED = {**WARM_START, "updates": 60}
+"""Of a stage that imitates demonstrations: a later one may sample from it and take what is right, and two updates would leave it nothing."""
+OF_DATA = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
+"""Options of an evaluation that go with its data or its model."""
+READ = ("source", "scores", "prompts", "guesses", "against", "run")
+"""Options of other commands that name files."""
+
+
+def load_small_stages(path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[StagesConfig], list[str]]:
+    """A recipe of stages made small, and what was changed in it."""
+    whole = load(StagesConfig, path)
+    loaded = load_stages(whole, path, Path())
+    tree, notes = dict(whole.resolved), list[str]()
+    for name, stage in whole.config.stages.items():
+        if name in loaded:
+            small, changes = _trained(loaded[name].resolved)
+            own: dict[str, Any] = {"config": small, "recipe": None}
+            notes += [f"{name}: {change}" for change in changes]
+        else:
+            own = {"options": _options(name, stage.command, stage.options)}
+            notes += [f"{name}: {key}: {stage.options.get(key)} -> {own['options'].get(key)}" for key in stage.options]
+        tree["stages"] = {**tree["stages"], name: {**tree["stages"][name], **own}}
+    run: dict[str, Any] = {"trackers": [], "threads": whole.config.run.threads}
+    run |= {"name": whole.config.run.name.removesuffix(SUFFIX) + SUFFIX} if whole.config.run.name else {}
+    tree |= {"model": MODEL, "template": TEMPLATE, "run": run, "measure": _measure(whole.config.measure)}
+    return load_tree(StagesConfig, tree, path, overrides), [note for note in notes if _is_change(note)]
+
+
+def _trained(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    small, changes = shrink(values)
+    if "sft" in small and small["sft"]["data"] == [DEMONSTRATIONS]:
+        small["sft"] = {
+            **small["sft"],
+            **IMITATED,
+            "optimizer": {**small["sft"]["optimizer"], **WARM_START["optimizer"]},
+        }
+        changes = [change for change in changes if not change.startswith(("sft.updates:", "sft.batch_size:"))]
+        changes += [f"sft.{key}: {values['sft'][key]} -> {small['sft'][key]}" for key in ("updates", "batch_size")]
+    kept = {key: value for key, value in small.items() if key not in ("model", "seed")}
+    kept["run"] = {key: value for key, value in small["run"].items() if key not in ("directory", "name", "threads")}
+    return kept, [change for change in changes if not change.startswith(("model:", "run.name:"))]
+
+
+def _options(name: str, command: str, options: dict[str, Any]) -> dict[str, Any]:
+    if command == "eval":
+        return _evaluation(options, "train")
+    if command == "merge":
+        models = [model if is_reference(model) else f"stage:{BASE}" for model in options.get("models", [])]
+        return {**options, "models": models}
+    outside = {key: value for key, value in options.items() if key in READ and not is_reference(value)}
+    if "prompts" in outside:  # those of the built-in task are plain text, which completions have in them
+        del outside["prompts"]
+        options = {key: value for key, value in options.items() if key != "prompts"}
+    if outside:
+        key, value = next(iter(outside.items()))
+        raise UserError(f"stage {name} cannot be shrunk: {command} reads {key}={value}, which no stage makes")
+    return {key: value for key, value in options.items() if key != "language"}  # digits are of none
+
+
+def _evaluation(options: dict[str, Any], split: str) -> dict[str, Any]:
+    """On the built-in task; of training problems where the completions will be trained on."""
+    if is_reference(options.get("data")):
+        return options
+    small = {key: value for key, value in options.items() if key not in OF_DATA}
+    settings = {"data.source.options": DIGITS, "data.source.split": split}
+    small |= {"data": "task:sort_digits", "limit": EVALUATION_PROMPTS, "max_tokens": TOKENS, "settings": settings}
+    return small | ({"n": min(options["n"], SAMPLES)} if "n" in options else {})
+
+
+def _measure(options: dict[str, Any]) -> dict[str, Any]:
+    return _evaluation(options, "test") if options else {}
+
+
+def _is_change(note: str) -> bool:
+    old, _, new = note.partition(" -> ")
+    return not old.endswith(f": {new}")

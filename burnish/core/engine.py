@@ -50,7 +50,7 @@ class Request:
     tokens: tuple[int, ...]
     sampling: SamplingOptions
     key: int
-    """Random key of this sample (`burnish.core.keys.sample_key`)."""
+    """Random key of this sample (`burnish.core.random_keys.sample_key`)."""
     generated: int = 0
     """How many of this sample's tokens were drawn before (a later turn, a continued partial): noise goes on there."""
     priority: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,11 +16,8 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch, Ragged
-from burnish.core.branches import branch_columns
-from burnish.core.keys import fold, hash_text
-from burnish.core.noise import signed
+from burnish.core.random_keys import fold, hash_text, signed
 from burnish.core.segments import offsets_from_lengths
-from burnish.core.steps import step_columns
 
 Finish = Literal["stop", "length", "turns", "aborted", "error"]
 OFF_POLICY = "off-policy"  # metadata of what somebody else than the policy wrote: a demonstration
@@ -112,7 +110,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     `budget` (tokens it was asked for) and `use` (0 where it is new, k where it comes back for the k-th time); nan where
     a trajectory has no such value; `demonstration` (the policy did not write it), where any is one. Token columns: both masks, `behaviour_logp`, `version`. Ragged columns, where an
     environment reported states or gave rewards to turns before the last: `turn_start` (in the sequence), `turn_state` (equal
-    for equal states), `turn_reward`; and those of `core/branches.py`, where answers are cut into
+    for equal states), `turn_reward`; and those of `core/trajectory.py`, where answers are cut into
     segments or are the paths of a tree.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
@@ -193,3 +191,93 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
+
+
+# --- Answers that are cut into segments, or share their beginnings as the paths of a tree: what a batch knows of them.
+#
+# A trajectory says it in its metadata; `branch_columns` makes columns of it, one sequence a trajectory.
+#
+# - A chain: `borders`, the place in the sequence with which each of its segments starts, and `border_values`, the value of the
+#   state before each. Token column `segment_ids` (-1 outside of all segments), ragged column `border_values`.
+# - A path of a tree: `nodes`, the names of the nodes from the root's child to the leaf, and `ends`, where in the sequence the edge
+#   into each ends. Ragged column `nodes`, equal numbers for equal nodes. Paths that begin alike hold the same edges, and one of
+#   them trains each: `segment_ids` is the place of the edge in `nodes` where the first sequence that has it holds it, and -1 in
+#   all others, which keep its tokens as context: they are not in their `loss_mask`.
+
+BORDERS, BORDER_VALUES = "borders", "border_values"
+NODES, ENDS = "nodes", "ends"
+SHARED_TOKENS = "shared_tokens"
+"""Tokens of a path that its tree counts with another path, in its metadata."""
+
+
+def branch_columns(
+    trajectories: Sequence[Trajectory], group_ids: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
+    """Token and ragged columns of the trajectories, [N] and by sequence; none where they are neither chains nor paths."""
+    if any(NODES in t.metadata for t in trajectories):
+        return _paths(trajectories, group_ids)
+    if any(BORDERS in t.metadata for t in trajectories):
+        return _chains(trajectories)
+    return {}, {}
+
+
+def _chains(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
+    segments = [_segments(t, t.metadata[BORDERS]) for t in trajectories]
+    values = [value for t in trajectories for value in t.metadata[BORDER_VALUES]]
+    lengths = torch.tensor([len(t.metadata[BORDERS]) for t in trajectories], dtype=torch.int64)
+    ragged = Ragged(torch.tensor(values, dtype=torch.float64), offsets_from_lengths(lengths))
+    return {"segment_ids": torch.from_numpy(np.concatenate(segments))}, {BORDER_VALUES: ragged}
+
+
+def _paths(trajectories: Sequence[Trajectory], group_ids: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
+    numbers: dict[tuple[int, str], int] = {}
+    segments, nodes = [], list[int]()
+    for t, group in zip(trajectories, group_ids, strict=True):
+        starts = [t.metadata["prompt_length"], *t.metadata[ENDS][:-1]]
+        edges = _segments(t, starts)
+        for place, name in enumerate(t.metadata[NODES]):
+            if (group, name) in numbers:
+                edges[edges == place] = -1
+            nodes.append(numbers.setdefault((group, name), len(numbers)))
+        segments.append(edges)
+    lengths = torch.tensor([len(t.metadata[NODES]) for t in trajectories], dtype=torch.int64)
+    ragged = Ragged(torch.tensor(nodes, dtype=torch.int64), offsets_from_lengths(lengths))
+    ids = torch.from_numpy(np.concatenate(segments))
+    return {"segment_ids": ids, "loss_mask": ids >= 0}, {NODES: ragged}
+
+
+def _segments(trajectory: Trajectory, starts: Sequence[int]) -> np.ndarray:
+    """Which of the segments with these starts each token is in; -1 before the first and where the model did not write."""
+    (sequence,) = trajectory.sequences
+    ids = np.searchsorted(np.array(starts, dtype=np.int64), np.arange(len(sequence.tokens)), side="right") - 1
+    return np.where(sequence.action_mask, ids, -1)
+
+
+def path_names(sample: int, path: Sequence[int]) -> list[str]:
+    """The nodes on the way to a leaf: the sample of the prompt it descends from, then which child each next node is."""
+    return list(accumulate((str(k) for k in (sample, *path)), lambda above, child: f"{above}.{child}"))
+
+
+# --- Rewards of an answer's steps on the tokens that end them.
+#
+# A trajectory says in its metadata where in its last sequence each step ends and what it earned (`STEP_REWARDS`); its reward
+# has the sum. `step_columns` makes a token column of what has to move: each step's reward to its last token, the sum off the
+# end of the answer, where the reward stands otherwise.
+
+STEP_REWARDS = "step_rewards"
+
+
+def step_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """`step_rewards` [N]: what to add to a reward that stands on last tokens; nothing where no trajectory has steps."""
+    if not any(STEP_REWARDS in t.metadata for t in trajectories):
+        return {}
+    moved = []
+    for t in trajectories:
+        steps = t.metadata.get(STEP_REWARDS, ())
+        columns = [np.zeros(len(s.tokens)) for s in t.sequences]
+        for sequence, column in zip(t.sequences, columns, strict=True):
+            column[np.flatnonzero(sequence.action_mask)[-1:]] -= sum(value for _, value in steps)
+        for position, value in steps:
+            columns[-1][position] += value
+        moved += columns
+    return {STEP_REWARDS: torch.from_numpy(np.concatenate(moved))}

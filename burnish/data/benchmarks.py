@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, unknown
-from burnish.data.shapes import SHAPES
+from burnish.data.published_sets import SHAPES
 
 FOLDER_VARIABLE = "BURNISH_DATA"
 

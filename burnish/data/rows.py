@@ -2,63 +2,216 @@
 
 Three shapes are recognised by their columns: verl's (`prompt`, `reward_model.ground_truth`, `data_source`,
 `extra_info`), TRL's (`prompt`, every other column for the reward) and plain ones (a question and an answer under
-names from the config, or under one of the names in `data/columns.py`). Supervised rows have `prompt` and `completion`,
+names from the config, or under one of the names in `data/rows.py`). Supervised rows have `prompt` and `completion`,
 `messages`, or `text`. A row that does not fit is an error that names its place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, nearest
 from burnish.config.plugins import check_options, load_plugin
-from burnish.data import columns
-from burnish.data.columns import Message
 from burnish.data.files import Located, Record, read_records
+from burnish.data.row import Message, Row
 
-if TYPE_CHECKING:  # reward workers import this module for Row alone, and should not pay for the schema
+if TYPE_CHECKING:
     from burnish.config.data import Source
+
+
+# --- Columns that other systems' rows have: which are read, under which names, and which are refused because nothing reads them.
+#
+# A row of verl, TRL, OpenRLHF, ShareGPT or Alpaca may carry a column that changes what the model should see or how its answer
+# is scored. A column that burnish does not use must not be dropped in silence: the run would train on something else. Such a
+# column is refused where it has a value; null, false and empty values are harmless, because parquet gives every row every column.
+# docs/data.md has the whole table.
+
+Said = str | list[Message]
+
+QUESTIONS = ("question", "problem", "query", "instruction", "input")
+"""Columns that hold what is asked, where a row has no `prompt`."""
+COMPLETIONS = ("completion", "response", "output")
+"""Columns that hold what is imitated, in supervised rows and labelled answers."""
+ANSWERS = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "final_answer",
+    "expected_answer",
+    "label",
+    "target",
+    "response",
+    "output",
+)
+"""Columns that probably hold the expected answer of a row whose `answer_key` gives none, the likeliest first."""
+
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Inputs that are not text (verl, TRL, ShareGPT). Without them the model would read the literal `<image>`."""
+TEMPLATE_ARGUMENTS = ("chat_template_kwargs", "enable_thinking")
+"""Arguments of the chat template for one row (TRL, verl)."""
+AGENT_COLUMNS = ("tools", "agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs")
+"""Tools and agents of one row (verl, TRL, ShareGPT), which an environment may read."""
+NO_TOOLS = {"agent_name": ("single_turn_agent",)}
+"""Values of those that ask for nothing but one answer."""
+NO_ENVIRONMENT = "and environment=single_turn gives the model neither: name an environment that does (docs/environments.md), or leave such rows out"
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""ShareGPT's `from`, as the roles of chat templates."""
+
+
+def refuse_unread(record: Mapping[str, Any], where: str) -> None:
+    """Refuse a row with a column that changes what the model should read, and that no part of burnish reads."""
+    for key in MEDIA:
+        if _is_given(record.get(key)):
+            raise UserError(
+                f"{where}: column {key!r} has a value, and burnish trains on text alone: the model would read the placeholder "
+                f"(such as <image>) as text. Leave such rows out of the file, or remove the column where the text says all"
+            )
+    for key in TEMPLATE_ARGUMENTS:
+        if record.get(key) is not None and record[key] != {}:
+            raise UserError(
+                f"{where}: column {key!r} has arguments of the chat template for this row, and burnish has one set for all rows: "
+                "give them as template.kwargs (of `burnish train`: data.template.kwargs) and remove the column"
+            )
+
+
+def refuse_tools(columns: Mapping[str, Any], where: str, use: str) -> None:
+    """Refuse a row that brings tools or names an agent, where nothing gives them to the model; `use` says what to do."""
+    for key in AGENT_COLUMNS:
+        value = columns.get(key)
+        if _is_given(value) and value not in NO_TOOLS.get(key, ()):
+            raise UserError(f"{where}: column {key!r} asks for tools or an agent ({_shortened(value)}), {use}")
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a column says anything: parquet fills what a row does not have with nulls."""
+    if isinstance(value, Mapping):
+        return any(_is_given(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_given(inner) for inner in value)
+    return value is not None and value is not False and value != ""
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def question_column(record: Mapping[str, Any], where: str, wanted: str) -> str | None:
+    """The column of the prompt: the one the config names, else the one of the known names that is there; two are an error."""
+    if wanted in record or wanted != QUESTIONS[0]:
+        return wanted if wanted in record else None
+    found = [key for key in QUESTIONS if record.get(key) is not None]
+    if found == ["instruction", "input"]:  # Alpaca: `input` is what the instruction is about
+        return "instruction"
+    if len(found) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(map(repr, found))} could each be the prompt; name one with prompt_key, or rename it to 'prompt'"
+        )
+    return found[0] if found else None
+
+
+def asked(record: Mapping[str, Any], key: str, value: Said, where: str) -> Said:
+    """The prompt with what other columns add to it: Alpaca's `input` behind an `instruction`, a `system` message before it."""
+    about = record.get("input")
+    if key == "instruction" and isinstance(value, str) and isinstance(about, str) and about.strip():
+        value = f"{value}\n{about}"
+    system = record.get("system")
+    if not _is_given(system):
+        return value
+    if not isinstance(system, str):
+        raise UserError(f"{where}: column 'system' should be text, got {_shortened(system)}")
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if messages[0]["role"] == "system":
+        raise UserError(
+            f"{where}: column 'system' and the first message of {key!r} are both system messages; keep one of them"
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def completion_column(record: Mapping[str, Any], where: str) -> str | None:
+    """The column of what is imitated: `completion`, or the one of the other names that is there; two are an error.
+
+    A row without `prompt` may have it in `answer`, as plain rows have.
+    """
+    if "completion" in record:
+        return "completion"
+    found = [key for key in COMPLETIONS if record.get(key) is not None]
+    if len(found) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(map(repr, found))} could each be the completion; rename the right one to 'completion'"
+        )
+    if not found and "prompt" not in record and isinstance(record.get("answer"), str):
+        return "answer"
+    return found[0] if found else None
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def content_text(content: Any, where: str) -> Any:
+    """The content of a message, with blocks of text joined; blocks of another type are refused."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise UserError(
+                f"{where}[{index}] is a block of type {kind!r}; burnish reads text alone, as text or as blocks "
+                '{"type": "text", "text": ...}: leave such rows out of the file'
+            )
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def plain_message(value: Mapping[str, Any], where: str) -> Message:
+    """A message with `role` and `content`, also from ShareGPT's `from` and `value`; null fields were never there."""
+    message = {key: field for key, field in value.items() if field is not None}
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        if role not in ROLES:
+            raise UserError(
+                f"{where}.from is {role!r}; expected one of {', '.join(ROLES)} (a call of a tool is an assistant message with tool_calls)"
+            )
+        message = {"role": ROLES[role], "content": message.pop("value", None), **message}
+    if "content" in message:
+        message["content"] = content_text(message["content"], f"{where}.content")
+    for key in ("weight", "train"):
+        if key in message and not message[key]:
+            raise UserError(
+                f"{where}.{key} says that this turn is not to be learnt, and every assistant turn of a conversation is: give "
+                "`prompt` (the turns before) and `completion` (the turn to learn) as a row"
+            )
+    return message
+
+
+def likely_answer(columns: Mapping[str, Any]) -> str | None:
+    """The column of a row that probably holds its expected answer, or None."""
+    return next((key for key in ANSWERS if _is_given(columns.get(key))), None)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
 
 VERL_MODEL = "model"
 """verl's `reward_model.style` of rows that a reward model scores."""
-NO_TOOLS = (
+TOOLS_IN_SUPERVISED_DATA = (
     "which supervised data does not give to the model: leave such rows out, or render the tools into a system message"
 )
 ROLE = re.compile(r"[\w-]+")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A prompt with what is needed to score its answer.
-
-    `id` is `<source name>/<index in the source>`: the same for every run over the same data, because sampling
-    randomness is keyed by it. `extra` holds every other column.
-    """
-
-    id: str
-    prompt: str | list[Message]
-    data_source: str
-    answer: Any
-    extra: dict[str, Any] = field(default_factory=dict)
-    completion: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    nested: tuple[str, ...] = ()
-    """Keys of `extra` that stood inside verl's `extra_info`: they are no columns of the row."""
-    text: str | None = None
-    """A text that stands as it is, without a template: all of it is learnt, or what `completion` adds to it."""
-    style: str | None = None
-    """verl's `reward_model.style`: who scores the row."""
-    where: str = field(default="", compare=False)
-    """The file and line it was read from."""
-
-    @property
-    def place(self) -> str:
-        """Where to look for the row."""
-        return self.where or f"row {self.id!r} of {self.data_source!r}"
 
 
 def source_name(source: Source) -> str:
@@ -94,7 +247,7 @@ def records_of(source: Source, base: Path | None) -> Iterator[Located]:
     located = read_records(source.path, base) if source.path is not None else _plugin_records(source, base)
     located = _readable(located)
     if source.shape is not None:
-        from burnish.data.shapes import shaped_records  # the shapes of puzzles know the tasks, which know rows
+        from burnish.data.published_sets import shaped_records  # the shapes of puzzles know the tasks, which know rows
 
         located = shaped_records(located, source.shape, source.split)
     num_records = 0
@@ -109,7 +262,7 @@ def records_of(source: Source, base: Path | None) -> Iterator[Located]:
 def _readable(located: Iterator[Located]) -> Iterator[Located]:
     """The records, none of which has a column that changes its meaning and would be ignored."""
     for where, record in located:
-        columns.refuse_unread(record, where)
+        refuse_unread(record, where)
         yield where, record
 
 
@@ -135,10 +288,10 @@ def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
     data_source = record.get("data_source") or source_name(source)
     if not isinstance(data_source, str):
         raise UserError(f"{where}: data_source should be text, got {type(data_source).__name__}")
-    key = "prompt" if "prompt" in record else columns.question_column(record, where, source.prompt_key)
+    key = "prompt" if "prompt" in record else question_column(record, where, source.prompt_key)
     if key is None:
         raise _missing(source.prompt_key, record, where, "prompt_key")
-    prompt = columns.asked(record, key, text_or_messages(record[key], key, where), where)
+    prompt = asked(record, key, text_or_messages(record[key], key, where), where)
     rest = {k: v for k, v in record.items() if k not in (key, "data_source")}
     if "prompt" in record and "reward_model" in record:
         info = record.get("extra_info") or {}
@@ -160,13 +313,13 @@ def supervised_row(record: Record, where: str, source: Source, index: int) -> Ro
     """A row to imitate: a prompt with a completion, messages with at least one assistant turn, or a text."""
     name = source_name(source)
     identity = f"{name}/{index}"
-    columns.refuse_tools(record, where, NO_TOOLS)
+    refuse_tools(record, where, TOOLS_IN_SUPERVISED_DATA)
     for key in ("messages", "conversations"):
         if key in record:
             messages = checked_messages(record[key], key, where)
             if not any(m["role"] == "assistant" for m in messages):
                 raise UserError(f"{where}: {key} has no assistant turn, so there is nothing to learn from it")
-            said = columns.asked(record, key, messages, where)
+            said = asked(record, key, messages, where)
             assert isinstance(said, list)
             return Row(identity, [], name, None, {}, messages=said, where=where)
     if "prompt" in record or "text" not in record:
@@ -179,16 +332,16 @@ def supervised_row(record: Record, where: str, source: Source, index: int) -> Ro
 
 
 def prompt_and_completion(record: Record, where: str) -> tuple[str | list[Message], str | list[Message]]:
-    """What is asked and what is answered, under any of the names of `data/columns.py`."""
-    key = "prompt" if "prompt" in record else columns.question_column(record, where, "question")
-    said = columns.completion_column(record, where)
+    """What is asked and what is answered, under any of the names of `data/rows.py`."""
+    key = "prompt" if "prompt" in record else question_column(record, where, "question")
+    said = completion_column(record, where)
     if key is None or said is None:
         missing = "prompt" if key is None else "completion"
         raise UserError(
             f"{where}: no column {missing!r}; supervised rows need prompt and completion, question and response, messages, or text "
             f"(has: {', '.join(map(str, record))})"
         )
-    prompt = columns.asked(record, key, text_or_messages(record[key], key, where), where)
+    prompt = asked(record, key, text_or_messages(record[key], key, where), where)
     return prompt, text_or_messages(record[said], said, where)
 
 
@@ -227,7 +380,7 @@ def checked_messages(value: Any, key: str, where: str) -> list[Message]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} should be an object with role and content, got {_short(value)}")
-    message = columns.plain_message(value, where)
+    message = plain_message(value, where)
     if "tool_calls" in message:
         message.setdefault("content", "")
     for key in ("role", "content"):
@@ -254,7 +407,7 @@ def checked_text(text: str, where: str) -> str:
 def _missing(key: str, record: Record, where: str, option: str) -> UserError:
     return UserError(
         f"{where}: no column {key!r}{nearest(key, map(str, record))} (has: {', '.join(map(str, record))}). "
-        f"A row needs `prompt`, or one of {', '.join(columns.QUESTIONS)}, or a column that prompt_key names; answer_key names the "
+        f"A row needs `prompt`, or one of {', '.join(QUESTIONS)}, or a column that prompt_key names; answer_key names the "
         f"column of the answer. Set {option} of this source"
     )
 

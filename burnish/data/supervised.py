@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.core.keys import permutation
-from burnish.data.rows import Message, Row, read_supervised_rows, refuse_weights, source_name, supervised_row
+from burnish.core.random_keys import permutation
+from burnish.data.row import Message, Row
+from burnish.data.rows import read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.data.template import SLOT, as_messages, kind_of, plain_text, prerendered_text, with_system
 from burnish.models.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """How a row's prompt becomes text and tokens: the tokenizer's chat template, or a plain text for base models.
 
 Control tokens stand only where the chat template puts them. What rows, users and models say is text, also where it holds the name
-of such a token (`models/control_tokens.py`), unless `template.prerendered` says that the prompt was rendered before.
+of such a token (`models/tokenizer.py`), unless `template.prerendered` says that the prompt was rendered before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from burnish.config.errors import UserError, nearest
-from burnish.data.rows import Message, Row
+from burnish.data.row import Message, Row
 
 if TYPE_CHECKING:
     from burnish.config.data import Template

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 from burnish.config.errors import UserError
-from burnish.data.prompts import Prompt
+from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
 
 SAID = "ANSWER"  # stands for what the assistant said

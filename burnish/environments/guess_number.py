@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from burnish.config.errors import UserError
-from burnish.data.prompts import Prompt
+from burnish.data.prompt_pool import Prompt
 from burnish.data.tasks.guess_number import NAME, narrowed, question
 from burnish.environments.base import Done, Turn
 from burnish.environments.dialogue import Dialogue

@@ -6,25 +6,32 @@ is there.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from burnish.config.environment import Environment
-from burnish.config.reward import RewardPart
-from burnish.config.rollout import Rollout
-from burnish.controller.roles import build_engine, driver_of
+from burnish.config.data import RewardPart
+from burnish.config.errors import UserError
+from burnish.config.plugins import is_plugin, is_plugin_file, plugin_source
+from burnish.config.rollout import SINGLE_TURN, Environment, Rollout
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompts import Draw, Prompt
+from burnish.data.files import find_files
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.distributed.roles import build_engine, driver_of
 from burnish.evaluation.answers import kind_of
 from burnish.evaluation.completions import completion_row
 from burnish.evaluation.result import Result, Row, summarise
+from burnish.models.compatibility import digest, model_digest
 from burnish.models.policy import PolicyModel
-from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
-from burnish.rollout.scored import MESSAGE, Progress, Scoring, apply_score
+from burnish.rewards.scoring import Rewards
+from burnish.rollout.runner import Driver
+from burnish.rollout.scoring import MESSAGE, Progress, Scoring, apply_score
+from burnish.run.run_directory import flatten
 
 SEND_EVERY_S = 0.25  # completions go to the scorers this often even where few have ended
 
@@ -67,7 +74,7 @@ def complete(
     The noise is that of the `eval` stream and of the prompt's id and sample alone, so a measurement that was interrupted
     ends with the completions it would have had. `parts` tell how answers are to be read.
     """
-    scoring = Scoring(driver, rewards, [Draw(p, 0) for p in prompts], progress)
+    scoring = Scoring(driver, rewards, [PromptSample(p, 0) for p in prompts], progress)
     kinds = {p.row.id: (p, kind_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
     desk = _Desk(scoring, kinds, keep)
     total = sum((p.row.id, sample) not in done for p in prompts for sample in range(n))
@@ -145,3 +152,35 @@ def evaluate(
     rows: list[Row] = []
     complete(driver, rewards, prompts, n, sampling, progress, rows.extend, parts)
     return summarise(in_order(rows, prompts))
+
+
+# --- What an evaluation was made with, as a flat dictionary: two with the same one have the same completions.
+#
+# Files count by their content and not by their place, so a data set or a model may be moved or copied between a kill and
+# the command that goes on. What leaves completions as they are (rows at once, worker processes, the device) does not count.
+
+IGNORED = ("max_rows", "reward.workers", "model.device", "data.source.path")
+
+
+def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, Any]:
+    """The settings that decide the completions, by dotted key; `resolved` is the checked configuration as plain values."""
+    flat = {key: value for key, value in flatten(resolved).items() if key not in IGNORED}
+    environment = resolved["environment"]["name"]
+    if environment == SINGLE_TURN:  # has no settings that decide anything
+        flat = {key: value for key, value in flat.items() if not key.startswith("environment")}
+    flat["model.content"] = model_digest(model)
+    path = resolved["data"]["source"]["path"]
+    if path is not None:
+        files = find_files(path, base)
+        flat["data.source.files"] = [file.name for file in files]
+        flat["data.source.content"] = digest([file.read_bytes() for file in files])
+    plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
+    for what, name in plugins:
+        if is_plugin(name):
+            file = plugin_source(name, base)
+            if file is None:
+                kind = "file" if is_plugin_file(name) else "module"
+                raise UserError(f"{what} {name}: there is no {kind} {name.rpartition(':')[0]} in {base} or here")
+            flat[f"{what}.content of {name}"] = digest([file.read_bytes()])
+    plain: dict[str, Any] = json.loads(json.dumps(flat))
+    return plain

@@ -11,8 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.evaluation.choosing import best_at_k, maj_at_k
-from burnish.evaluation.statistics import Estimate, clustered, mean_at_k, mean_pass_at_k, powers_up_to
+from burnish.evaluation.statistics import (
+    Estimate,
+    best_at_k,
+    clustered,
+    maj_at_k,
+    mean_at_k,
+    mean_pass_at_k,
+    powers_up_to,
+)
 
 Row = dict[str, Any]
 MAX_VALUES = 40  # of a column that divides the questions; one with more is no table a person reads

@@ -13,34 +13,32 @@ from typing import Any
 
 import torch
 
-from burnish.config.environment import SINGLE_TURN
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.config.model import Model
-from burnish.config.reward import Reward
-from burnish.config.rollout import Rollout
-from burnish.controller.roles import build_engine, build_scorers, paged_engine
+from burnish.config.rollout import SINGLE_TURN, Rollout
 from burnish.core.engine import Engine, SamplingOptions
-from burnish.data.columns import NO_ENVIRONMENT, refuse_tools
-from burnish.data.prompts import Prompt, validation_prompts
-from burnish.environments.base import check_turns_fit
-from burnish.evaluation.completions import write_completions
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import validation_prompts
+from burnish.data.rows import NO_ENVIRONMENT, refuse_tools
+from burnish.distributed.roles import build_engine, build_scorers, paged_engine
+from burnish.environments.registry import check_turns_fit
+from burnish.evaluation.completions import Journal, write_completions
 from burnish.evaluation.evaluate import Work, complete, in_order, make_driver
-from burnish.evaluation.journal import Journal
-from burnish.evaluation.places import TOGETHER, Place
+from burnish.evaluation.model_source import fit_max_tokens, stored_dtype
+from burnish.evaluation.output_paths import ROWS_ELSEWHERE, TOGETHER, Place, plan
 from burnish.evaluation.result import Result, summarise
-from burnish.evaluation.room import ROWS_ELSEWHERE, plan
+from burnish.evaluation.result_table import as_json
 from burnish.evaluation.settings import EvalConfig
-from burnish.evaluation.subject import fit_max_tokens, stored_dtype
-from burnish.evaluation.table import as_json
+from burnish.memory_plan.kv_cache import GIB, token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, pick_device
-from burnish.rewards.parts import check_parts
-from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
-from burnish.rollout.measure import sampling_options
-from burnish.rollout.native.plan import GIB, token_bytes
-from burnish.rollout.scored import Progress
-from burnish.run.files import atomic_write
+from burnish.rewards.reward_parts import check_parts
+from burnish.rewards.scoring import Rewards
+from burnish.rollout.runner import Driver
+from burnish.rollout.scoring import Progress
+from burnish.rollout.validation import sampling_options
+from burnish.run.durable_files import atomic_write
 
 Say = Callable[[str], None]
 MOST_WORKERS = 16
@@ -54,7 +52,7 @@ class Test:
     config: EvalConfig
     base: Path
     settings: dict[str, Any]
-    """What decides the completions (`burnish.evaluation.fingerprint`)."""
+    """What decides the completions (`burnish.evaluation.evaluate`)."""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.config.data import Data, Source, Template
-from burnish.config.environment import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns, named
+from burnish.config.data import Data, Reward, Source, Template
 from burnish.config.errors import UserError, unknown
-from burnish.config.load import Loaded, load
+from burnish.config.loading import Loaded, load
 from burnish.config.model import Model
-from burnish.config.reward import Reward
+from burnish.config.records import Record
+from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns, named
 from burnish.config.schema import ValidationMode
-from burnish.config.slots import Record
 from burnish.data.benchmarks import BENCHMARKS, benchmark_source
 from burnish.data.files import find_files, read_records
 from burnish.rewards.verifiers import VERIFIERS

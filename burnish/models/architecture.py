@@ -2,7 +2,7 @@
 
 `models/families/` has a row for each family our decoder covers. A config that asks for something the decoder does not do
 (another activation, an unknown rope type) is not native: `why_not_native` says why, and such a model goes through
-`models/hf.py`.
+`models/transformers_model.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, hub_hint
-from burnish.config.text import read_json_object
+from burnish.config.yaml_text import read_json_object
 from burnish.models.families import FAMILIES
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ Pre-norm, grouped-query attention with rotary positions, gated MLP; what familie
 `Architecture`. It sees packed tokens [N] with their positions;
 who attends to whom is the business of the `attend` callable handed in, so the same layers serve training (packed
 sequences), prefill (packed, writing the cache) and decoding (one token a row against the cache). Query, key and
-value projections are one matrix, as are gate and up: fewer, larger matmuls. `models/weights.py` maps them to
+value projections are one matrix, as are gate and up: fewer, larger matmuls. `models/weight_loading.py` maps them to
 Hugging Face's names.
 """
 
@@ -18,18 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.models.architecture import Architecture
-from burnish.models.ops.attention import PackedAttention
-from burnish.models.ops.geglu import geglu
-from burnish.models.ops.kl import Distribution, head_kl
-from burnish.models.ops.logprob import head_logprob, head_statistics
-from burnish.models.ops.norm import RMSNorm
-from burnish.models.ops.rope import inverse_frequencies, rotate, rotation_table
-from burnish.models.ops.split import Attend, Cut, Split, Uncut
-from burnish.models.ops.swiglu import swiglu
-from burnish.models.ops.trunks import Trunks, rows_of
+from burnish.models.kernels.attention import PackedAttention
+from burnish.models.kernels.elementwise import RMSNorm, geglu, inverse_frequencies, rotate, rotation_table, swiglu
+from burnish.models.kernels.logprob import Distribution, head_kl, head_logprob, head_statistics
+from burnish.models.kernels.shared_prefix import Attend, Cut, Split, Trunks, Uncut, rows_of
 
-if TYPE_CHECKING:  # an engine needs no schema, which takes as long to import as its kernels to load
-    from burnish.config.lora import Lora
+if TYPE_CHECKING:
+    from burnish.config.model import Lora
 
 LayerPolicy = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
@@ -58,9 +53,9 @@ class Layer(nn.Module):
             self.attention_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
             self.mlp_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.policy: LayerPolicy | None = None
-        """How a forward pass with gradient is made where not all is kept (`models/activations.py`)."""
+        """How a forward pass with gradient is made where not all is kept (`models/activation_checkpointing.py`)."""
         self.body: LayerPolicy | None = None
-        """What runs instead of the code below (`models/compiled.py`)."""
+        """What runs instead of the code below (`models/compiled_layers.py`)."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.policy is not None and torch.is_grad_enabled():
@@ -122,11 +117,11 @@ class Decoder(nn.Module):
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
         self.activations = "keep"
-        """What its layers keep for the backward pass (`models/activations.py`)."""
+        """What its layers keep for the backward pass (`models/activation_checkpointing.py`)."""
         self.lora: Lora | None = None
-        """The adapters of its layers (`models/lora.py`), where they have any."""
+        """The adapters of its layers (`models/lora/adapters.py`), where they have any."""
         self.exact: ExactLogprobs | None = None
-        """Where set, log-probs have the values it gives (`models/exact.py`), and the gradient of the usual forward."""
+        """Where set, log-probs have the values it gives (`models/cached_forward.py`), and the gradient of the usual forward."""
         self.split: Split | None = None
         """Where set, this process computes some rows of a micro-batch, and its peers the others."""
 

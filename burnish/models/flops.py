@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from burnish.config.lora import Lora
+from burnish.config.model import Lora
 from burnish.models.architecture import Architecture, Windows
-from burnish.models.projections import lora_parameters, targets
+from burnish.models.weight_layout import lora_parameters, targets
 
 LAYER = ("qkv", "out", "gate_up", "down")
 """The matrices of a layer in the order of the forward pass; attention comes after the first."""

@@ -9,21 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from burnish.config.errors import UserError
-from burnish.config.lora import Lora
-from burnish.config.model import Model
-from burnish.core.local import gathered
-from burnish.models.adapters import adapter_contents, base_of, describe, is_adapter, load_adapter, read_lora
+from burnish.config.errors import UserError, hub_hint
+from burnish.config.model import Lora, Model
+from burnish.core.sharded_tensors import gathered
 from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.hf import TransformersPolicy
-from burnish.models.lora import add_lora, lora_parameters, merged_tensors, wrap_layers
-from burnish.models.saving import decoder_contents, save_decoder
+from burnish.models.lora.adapters import add_lora, merged_tensors, wrap_layers
+from burnish.models.lora.directory import adapter_contents, base_of, describe, is_adapter, load_adapter, read_lora
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import fill, load_decoder, stored_tensors
-from burnish.run.contents import Content, Part, write_contents
-from burnish.run.parts import part_of
-from burnish.run.staging import Stage, leave
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.weight_layout import lora_parameters
+from burnish.models.weight_loading import fill, load_decoder, stored_tensors
+from burnish.models.weight_saving import decoder_contents, save_decoder
+from burnish.run.checkpoint.contents import Content, Part, part_of, write_contents
+from burnish.run.checkpoint.saving import Stage, leave
 
 
 @dataclass(frozen=True)
@@ -254,3 +253,17 @@ def _outline_new(config: Model, alphabet: str | None) -> PolicyOutline:
     tokenizer = Tokenizer.from_characters(alphabet)
     arch = from_nothing(config.new, tokenizer.vocab_size)
     return PolicyOutline(tokenizer, arch.max_positions, arch)
+
+
+# --- burnish.models.policy
+
+
+def find_directory(path: str, base: Path | None) -> Path:
+    """A model directory, relative to the recipe's folder or to the working directory."""
+    candidates = [Path(path)] if base is None else [base / path, Path(path)]
+    found = next((c for c in candidates if c.is_dir()), None)
+    if found is None:
+        looked = ", ".join(str(c) for c in candidates)
+        hint = hub_hint(path, roots=(base or Path(), Path()))
+        raise UserError(f"model directory {path} does not exist (looked at {looked}){hint}")
+    return found

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from burnish.rewards.tongues import could_be
+from burnish.rewards.language_id import could_be
 from burnish.rewards.types import require_answer
 
 Check = Callable[..., bool]

@@ -3,7 +3,7 @@ r"""Built-in verifiers: pure functions `(completion, answer, extra, **options) -
 A completion that cannot be parsed is incorrect (0.0), never an exception. An *expected* answer that cannot be parsed
 is a mistake in the data and raises, so that it is counted and shown instead of becoming a quiet zero.
 
-They run in processes that can be killed (burnish.rewards.pool): a regular expression that backtracks for ever or
+They run in processes that can be killed (burnish.rewards.worker_pool): a regular expression that backtracks for ever or
 `\boxed{9^{9^{9^{9}}}}` is stopped by the deadline there, so nothing here keeps a clock.
 """
 
@@ -15,6 +15,7 @@ import inspect
 import itertools
 import logging
 import re
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,8 +25,43 @@ from typing import Any
 from burnish.config.errors import UserError, nearest
 from burnish.rewards.code import SCORES, code, runner
 from burnish.rewards.instructions import MODES, ifeval
-from burnish.rewards.short_answers import METRICS, qa
 from burnish.rewards.types import Result, require_answer
+
+# --- Short answers to questions of knowledge, compared as words: case, punctuation and articles do not count.
+#
+# The normalisation and the two measures are SQuAD's (Rajpurkar et al. 2016, 1606.05250).
+
+METRICS = ("em", "f1")
+
+
+def normal(text: str) -> list[str]:
+    """The words of an answer, as they are compared; what has nothing else is its articles and punctuation ("The The", "!!!")."""
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split() or text.lower().split()
+
+
+def token_f1(said: list[str], expected: list[str]) -> float:
+    """Harmonic mean of precision and recall over words; 1 for two empty answers."""
+    if not said or not expected:
+        return float(said == expected)
+    common = sum((Counter(said) & Counter(expected)).values())
+    return 2 * common / (len(said) + len(expected))
+
+
+def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = "em") -> float:
+    r"""How well the `<answer>` block, the `\boxed{}` or else the whole completion matches one of the accepted answers.
+
+    em: 1 for the same words, else 0. f1: the best share of words in common.
+    """
+
+    require_answer(answer)
+    accepted = [normal(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+    block = answer_block(completion)
+    said = normal(block if block is not None else last_boxed(completion) or completion)
+    if metric == "em":
+        return float(said in accepted)
+    return max(token_f1(said, expected) for expected in accepted)
+
 
 # --- finding the answer in a completion ------------------------------------------------------------------------------
 

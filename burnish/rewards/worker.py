@@ -1,4 +1,4 @@
-"""The process that scores: `python -m burnish.rewards.worker SOCKET LIFELINE`, started by burnish.rewards.process.
+"""The process that scores: `python -m burnish.rewards.worker SOCKET LIFELINE`, started by burnish.rewards.worker.
 
 It says once that it is ready, then answers batches of calls one reply a call, in order, so that the pool always knows
 which call is running. It never retries and keeps no clock: the pool does both, and kills it when a call is overdue.
@@ -6,25 +6,76 @@ which call is running. It never retries and keeps no clock: the pool does both, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pickle
+import signal
 import socket
+import struct
+import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import burnish
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin
-from burnish.rewards import code, limits
-from burnish.rewards.plugin import load_scorer, score
+from burnish.rewards import code, worker_limits
 from burnish.rewards.types import PartSpec, Result, ScoreRequest
+from burnish.rewards.user_rewards import load_scorer, score
 from burnish.rewards.verifiers import VERIFIERS, warm_up
-from burnish.rewards.wire import Frames, Setup, frame
+from burnish.sandbox.rpc import HEADER, frame
+
+# --- Messages between the pool and its worker processes: length-prefixed frames on a socket.
+#
+# Requests travel pickled; replies are JSON, because a worker may have evaluated a hostile answer and nothing it says
+# should be able to run code in the trainer.
+
+MAX_REPLY_BYTES = 1 << 24
+
+
+class Setup(NamedTuple):
+    """The first message to a worker: what it has to load and the limits it puts on itself."""
+
+    parts: dict[int, PartSpec]  # by their index in the reward's list
+    base: str | None  # folder of relative plug-in paths
+    timeout_s: float
+    isolated: bool  # no network and a CPU limit: for built-in verifiers, never for a user's function
+    memory_gib: float
+    sandbox: str = "namespaces"  # or unsafe: where programs of answers run
+    max_steps: int = 0  # of the run, for functions that ask for the trainer's state; 0 outside of training
+
+
+class Frames:
+    """Cuts a stream of bytes back into messages; `feed` takes whatever has arrived and returns what is complete."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages completed by `data`; ValueError for one longer than the limit."""
+        self._buffer += data
+        bodies, at = [], 0
+        while len(self._buffer) - at >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer, at)
+            if self._max_bytes is not None and size > self._max_bytes:
+                raise ValueError(f"a message of {size} bytes")
+            if len(self._buffer) - at - HEADER.size < size:
+                break
+            at += HEADER.size
+            bodies.append(bytes(self._buffer[at : at + size]))
+            at += size
+        del self._buffer[:at]
+        return bodies
+
 
 Scorer = Callable[[list[ScoreRequest]], list[Result]]
 MAX_TRACEBACK_CHARS = 8_000
@@ -64,7 +115,7 @@ def serve(channel: socket.socket, frames: Frames, scorers: dict[int, Scorer], se
         for body in frames.feed(data):
             for serial, part, payload in pickle.loads(body):
                 if setup.isolated:
-                    limits.allow_cpu(setup.timeout_s)
+                    worker_limits.allow_cpu(setup.timeout_s)
                 start = time.monotonic()
                 reply = answer(scorers[part], payload)
                 reply |= {"serial": serial, "elapsed_s": time.monotonic() - start}
@@ -76,7 +127,7 @@ def main() -> None:
     channel, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     for descriptor in (channel.fileno(), lifeline):
         os.set_inheritable(descriptor, False)  # a scorer's own children must not hold the pool's connection open
-    limits.die_with_parent(lifeline)
+    worker_limits.die_with_parent(lifeline)
     frames = Frames()
     bodies: list[bytes] = []
     while not bodies:
@@ -85,8 +136,8 @@ def main() -> None:
             return
         bodies = frames.feed(data)
     setup: Setup = pickle.loads(bodies[0])
-    is_offline = setup.isolated and limits.leave_network()
-    limits.limit_resources(setup.memory_gib)
+    is_offline = setup.isolated and worker_limits.leave_network()
+    worker_limits.limit_resources(setup.memory_gib)
     code.set_up(setup.timeout_s, setup.memory_gib, setup.sandbox != "unsafe")
     try:
         scorers = {index: load(part, setup.base, setup.max_steps) for index, part in setup.parts.items()}
@@ -94,9 +145,108 @@ def main() -> None:
         channel.sendall(frame(json.dumps({"failed": str(error)}).encode()))
         return
     if setup.isolated:
-        limits.be_quiet()
+        worker_limits.be_quiet()
     channel.sendall(frame(json.dumps({"ready": True, "offline": is_offline}).encode()))
     serve(channel, frames, scorers, setup)
+
+
+# --- The pool's handle on one worker process: start, talk, kill. It never waits for a worker without a bound.
+
+START_S = 120.0  # a user's module may load a model before it is ready
+KILLED_S = 10.0  # to be gone after SIGKILL
+SEND_S = 10  # a worker that is ready reads at once
+
+
+@dataclass
+class Call:
+    """One call of one part's function: one request, or a chunk of them for a batch function."""
+
+    part: int
+    tickets: tuple[int, ...]  # the requests, as the caller numbers them
+    payload: bytes  # the requests, pickled
+    failures: int = 0
+    avoid: int | None = None  # the worker it failed on
+
+
+@dataclass
+class WorkerProcess:
+    """A running worker and the calls it has been given, the first of which is the one it is at."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    lifeline: int
+    deadline: float
+    is_ready: bool = False
+    calls: deque[tuple[int, Call]] = field(default_factory=deque)  # with their serial numbers
+    frames: Frames = field(default_factory=lambda: Frames(MAX_REPLY_BYTES))
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether it owes an answer: that it is ready, or that of a call."""
+        return not self.is_ready or bool(self.calls)
+
+    def send(self, body: bytes) -> None:
+        """Hand over a message; OSError if the worker is gone or does not read."""
+        self.channel.sendall(frame(body))
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """The messages that have arrived, without waiting, and whether the connection is still open."""
+        bodies: list[bytes] = []
+        while True:
+            try:
+                data = self.channel.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return bodies, True
+            except ConnectionError:
+                return bodies, False
+            if not data:
+                return bodies, False
+            bodies += self.frames.feed(data)
+
+    def kill(self) -> int:
+        """End the worker and its children, reap it, and say how it ended (its own exit status if it had one)."""
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.channel.close()
+        os.close(self.lifeline)
+        try:
+            return self.process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:  # deep in the kernel (a network disk that is gone): it ends when it can
+            return -signal.SIGKILL
+
+
+def start(number: int, setup: Setup, directory: str) -> WorkerProcess:
+    """A new worker in its own session; it counts as ready once it says so."""
+    ours, theirs = socket.socketpair()
+    # A bound on sending that leaves receiving alone, which `settimeout` would not.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+    lifeline_theirs, lifeline_ours = os.pipe()
+    root = str(Path(burnish.__file__).parents[1])
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    # -P: a file in the working directory must not stand in for a module of the standard library
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "burnish.rewards.worker", str(theirs.fileno()), str(lifeline_theirs)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(), lifeline_theirs),
+        start_new_session=True,
+        cwd=directory,
+        env={**os.environ, **threads, "PYTHONPATH": path},
+    )
+    theirs.close()
+    os.close(lifeline_theirs)
+    worker = WorkerProcess(number, process, ours, lifeline_ours, time.monotonic() + START_S)
+    with contextlib.suppress(OSError):  # it has ended already, which whoever reads from it will notice
+        worker.send(pickle.dumps(setup))
+    return worker
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in words."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
 
 
 if __name__ == "__main__":

@@ -21,16 +21,15 @@ from pathlib import Path
 
 import numpy as np
 
+from burnish.algorithms.spec import Replay
 from burnish.config.errors import UserError
-from burnish.config.slots.replay import Replay
 from burnish.core.batch import Batch
-from burnish.core.keys import fold
+from burnish.core.random_keys import fold
 from burnish.core.trajectory import Trajectory
-from burnish.rollout.record import from_arrays, to_arrays
-from burnish.rollout.scored import Progress, Scored
-from burnish.rollout.sources import RolloutPlan, Source, Ticket
-from burnish.rollout.staleness import oldest_version
-from burnish.run.contents import Blob, Content
+from burnish.rollout.async_source import oldest_version
+from burnish.rollout.scoring import Progress, RolloutBatch, from_arrays, to_arrays
+from burnish.rollout.sync_source import RolloutPlan, Source, Ticket
+from burnish.run.checkpoint.contents import Blob, Content
 
 FILE = "replay.safetensors"
 USE = "use"  # the key of `Trajectory.metadata` that says for which time its group comes back
@@ -79,7 +78,9 @@ class ReplayStore:
                 found.append(trajectory)
         return found
 
-    def learnt(self, step: int, rollouts: Scored, used: Iterable[str], unfinished: Iterable[str] | None = None) -> None:
+    def learnt(
+        self, step: int, rollouts: RolloutBatch, used: Iterable[str], unfinished: Iterable[str] | None = None
+    ) -> None:
         """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups.
 
         Where steps learn from parts of groups, those of the `unfinished` alone stay, though nothing of them was in the loss: a
@@ -153,7 +154,7 @@ class ReplaySource:
         self.inner, self.store, self.wanted = inner, store, wanted
         self.overlaps = inner.overlaps
 
-    def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> Scored:
+    def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
         fresh = self.inner.next(step, plan, progress, round)
         for trajectory in fresh.trajectories:
             trajectory.metadata[USE] = 0
@@ -161,7 +162,9 @@ class ReplaySource:
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
 
-    def learnt(self, step: int, rollouts: Scored, batch: Batch | None, unfinished: Sequence[int] | None = None) -> None:
+    def learnt(
+        self, step: int, rollouts: RolloutBatch, batch: Batch | None, unfinished: Sequence[int] | None = None
+    ) -> None:
         self.inner.learnt(step, rollouts, batch, unfinished)
         usable = rollouts.usable
         owners = [] if batch is None else batch.sequence["trajectory_ids"].unique().tolist()
@@ -180,7 +183,7 @@ class ReplaySource:
     def rest(self) -> None:
         self.inner.rest()
 
-    def values(self, rollouts: Scored, version: int) -> dict[str, float]:
+    def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         return self.inner.values(rollouts, version) | self.store.values()
 
     def waiting(self) -> list[Ticket]:

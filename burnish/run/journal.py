@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.run.files import OR_ANEW, append_durably, atomic_write, truncate
+from burnish.run.durable_files import OR_ANEW, append_durably, atomic_write, truncate
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,24 +8,77 @@ it when it is there.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from burnish.config.errors import UserError
 from burnish.config.schema import Run as RunConfig
-from burnish.run.checkpoints import Checkpoint, Checkpoints
-from burnish.run.clock import process_seconds
-from burnish.run.directory import RunDirectory, kept_configs
+from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints
+from burnish.run.checkpoint.saving import Saving, Take
 from burnish.run.display import Display
-from burnish.run.heartbeat import FILE, BeatingDisplay, Heartbeat
-from burnish.run.journal import Journal
-from burnish.run.metrics import Metrics
-from burnish.run.samples import write_samples
-from burnish.run.saving import Saving, Take
-from burnish.run.trackers import make_trackers
-from burnish.run.visits import FIELD, Visit
-from burnish.run.worst_tokens import WorstTokens
+from burnish.run.journal import Journal, decode
+from burnish.run.metrics import Metrics, make_trackers
+from burnish.run.run_directory import RunDirectory, kept_configs
+from burnish.run.samples import WorstTokens, write_samples
+from burnish.run.supervisor.liveness import FILE, BeatingDisplay, Heartbeat, process_seconds
+
+# --- What a run's journal knows of its prompts: how every visit of each was rewarded, whether its samples were kept or not.
+#
+# The record of a step has a short list for each prompt it drew, so the whole history of a long run stays readable when the
+# samples themselves are gone.
+
+FIELD = "prompts"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One visit of a prompt: how many of its samples were scored and judged, and how well."""
+
+    prompt_id: str
+    visit: int
+    scored: int
+    reward: float
+    """The sum of the rewards of those that were scored."""
+    judged: int
+    right: float
+    """Right answers among those that were judged, in shares where an accuracy is one."""
+
+    def values(self) -> list[Any]:
+        """As the journal holds it."""
+        return [self.prompt_id, self.visit, self.scored, self.reward, self.judged, self.right]
+
+
+def read_visits(run: Path) -> list[Visit]:
+    """Every visit that still counts, in the order of the steps; a run may be read while it trains."""
+    directory = RunDirectory.open(run)
+    steps: list[tuple[int, list[list[Any]]]] = []
+    for event in _events(directory.journal / "events.jsonl"):
+        if event["event"] == "resumed":
+            steps = [(step, found) for step, found in steps if step <= event["step"]]
+        elif event["event"] == "step" and event.get(FIELD):
+            steps.append((event["step"], event[FIELD]))
+    if not steps:
+        raise UserError(
+            f"the journal of {run} has no rewards of prompts: it must be a run of `burnish train` with a finished step"
+        )
+    return [Visit(*values) for _, found in steps for values in found]
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """The intact records up to the first that is not: a run that is being written may have a torn last line."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            record = decode(line) if line.endswith(b"\n") else None
+            if record is None:
+                return
+            yield record
 
 
 class Run:
@@ -144,3 +197,44 @@ class Run:
             self.display.note(f"{type(other).__name__}: {other}")
         finally:
             self.close()
+
+
+# --- A run as those processes see it that train with the one that owns it: they write their part of checkpoints, and no more.
+
+
+class Follower(Run):
+    """Steps, notes and metrics go nowhere: the owner has the same. Its errors are raised here as there."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.directory = RunDirectory(path)  # without the lock, which is the owner's
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 (closed with the run)
+        self.display = Display(Path(os.devnull), self._nowhere)
+        self.checkpoints = Checkpoints(self.directory.checkpoints, config.keep_last, self.display.note)
+        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
+
+    def resume(self) -> Checkpoint | None:
+        """The owner knows from where."""
+        return None
+
+    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[Visit] = ()) -> None:
+        """A checkpoint that could not be written since the last step is an error here."""
+        self.saving.collect(wait=False)
+
+    def checkpoint(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
+        """Take this process's part of a snapshot and have it written."""
+        self.wait()
+        self.saving.begin(step, take, score, metric)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        self.saving.collect(wait=True)
+
+    def end(self, step: int, is_complete: bool) -> None:
+        """The owner records it."""
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        try:
+            self.wait()
+        finally:
+            self._nowhere.close()

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.run.contents import file_sums
-from burnish.run.deaths import OUTCOME
-from burnish.run.files import atomic_write
-from burnish.run.heartbeat import FILE as HEARTBEAT
+from burnish.run.checkpoint.contents import file_sums
+from burnish.run.durable_files import atomic_write
 from burnish.run.journal import checksum
+from burnish.run.supervisor.exit_status import OUTCOME
+from burnish.run.supervisor.liveness import FILE as HEARTBEAT
 
 INDEX = "stages.json"
 FORMAT = 1

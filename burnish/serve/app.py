@@ -30,14 +30,25 @@ from starlette.types import Receive, Scope, Send
 from burnish.config.errors import UserError
 from burnish.core.engine import Request as EngineRequest
 from burnish.core.engine import SamplingOptions
-from burnish.serve.answers import Answer, ChatAnswer, CompletionAnswer, Echo
-from burnish.serve.choices import Choices, Delta
-from burnish.serve.errors import ApiError, internal_error, not_a_number
-from burnish.serve.guard import HEALTH
-from burnish.serve.intake import Intake
-from burnish.serve.loop import EngineFailure, EngineLoop, Event, Generation
+from burnish.serve.connections import HEALTH
+from burnish.serve.engine_thread import EngineFailure, EngineLoop, Event, Generation
 from burnish.serve.metrics import CONTENT_TYPE, Metrics
-from burnish.serve.prompts import (
+from burnish.serve.openai_schema import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    draws_likeliest,
+    internal_error,
+    not_a_number,
+    num_alternatives,
+    parse,
+)
+from burnish.serve.request_bodies import Intake
+from burnish.serve.request_to_engine import (
+    Scorer,
+    Scores,
     Served,
     chat_prompt,
     check_model,
@@ -48,16 +59,7 @@ from burnish.serve.prompts import (
     offered_tools,
     tokenized,
 )
-from burnish.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    draws_likeliest,
-    num_alternatives,
-    parse,
-)
-from burnish.serve.scoring import Scorer, Scores
+from burnish.serve.responses import Answer, ChatAnswer, Choices, CompletionAnswer, Delta, Echo
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from burnish.serve.loop import EngineLoop
+from burnish.serve.engine_thread import EngineLoop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PATHS = (

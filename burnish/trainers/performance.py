@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
-from burnish.rollout.scored import Scored
+from burnish.memory_plan.from_config import Planned
+from burnish.memory_plan.planner import GIB
+from burnish.memory_plan.suggestions import error_text
+from burnish.rollout.scoring import RolloutBatch
 from burnish.training.interfaces import AnyLearner
-from burnish.training.meter import Reading
-from burnish.training.peak import peak_flops
+from burnish.training.meter import Reading, peak_flops
 
 
 def learner_values(learners: Sequence[AnyLearner], started: float) -> dict[str, float]:
@@ -43,8 +46,32 @@ def rate_values(reading: Reading, peak: float | None) -> dict[str, float]:
     return values
 
 
-def rollout_rate(rollouts: Scored) -> dict[str, float]:
+def rollout_rate(rollouts: RolloutBatch) -> dict[str, float]:
     """Tokens a second of the rollouts; nothing where they were taken from the journal."""
     if rollouts.rollout_s == 0:
         return {}
     return {"performance/rollout_tokens_per_s": rollouts.num_tokens / rollouts.rollout_s}
+
+
+# --- The memory plan against what a run really held: told once the first updates are made.
+
+
+@dataclass
+class MemoryWatch:
+    """Compares the plan of a stage with the measured peak, until an update has found the optimizer's state in place."""
+
+    planned: Planned
+    stage: str
+    is_done: bool = False
+
+    def after(self, updates: int, values: dict[str, float], tell: Callable[[str], None]) -> dict[str, float]:
+        """Metrics of the plan's error; `updates` are those the policy's learner has made, `values` what was measured of a step."""
+        measured, made = values.get("memory/peak_gib"), self.planned.stages.get(self.stage)
+        if self.is_done or not updates or measured is None or made is None:
+            return {}
+        expected = made.learners_peak(updates) if self.planned.is_gpu else made.total
+        error, text = error_text(expected, int(measured * GIB))
+        self.is_done = updates > 1
+        if self.planned.is_gpu:  # the resident size of a process is more than its tensors
+            tell(text)
+        return {"memory/planned_gib": expected / GIB, "memory/plan_error": error}

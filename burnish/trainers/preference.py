@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import weights_of_sequences
-from burnish.algorithms.preference import PreferenceLoss, measures
-from burnish.algorithms.view import View, view_of
+from burnish.algorithms.losses.model_losses import PreferenceLoss, measures
+from burnish.algorithms.losses.view import View, view_of
+from burnish.algorithms.terms.loss_terms import weights_of_sequences
 from burnish.config.errors import UserError
 from burnish.config.preference import Preference
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum
-from burnish.data.pairs import Labelled, Pair
+from burnish.data.preference_pairs import Labelled, Pair
 from burnish.data.supervised import Example, example_order
+from burnish.trainers.offline_run import Around, OnUpdate
 from burnish.trainers.performance import learner_values
 from burnish.trainers.sft import pack_examples
-from burnish.trainers.updates import Around, OnUpdate
 from burnish.training.learner import Learner
-from burnish.training.memory_use import restart_peak
+from burnish.training.meter import restart_peak
 
 STREAM = "preference"
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.preference import bradley_terry
-from burnish.algorithms.losses.scoring import ScorerLoss
-from burnish.config.reward_model import RewardModel
+from burnish.algorithms.losses.model_losses import ScorerLoss
+from burnish.algorithms.losses.sequence_losses import bradley_terry
+from burnish.config.preference import RewardModel
 from burnish.core.batch import Batch
-from burnish.core.keys import permutation
+from burnish.core.random_keys import permutation
 from burnish.core.segments import offsets_from_lengths
-from burnish.data.pairs import Pair
-from burnish.models.score import score_positions
+from burnish.data.preference_pairs import Pair
+from burnish.models.heads import score_positions
+from burnish.trainers.offline_run import Around, OnUpdate
 from burnish.trainers.performance import learner_values
-from burnish.trainers.updates import Around, OnUpdate
 from burnish.training.learner import Learner
-from burnish.training.memory_use import restart_peak
+from burnish.training.meter import restart_peak
 
 CHUNK = 256  # pairs measured at once
 

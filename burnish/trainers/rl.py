@@ -20,39 +20,48 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
+from burnish.algorithms.batch_columns import is_replayed, new_ones, replay_drift, sampled
 from burnish.algorithms.correction.budget import BudgetError
-from burnish.algorithms.correction.surprise import surprise
-from burnish.algorithms.demonstrations import sampled
-from burnish.algorithms.losses import NllLoss
-from burnish.algorithms.replay import is_replayed, new_ones, replay_drift
+from burnish.algorithms.correction.diagnostics import surprise, symptoms
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.config.consistency import always_judges
 from burnish.config.errors import UserError
-from burnish.config.fits import always_judges
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.core.trajectory import pack
-from burnish.rollout.driver import RolloutStopped
-from burnish.rollout.scored import Scored
-from burnish.run.checkpoints import score_by
-from burnish.run.interrupt import StopOnInterrupt
+from burnish.rollout.runner import RolloutStopped
+from burnish.rollout.scoring import RolloutBatch
+from burnish.run.checkpoint.checkpoints import score_by
 from burnish.run.metrics import held_out_figures, read
 from burnish.run.run import Run
-from burnish.trainers import observe
-from burnish.trainers.demonstrated import demonstration_values
-from burnish.trainers.explain import explained
-from burnish.trainers.job import Job, Learned, snapshot
+from burnish.run.supervisor.liveness import StopOnInterrupt
+from burnish.trainers import step_metrics
+from burnish.trainers.assembly import rollout_plan
+from burnish.trainers.context import StepResult, TrainContext, snapshot
 from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.performance import learner_values, rollout_rate
-from burnish.trainers.prepare import Recipe
-from burnish.trainers.rollouts import rollout_plan
+from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.state import advance, entropy_coefficient
-from burnish.training.memory_use import restart_peak
-from burnish.training.profile import profiled
+from burnish.trainers.step_metrics import demonstration_values
+from burnish.training.meter import restart_peak
+from burnish.training.profiler import profiled
+
+# --- Why a run stopped because engine and trainer are too far apart: the step is not finished, so the health check had no say.
+
+
+def explained(job: TrainContext, step: int, error: BudgetError) -> UserError:
+    """The error of a budget that no correction holds, with the likely cause of the gap and what to try."""
+    batch = error.batch
+    outputs = job.learner.outputs(batch, frozenset({"entropy"}))
+    seen = symptoms(batch, job.state.step) | surprise(batch, outputs["logp"], outputs["entropy"])
+    return UserError(f"step {step}: {error}; likely cause: {job.health.explain(seen, job.facts)}")
+
 
 MAX_UNSCORED_STEPS = 3
 """A run ends with an error after so many steps in a row without one scored sample: no step after them would learn anything either."""
 
 
-def train(job: Job) -> bool:
+def train(job: TrainContext) -> bool:
     """Train from `job.state.step` on. True when all steps are done, False when the user asked to stop."""
     config, run = job.config, job.run
     total = config.training.steps
@@ -69,7 +78,7 @@ def train(job: Job) -> bool:
             return False
 
 
-def make_steps(job: Job, stop: StopOnInterrupt) -> bool:
+def make_steps(job: TrainContext, stop: StopOnInterrupt) -> bool:
     """The steps that are left; False when the user asked to stop."""
     config, run, num_unscored = job.config, job.run, 0
     total = config.training.steps
@@ -84,11 +93,11 @@ def make_steps(job: Job, stop: StopOnInterrupt) -> bool:
                 num_unscored = count_unscored(rollouts, step, num_unscored, total)
                 job.source.begin(step + 1)
             learning = time.perf_counter()
-            learned = learn(job, step, batch) if batch is not None else Learned()
-            settle(job, step, rollouts, learned)
+            learned = learn(job, step, batch) if batch is not None else StepResult()
+            after_step(job, step, rollouts, learned)
             speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
         is_shaped = bool(config.algorithm.shaping)
-        values = observe.step_values(rollouts, learned, time.perf_counter() - started, is_shaped) | speed
+        values = step_metrics.step_values(rollouts, learned, time.perf_counter() - started, is_shaped) | speed
         values |= job.source.values(rollouts, step - 1)
         values |= demonstration_values(rollouts) if config.data.demonstrations_per_group else {}
         if job.memory is not None:
@@ -102,7 +111,7 @@ def make_steps(job: Job, stop: StopOnInterrupt) -> bool:
 
 
 @contextmanager
-def saved_if_stopped(job: Job) -> Iterator[None]:
+def saved_if_stopped(job: TrainContext) -> Iterator[None]:
     """Save the last step that is done if the user asks to stop while the next one samples: no weights have changed since."""
     try:
         yield
@@ -111,21 +120,21 @@ def saved_if_stopped(job: Job) -> Iterator[None]:
         raise
 
 
-def save_last_step(job: Job) -> None:
+def save_last_step(job: TrainContext) -> None:
     """Save the last step that is done, before the next one changes anything."""
     if job.state.step > job.run.saved_step:
         job.run.checkpoint(job.state.step, lambda stage: snapshot(job, stage), None)
         job.run.wait()
 
 
-def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
+def gather(job: TrainContext, step: int) -> tuple[RolloutBatch, Batch | None]:
     """Rollouts of a step and the batch the group filters leave, generated again while that is too small.
 
     The batch is None when there is nothing to learn from; a note says why.
     """
     refill, settings = job.config.algorithm.refill, job.config.rollout.at(step)
     plan = rollout_plan(job.config, job.policy.tokenizer.eos_ids, step)
-    rollouts: Scored | None = None
+    rollouts: RolloutBatch | None = None
     shaped: Batch | None = None
     num_groups, enough = 0, refill.enough * settings.prompts
     for attempt in range(refill.rounds):
@@ -156,17 +165,17 @@ def gather(job: Job, step: int) -> tuple[Scored, Batch | None]:
         )
     batch = job.recipe.select(shaped, settings.prompts)
     if batch.num_sequences == 0:
-        note(job, step, f"no update, {observe.why_no_signal(shaped)}")
+        note(job, step, f"no update, {step_metrics.why_no_signal(shaped)}")
         return rollouts, None
     return rollouts, batch.to(job.learner.device)
 
 
-def is_scored(rollouts: Scored) -> bool:
+def is_scored(rollouts: RolloutBatch) -> bool:
     """Whether a step has one new sample with a reward."""
     return any(t.reward is not None for t in rollouts.trajectories)
 
 
-def count_unscored(rollouts: Scored, step: int, earlier: int, total: int) -> int:
+def count_unscored(rollouts: RolloutBatch, step: int, earlier: int, total: int) -> int:
     """Steps in a row, this one included, without one scored sample; the error for too many of them, and for such a last step."""
     if is_scored(rollouts):
         return 0
@@ -179,12 +188,12 @@ def count_unscored(rollouts: Scored, step: int, earlier: int, total: int) -> int
     return earlier + 1
 
 
-def num_kept_groups(batch: Batch, recipe: Recipe) -> int:
+def num_kept_groups(batch: Batch, recipe: AlgorithmPipeline) -> int:
     """New groups that the group filters keep."""
     return compact_ids(batch.sequence["group_ids"][recipe.wanted(batch) & ~is_replayed(batch)])[1]
 
 
-def learn(job: Job, step: int, batch: Batch) -> Learned:
+def learn(job: TrainContext, step: int, batch: Batch) -> StepResult:
     """One batch through the algorithm and the learners; whenever no update is made a note says why."""
     config, recipe, state = job.config, job.recipe, job.state
     job.run.display.phase("learning")
@@ -201,12 +210,12 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     for text in notes:
         note(job, step, text)
     batch = recipe.trim(whole, stats)
-    learned = Learned(batch, prepared=stats, num_prepared=sampled(whole).num_sequences, budget=budget)
+    learned = StepResult(batch, prepared=stats, num_prepared=sampled(whole).num_sequences, budget=budget)
     learned.unfinished = recipe.unfinished(whole)
     rewards = new_ones(sampled(whole)).sequence["reward"]
     learned.reward = float(rewards.mean()) if rewards.numel() else None
     if batch.num_sequences == 0:
-        note(job, step, f"no update, {observe.why_nothing_left(whole)}")
+        note(job, step, f"no update, {step_metrics.why_nothing_left(whole)}")
     loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
     horizon, training = config.rollout.at(step).max_tokens, config.training
     parts = mini_batches(batch, config.algorithm, training.mini_batches, training.epochs, horizon)
@@ -231,7 +240,7 @@ def learn(job: Job, step: int, batch: Batch) -> Learned:
     return learned
 
 
-def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
+def after_step(job: TrainContext, step: int, rollouts: RolloutBatch, learned: StepResult) -> None:
     """What follows the updates of a step: the engine's version, the reference, prompt statistics, controllers."""
     for learner in job.learners:
         learner.release()
@@ -240,7 +249,7 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
     if job.reference is not None and job.reference.after_step(job.learner.model, step) and job.reference.restarts:
         job.learner.reset_optimizer()
     job.stream.observe(rollouts.trajectories)
-    stats = observe.mean_stats(learned.updates) | learned.prepared
+    stats = step_metrics.mean_stats(learned.updates) | learned.prepared
     if learned.reward is not None:
         stats["reward"] = learned.reward
     budget, waiting = learned.budget or job.state.budget, job.source.waiting()
@@ -249,7 +258,12 @@ def settle(job: Job, step: int, rollouts: Scored, learned: Learned) -> None:
 
 
 def finish_step(
-    job: Job, step: int, values: dict[str, Any], rollouts: Scored, learned: Learned, stop: StopOnInterrupt
+    job: TrainContext,
+    step: int,
+    values: dict[str, Any],
+    rollouts: RolloutBatch,
+    learned: StepResult,
+    stop: StopOnInterrupt,
 ) -> bool:
     """Validation when it is due, samples, metrics and journal, a checkpoint when it is due.
 
@@ -265,10 +279,10 @@ def finish_step(
         if measured and score is None:
             note(job, step, f"this checkpoint has no score: {no_score(job, measured)}")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
-        rows = observe.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
+        rows = step_metrics.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
         run.samples(step, "train", rows)
-    run.worst_tokens.append(step, observe.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
-    late = observe.num_timed_out(rollouts)
+    run.worst_tokens.append(step, step_metrics.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
+    late = step_metrics.num_timed_out(rollouts)
     if late and 2 * late >= len(rollouts.trajectories):
         note(
             job,
@@ -278,7 +292,7 @@ def finish_step(
         )
     for failed in rollouts.failed[:1]:
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
-    run.commit(step, values, observe.used_ids(rollouts, learned.batch), observe.visits(rollouts))
+    run.commit(step, values, step_metrics.used_ids(rollouts, learned.batch), step_metrics.visits(rollouts))
     stopping = stop.requested
     measured_best = config.run.keep_best and score is not None
     is_due = stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0
@@ -298,7 +312,7 @@ def was_accuracy_measured(run: Run) -> bool:
     return "accuracy" in held_out_figures(names).values()
 
 
-def best_metric(job: Job) -> str:
+def best_metric(job: TrainContext) -> str:
     """The metric that the best checkpoint is chosen by: `run.best_by`, or the first mode's accuracy, or its mean reward if rewards are graded.
 
     It never depends on one validation alone: one in which every call timed out has no accuracy, and its mean reward must not be compared.
@@ -307,13 +321,13 @@ def best_metric(job: Job) -> str:
     return job.config.run.best_by or f"validation/{mode}/{'accuracy' if job.has_accuracy else 'reward_mean'}"
 
 
-def score_of(job: Job, measured: dict[str, float]) -> tuple[float, str] | None:
+def score_of(job: TrainContext, measured: dict[str, float]) -> tuple[float, str] | None:
     """The score that a validation gives a checkpoint, with its metric; None where that was not measured."""
     job.has_accuracy = job.has_accuracy or "accuracy" in held_out_figures(measured).values()
     return score_by(best_metric(job), measured)
 
 
-def refuse_unmeasured(job: Job, measured: dict[str, float]) -> None:
+def refuse_unmeasured(job: TrainContext, measured: dict[str, float]) -> None:
     """Refuse, before the first step, a `run.best_by` that validation does not measure. A missing accuracy that later ones may have gets a note."""
     if not measured or score_of(job, measured) is not None:
         return
@@ -324,7 +338,7 @@ def refuse_unmeasured(job: Job, measured: dict[str, float]) -> None:
         raise UserError(no_score(job, measured))
 
 
-def no_score(job: Job, measured: dict[str, float]) -> str:
+def no_score(job: TrainContext, measured: dict[str, float]) -> str:
     """Why a validation gave no score to choose the best checkpoint by."""
     wanted, hint = best_metric(job), ""
     if wanted.endswith("/accuracy") and job.has_accuracy:
@@ -335,13 +349,13 @@ def no_score(job: Job, measured: dict[str, float]) -> str:
     return f"run.best_by: {wanted} was not measured{hint}; measured are {', '.join(sorted(measured))}"
 
 
-def recording(job: Job, step: int) -> AbstractContextManager[None]:
+def recording(job: TrainContext, step: int) -> AbstractContextManager[None]:
     """The profiler, in the step it was asked for."""
     if step != job.profile:
         return nullcontext()
     return profiled(job.run.directory.path, f"step {step}", job.run.display.note)
 
 
-def note(job: Job, step: int, text: str) -> None:
+def note(job: TrainContext, step: int, text: str) -> None:
     """A line for the user about a step."""
     job.run.display.note(f"step {step}: {text}")

@@ -24,9 +24,10 @@ from types import TracebackType
 from typing import Any
 
 from burnish.config.errors import UserError, unknown
-from burnish.run.directory import RunDirectory
-from burnish.run.files import atomic_write, remove, sweep
-from burnish.run.stage_index import INDEX, OUTCOME, StageIndex, read_outcome, what_is_wrong
+from burnish.run.durable_files import atomic_write, remove, sweep
+from burnish.run.run_directory import RunDirectory
+from burnish.run.stage_index import INDEX, StageIndex, read_outcome, what_is_wrong
+from burnish.run.supervisor.exit_status import OUTCOME
 
 RECIPE = "stages.yaml"
 MAX_SHOWN = 8

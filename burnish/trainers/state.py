@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from burnish.algorithms.correction import BudgetState
-from burnish.algorithms.entropy import adaptive_coefficient
-from burnish.algorithms.kl import adapt_coefficient
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.correction.budget import BudgetState
+from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.terms.loss_terms import adapt_coefficient, adaptive_coefficient
 
 DECAY = 0.9  # of the moving mean reward, the baseline `ema` of advantage reinforce
 
@@ -22,7 +21,7 @@ class TrainerState:
     stream: dict[str, Any] = field(default_factory=dict)
     """Where the prompts are, with the statistics of those seen."""
     waiting: list[list[Any]] = field(default_factory=list)
-    """Prompts that were drawn and no step was given yet (`rollout/sources.py`)."""
+    """Prompts that were drawn and no step was given yet (`rollout/sync_source.py`)."""
     kl_coef: float | None = None
     """Coefficient of the KL in the reward where it is steered; None where it is fixed."""
     entropy_coef: float | None = None

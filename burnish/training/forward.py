@@ -12,18 +12,26 @@ from torch import Tensor, nn
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
-from burnish.models.ops.kl import Distribution
-from burnish.models.ops.trunks import Trunks
-from burnish.training.packing import ATTENTION_COST, Unit, group_units, micro_batches, single_units, whole_units
+from burnish.models.kernels.logprob import Distribution
+from burnish.models.kernels.shared_prefix import Trunks
+from burnish.training.packing import (
+    ATTENTION_COST,
+    Unit,
+    group_units,
+    micro_batches,
+    pays,
+    shared_prefixes,
+    single_units,
+    whole_units,
+)
 from burnish.training.parallel.ranks import SOLO, Ranks
-from burnish.training.sharing import pays, shared_prefixes
 
 Needs = frozenset[str]
 """What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy`, `kl` or `sum_p2` if named."""
 
 
 class Policy(Protocol):
-    """What the learner asks of a policy: our decoder and `models/hf.py` both have it.
+    """What the learner asks of a policy: our decoder and `models/transformers_model.py` both have it.
 
     `trunks` says which sequences begin with another's tokens; one that shares nothing may leave it unread.
     """
@@ -75,7 +83,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatch:
     """A micro-batch, the positions of the wanted tokens in it, and where those stand in the whole batch; [M] each."""
 
     batch: Batch
@@ -90,7 +98,7 @@ class Piece:
         return not self.positions.numel()
 
 
-AskReference = Callable[[Piece], Distribution]
+AskReference = Callable[[MicroBatch], Distribution]
 """The reference's distributions at the wanted tokens of a micro-batch."""
 
 
@@ -102,7 +110,9 @@ def element_positions(batch: Batch, part: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum()), device=shift.device) + shift
 
 
-def pieces(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO, whole_groups: bool = False) -> list[Piece]:
+def micro_batches_of(
+    batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO, whole_groups: bool = False
+) -> list[MicroBatch]:
     """The micro-batches of the sequences that have a token of the mask column, with those tokens as the wanted ones.
 
     All ranks get the same number, by fillers: they gather the parameters of a layer together, whoever has work for it. With
@@ -112,10 +122,10 @@ def pieces(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO, whole
     return found + [filler(batch.tokens.device)] * (ranks.most(len(found)) - len(found))
 
 
-def filler(device: torch.device) -> Piece:
+def filler(device: torch.device) -> MicroBatch:
     """A micro-batch with a wanted token, which has no place in the batch."""
     two, one = torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device)
-    return Piece(Batch(two, torch.tensor([0, 2], device=device)), one, one[:0])
+    return MicroBatch(Batch(two, torch.tensor([0, 2], device=device)), one, one[:0])
 
 
 def no_loss(outputs: Mapping[str, Tensor]) -> Tensor:
@@ -133,7 +143,7 @@ def groups_fit(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -
     return ranks.most(int(not fit)) == 0
 
 
-def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> list[Piece]:
+def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> list[MicroBatch]:
     has_one = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
     has_one[batch.sequence_ids[batch.token[mask]]] = True
     chosen = has_one.nonzero().squeeze(1)
@@ -163,7 +173,7 @@ def _whole_units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] 
     return whole_units(lengths, groups, [0] * len(lengths), packing.attention_cost), None
 
 
-def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> Piece:
+def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> MicroBatch:
     members = [i for unit in part for i in unit.members]
     index = chosen[torch.tensor(members, device=chosen.device)]
     micro = batch.select(index)
@@ -175,7 +185,7 @@ def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | N
             owner += [first if shared[i] else first + k for k, i in enumerate(unit.members)]
         trunks = Trunks(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
     wanted = micro.token[mask].nonzero().squeeze(1)
-    return Piece(micro, wanted, element_positions(batch, index)[wanted], trunks)
+    return MicroBatch(micro, wanted, element_positions(batch, index)[wanted], trunks)
 
 
 def names_of(needs: Needs) -> list[str]:
@@ -184,7 +194,7 @@ def names_of(needs: Needs) -> list[str]:
 
 
 def forward(
-    model: nn.Module, piece: Piece, needs: Needs, temperature: float, reference: AskReference | None = None
+    model: nn.Module, piece: MicroBatch, needs: Needs, temperature: float, reference: AskReference | None = None
 ) -> dict[str, Tensor]:
     """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient, unless `sum_p2` is among them."""
     where = piece.batch.tokens, piece.batch.offsets, piece.wanted
@@ -218,13 +228,13 @@ def batch_outputs(
     packing: Packing,
     temperature: float,
     mask: str = "action_mask",
-    on_piece: Callable[[Piece], None] | None = None,
+    on_piece: Callable[[MicroBatch], None] | None = None,
     ranks: Ranks = SOLO,
     reference: AskReference | None = None,
 ) -> dict[str, Tensor]:
     """[N] outputs at the tokens of the mask column, by name, without gradient; 0 elsewhere."""
     columns: dict[str, Tensor] = {}
-    for piece in pieces(batch, packing, mask, ranks):
+    for piece in micro_batches_of(batch, packing, mask, ranks):
         if on_piece is not None:
             on_piece(piece)
         for name, values in forward(model, piece, needs, temperature, reference).items():

@@ -1,6 +1,6 @@
 """What a trainer asks of a learner, a reference, a critic and a process reward model, wherever they are.
 
-`Learner`, `Reference`, `Critic` and `ProcessModel` are these in the trainer's own process; `controller/proxies.py` has those whose work is
+`Learner`, `Reference`, `Critic` and `ProcessModel` are these in the trainer's own process; `distributed/role_proxies.py` has those whose work is
 done by other processes.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses import Loss
+from burnish.algorithms.losses.policy_loss import Loss
 from burnish.core.batch import Batch
-from burnish.run.contents import Content
-from burnish.run.staging import Stage
+from burnish.run.checkpoint.contents import Content
+from burnish.run.checkpoint.saving import Stage
 from burnish.training.forward import Needs
 from burnish.training.learner import Update
 from burnish.training.meter import Reading

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,33 +20,68 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.losses import Loss
-from burnish.algorithms.view import view_of
+from burnish.algorithms.losses.policy_loss import Loss
+from burnish.algorithms.losses.view import view_of
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
-from burnish.run.contents import Blob, Content
-from burnish.run.parts import part_of
-from burnish.run.staging import Stage
-from burnish.training.cost import cost_of
+from burnish.run.checkpoint.contents import Blob, Content, part_of
+from burnish.run.checkpoint.saving import Stage
 from burnish.training.forward import (
     AskReference,
+    MicroBatch,
     Needs,
     Packing,
-    Piece,
     batch_outputs,
     forward,
     groups_fit,
+    micro_batches_of,
     no_loss,
-    pieces,
 )
-from burnish.training.grad_norms import block_norms
-from burnish.training.memory_use import memory_values
-from burnish.training.meter import Meter, metered
-from burnish.training.optimizers import make_optimizer
+from burnish.training.meter import Meter, cost_of, memory_values, metered
+from burnish.training.optimizers.factory import factor, make_optimizer
+from burnish.training.optimizers.optimizer import BaseOptimizer
+from burnish.training.optimizers.parameter_rows import num_shards
 from burnish.training.parallel.ranks import SOLO, Ranks
-from burnish.training.schedule import factor
-from burnish.training.shards import StoredTensors, read_state, state_contents
+from burnish.training.sharded_checkpoint import StoredTensors, read_state, state_contents
+
+# --- The gradient's norm block by block: where in the model the signal is, and where it vanishes or explodes.
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def block_of(name: str) -> str:
+    """The block of a parameter: embedding, layer_<k>, head, or rest (the final norm)."""
+    if found := LAYER.search(name):
+        return f"layer_{int(found[1]):02d}"
+    words = name.split(".")
+    if any("emb" in word or word == "wte" for word in words):
+        return "embedding"
+    return "head" if any("head" in word for word in words) else "rest"
+
+
+@torch.no_grad()
+def block_norms(optimizer: BaseOptimizer) -> dict[str, float]:
+    """The norm of each block's gradients, as `grad_norm_<block>`; their squares add up to the square of the whole norm.
+
+    To be called on every rank alike: each has a piece of a parameter, and the norm is that of all of them.
+    """
+    gradients = optimizer.gradients()
+    blocks = sorted({block_of(name) for name in optimizer.parameters})
+    if not gradients or not blocks:
+        return {}
+    first = next(iter(gradients.values()))
+    squares = torch.zeros(len(blocks), dtype=torch.float64, device=first.device)
+    of_each = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))]).square()
+    # A rank's piece stands for as many as there are: the mean over ranks is then the sum over pieces.
+    of_each *= torch.tensor([num_shards(optimizer.parameters[name]) for name in gradients], device=first.device)
+    squares.index_add_(
+        0, torch.tensor([blocks.index(block_of(name)) for name in gradients], device=first.device), of_each
+    )
+    if optimizer.reduce is not None:
+        squares = optimizer.reduce(squares)
+    return {f"grad_norm_{block}": norm for block, norm in zip(blocks, squares.sqrt().tolist(), strict=True)}
+
 
 OF_A_LOSS = frozenset({"entropy", "kl", "value"})
 """What a loss may need of the model beside log-probs, and with gradient."""
@@ -178,7 +214,7 @@ class Learner:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
-        for piece in pieces(batch, self.packing, "loss_mask", self.ranks, whole_groups):
+        for piece in micro_batches_of(batch, self.packing, "loss_mask", self.ranks, whole_groups):
             with self.meter("forward"):
                 outputs = forward(self.model, piece, needs, self.temperature, self.reference)
                 value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))
@@ -199,7 +235,7 @@ class Learner:
         """Gradients of sum_t slope_t output_t: the second pass of a loss whose derivatives are known; [N] columns."""
         # Only outputs that are differentiated get a graph: an entropy that is only looked at is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
-        for piece in pieces(batch, self.packing, "loss_mask", self.ranks):
+        for piece in micro_batches_of(batch, self.packing, "loss_mask", self.ranks):
             with self.meter("forward"):
                 outputs = forward(self.model, piece, frozenset(names), self.temperature, self.reference)
                 terms = [(outputs[name] * slopes[name][piece.positions]).sum() for name in names]
@@ -208,7 +244,7 @@ class Learner:
                 self.optimizer.absorb()
             self._saw(piece, with_gradient=True)
 
-    def _saw(self, piece: Piece, with_gradient: bool = False) -> None:
+    def _saw(self, piece: MicroBatch, with_gradient: bool = False) -> None:
         if not piece.is_filler:
             self.meter.saw(piece.batch.offsets, piece.wanted.numel(), piece.trunks, with_gradient)
 

@@ -7,22 +7,71 @@ of the micro-batches that went through the model are kept too, and become operat
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from burnish.models.architecture import Windows
-from burnish.models.flops import Counts, packed_counts
-from burnish.models.ops.trunks import Trunks
-from burnish.training.cost import Cost
+from burnish.config.model import Lora
+from burnish.models.architecture import Architecture, Windows
+from burnish.models.decoder import Decoder
+from burnish.models.flops import Counts, backward, forward, packed_counts, recomputed
+from burnish.models.heads import ScoreModel, ValueModel
+from burnish.models.kernels.shared_prefix import Trunks
+from burnish.training.parallel.ranks import SOLO, Ranks
+
+# --- The operations of the models a learner trains, as `models/flops.py` counts them.
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the operations of a model follow from, besides the shapes of its batches."""
+
+    arch: Architecture
+    head_size: int | None = None
+    """Outputs of a token where they are not the vocabulary's logits."""
+    lora: Lora | None = None
+    activations: str = "keep"
+    fused_attention: bool = False
+    processes: int = 1
+    """How many divide each micro-batch among them, by its rows or by the weights: this one does its part."""
+
+    def of(self, counts: Counts, with_gradient: bool) -> tuple[int, int]:
+        """Operations that the mathematics needs, and those that are executed."""
+        needed = forward(self.arch, counts, self.head_size, self.lora).total
+        if not with_gradient:
+            return needed // self.processes, needed // self.processes
+        needed += backward(self.arch, counts, self.head_size, self.lora).total
+        again = recomputed(self.arch, counts, self.head_size, self.lora, self.activations, self.fused_attention)
+        return needed // self.processes, (needed + again.total) // self.processes
+
+
+def cost_of(model: nn.Module, ranks: Ranks = SOLO) -> Cost | None:
+    """Of our decoder as a policy or below a scalar head, on one of several ranks; None where transformers does the forward."""
+    decoder = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
+    if not isinstance(decoder, Decoder):
+        return None
+    return Cost(
+        decoder.arch,
+        None if decoder is model else 1,
+        decoder.lora,
+        decoder.activations,
+        fused_attention=decoder.embedding.weight.is_cuda,
+        processes=(ranks.sequence.size() if ranks.sequence is not None else 1)
+        * (ranks.weights["tensor"].size() if ranks.weights is not None else 1),
+    )
+
 
 PARTS = ("forward", "backward", "optimizer", "communication", "other")
 """What the learner's time is divided into."""
@@ -172,3 +221,76 @@ def metered(part: str) -> Callable[[Method[Owner, Arguments, Result]], Method[Ow
         return timed
 
     return mark
+
+
+# --- How fast a GPU multiplies matrices at best, by its name.
+#
+# The makers' figures for dense bfloat16 and float16 with float32 accumulation, in TFLOP/s; what a real product reaches is
+# less (790 of an H200's 989). A GPU that is not in the table has no share of a peak, only a rate.
+
+HALF_TFLOPS = {
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 150.0,
+    "A30": 165.0,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "A6000": 155.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 5090": 209.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+HALF = (torch.bfloat16, torch.float16)
+
+
+def half_peak(name: str) -> float | None:
+    """Operations a second in a half type of the GPU that calls itself `name`; None where the table has none.
+
+    Of the rows whose words are all in the name the one with the most counts: "H100 PCIe" before "H100".
+    """
+    words = set(name.replace("-", " ").split())
+    found = [row for row in HALF_TFLOPS if set(row.split()) <= words]
+    return HALF_TFLOPS[max(found, key=lambda row: len(row.split()))] * 1e12 if found else None
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The peak of a device for products in a type; None where it is not known (a CPU, an unknown GPU, a wide type)."""
+    if device.type != "cuda" or dtype not in HALF:
+        return None
+    return half_peak(torch.cuda.get_device_name(device))
+
+
+# --- How much memory a run holds: what torch has allocated on a GPU, the resident size of the process on a CPU.
+
+GIB = 2**30
+
+
+def restart_peak(device: torch.device) -> None:
+    """The next peak is counted from here. A process cannot do so with its resident size: there it is that of its life."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_values(device: torch.device) -> dict[str, float]:
+    """`memory/peak_gib` since the peak was restarted, and `memory/current_gib` where the system tells it."""
+    if device.type == "cuda":
+        peak, current = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return {"memory/peak_gib": peak / GIB, "memory/current_gib": current / GIB}
+    unit = 1 if sys.platform == "darwin" else 1024  # of getrusage
+    values = {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    pages = Path("/proc/self/statm")
+    if pages.is_file():
+        values["memory/current_gib"] = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+    return values

@@ -7,11 +7,78 @@ through the model once. A unit costs its tokens and, with their squares, its att
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from burnish.training.balance import karmarkar_karp
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from burnish.core.batch import Batch
+from burnish.core.segments import compact_ids
+
+# --- Dividing work evenly: the largest-differencing method of Karmarkar and Karp (1982) for any number of parts.
+#
+# Every item begins as a partition of its own: its cost in one part, nothing in the others. The two partitions whose parts
+# differ most are merged, the fullest part of one with the emptiest of the other, until one is left.
+
+Sums = npt.NDArray[np.float64]
+Parts = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Two partitions made one: its part k holds part `left_parts[k]` of the left one and `right_parts[k]` of the right."""
+
+    left: int
+    right: int
+    left_parts: Parts
+    right_parts: Parts
+
+
+def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Indices of the items of each part, in rising order, so that the parts cost about the same; a part may be empty."""
+    if not costs:
+        return [[] for _ in range(num_parts)]
+    # Only where an item's cost lies matters at first: part 0, the fullest. All partitions keep their sums falling.
+    sums: dict[int, Sums] = {}
+    heap: list[tuple[float, int]] = []
+    for item, cost in enumerate(costs):
+        sums[item] = np.zeros(num_parts)
+        sums[item][0] = cost
+        heap.append((-float(cost) if num_parts > 1 else 0.0, item))
+    heapq.heapify(heap)
+    merges: list[_Merge] = []
+    while len(heap) > 1:
+        left, right = heapq.heappop(heap)[1], heapq.heappop(heap)[1]
+        total = sums.pop(left) + sums.pop(right)[::-1]
+        order = np.argsort(-total, kind="stable")
+        node = len(costs) + len(merges)
+        merges.append(_Merge(left, right, order, num_parts - 1 - order))
+        sums[node] = total[order]
+        heapq.heappush(heap, (float(sums[node][-1] - sums[node][0]), node))
+    return _unfold(merges, len(costs), num_parts, heap[0][1])
+
+
+def _unfold(merges: list[_Merge], num_items: int, num_parts: int, root: int) -> list[list[int]]:
+    """Walk down from the last merge to the items, carrying along which part of the result each part has become."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    waiting: list[tuple[int, Parts]] = [(root, np.arange(num_parts))]
+    while waiting:
+        node, becomes = waiting.pop()
+        if node < num_items:
+            parts[int(becomes[0])].append(node)
+            continue
+        merge = merges[node - num_items]
+        for child, its_parts in ((merge.left, merge.left_parts), (merge.right, merge.right_parts)):
+            of_child = np.empty(num_parts, dtype=np.intp)
+            of_child[its_parts] = becomes
+            waiting.append((child, of_child))
+    return [sorted(part) for part in parts]
+
 
 ATTENTION_COST = 1 / 30_000
 """b / a of the cost a L + b L^2 where a model does not say: attention over 30,000 tokens costs what its matmuls do."""
@@ -112,3 +179,44 @@ def _first_fit(units: Sequence[Unit], budget: int) -> list[list[int]]:
             parts[place].append(k)
             room[place] -= size
     return parts
+
+
+# --- Which samples of a batch begin alike: the prompt of a group, which its samples share in the learner's forward and backward.
+
+PAYS = 0.05
+"""Least share of a batch's tokens that must be saved: below it the gathering of keys and values costs more."""
+
+
+def shared_prefixes(batch: Batch) -> Tensor:
+    """[S] how many first tokens a sequence has in common with all others of its group; 0 where it is alone.
+
+    Each keeps at least one token of its own. By tokens, not by masks: whatever samples begin with in common they share.
+    """
+    groups, num_groups = compact_ids(batch.sequence["group_ids"])
+    sequence = torch.arange(batch.num_sequences, device=groups.device)
+    first = torch.full((num_groups,), batch.num_sequences, device=groups.device).scatter_reduce_(
+        0, groups, sequence, "amin"
+    )
+    ids, positions = batch.sequence_ids, batch.positions
+    partner = first[groups][ids]
+    within = positions < batch.lengths[partner]
+    counterpart = batch.tokens[torch.where(within, batch.offsets[partner] + positions, 0)]
+    alike = within & (counterpart == batch.tokens)
+    # The first token that differs from the group's first sequence; a sequence that never does keeps its last token.
+    limit = torch.where(alike, batch.lengths[ids] - 1, positions)
+    common = (batch.lengths - 1).scatter_reduce_(0, ids, limit, "amin")
+    of_group = torch.full((num_groups,), batch.num_tokens, device=groups.device).scatter_reduce_(
+        0, groups, common, "amin"
+    )
+    alone = torch.bincount(groups, minlength=num_groups) == 1
+    return torch.where(alone, 0, of_group)[groups]
+
+
+def pays(lengths: list[int], groups: list[int], shared: list[int]) -> bool:
+    """Whether computing the shared tokens once saves enough."""
+    counts: dict[int, int] = {}
+    saved = 0
+    for group, length in zip(groups, shared, strict=True):
+        counts[group] = counts.get(group, 0) + 1
+        saved += length if counts[group] > 1 else 0
+    return saved > PAYS * sum(lengths)

@@ -9,12 +9,14 @@
   also resets the optimizer there (Kimi k1.5, 2501.12599).
 
 One that moves is saved with a checkpoint; a frozen one is made again from the run's start. Of a model with adapters only
-these are copied, or none where the adapter starts as nothing (`training/held.py`).
+these are copied, or none where the adapter starts as nothing (`training/reference.py`).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,19 +24,92 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.kl import ema_update
+from burnish.algorithms.terms.loss_terms import ema_update
 from burnish.config.model import Model
 from burnish.core.batch import Batch
+from burnish.core.sharded_tensors import gathered
 from burnish.models.decoder import Decoder
-from burnish.models.ops.kl import Distribution
+from burnish.models.kernels.logprob import Distribution
+from burnish.models.lora.adapters import adapter_off, adapter_weights, holding
 from burnish.models.policy import load_policy
-from burnish.run.contents import Content
-from burnish.run.staging import Stage
-from burnish.training.forward import Packing, Piece, batch_outputs
-from burnish.training.held import Held, hold
+from burnish.run.checkpoint.contents import Content
+from burnish.run.checkpoint.saving import Stage
+from burnish.training.forward import MicroBatch, Packing, batch_outputs
 from burnish.training.parallel.distribute import distribute
 from burnish.training.parallel.ranks import SOLO, Ranks
-from burnish.training.shards import read_into, tensor_contents
+from burnish.training.sharded_checkpoint import read_into, spread_like, tensor_contents
+
+# --- Weights other than the policy's that a reference holds, and the model that has them for a while.
+#
+# A copy of the whole model, where all of it is trained. Where only adapters are, the frozen weights serve both: the policy's
+# own module is used with its adapter off, or with other content in it, which is put back bit for bit afterwards.
+
+
+class Held:
+    """The policy itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights: dict[str, Tensor] = {}
+        """What is held by name."""
+
+    def settled(self) -> dict[str, Tensor]:
+        """What is held by name, to be written to in place: for the first time when the model is where it shall be."""
+        return self.weights
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The model with the held weights, for passes without gradient."""
+        yield self.model
+
+
+class HeldCopy(Held):
+    """A copy of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(copy.deepcopy(model).requires_grad_(False).eval())
+        self.weights = dict(self.model.named_parameters())
+
+
+class HeldAdapter(Held):
+    """A copy of the adapter. It may be made before the model is spread over processes, and is spread with it when it is used."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._is_spread = False
+        self.weights = {name: parameter.detach().clone() for name, parameter in adapter_weights(model).items()}
+
+    def settled(self) -> dict[str, Tensor]:
+        if not self._is_spread:
+            self.weights, self._is_spread = spread_like(self.weights, self.model), True
+        return self.weights
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The policy's module with the copy's content."""
+        with holding(self.model, self.settled()):
+            yield self.model
+
+
+class HeldOff(Held):
+    """The model below the adapter: nothing is copied."""
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The policy's module with its adapter off."""
+        with adapter_off(self.model):
+            yield self.model
+
+
+def hold(model: nn.Module, moves: bool) -> Held:
+    """The weights a model has now; those of one that `moves` can be written to."""
+    adapter = adapter_weights(model)
+    if not adapter:
+        return HeldCopy(model)
+    if not moves and not any(bool(gathered(p.any())) for name, p in adapter.items() if name.endswith(".lora_b")):
+        return HeldOff(model)  # a new adapter changes nothing
+    return HeldAdapter(model)
+
 
 FILE = "reference"
 
@@ -72,7 +147,7 @@ class Reference:
         with self._weights() as model:
             return batch_outputs(model, batch, frozenset(), packing, self.temperature, ranks=self.ranks)["logp"]
 
-    def distribution(self, piece: Piece) -> Distribution:
+    def distribution(self, piece: MicroBatch) -> Distribution:
         """What the reference says at the wanted tokens of a micro-batch, for a KL over the whole vocabulary."""
         with self._weights() as model:
             assert isinstance(model, Decoder), "the config refuses another model"
@@ -220,7 +295,7 @@ class TeacherReference(Reference):
         own, teachers = (m.head_weight.shape[0] if isinstance(m, Decoder) else 0 for m in (model, self.held.model))
         self.num_rows = own if teachers > own else None
 
-    def distribution(self, piece: Piece) -> Distribution:
+    def distribution(self, piece: MicroBatch) -> Distribution:
         """As of any reference, over the tokens the policy has."""
         found = super().distribution(piece)
         return found if self.num_rows is None else found._replace(weight=found.weight[: self.num_rows])

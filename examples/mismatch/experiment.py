@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.config.load import Loaded, load
+from burnish.config.loading import Loaded, load
 from burnish.config.schema import TrainConfig
 from burnish.evaluation.evaluate import evaluate
-from burnish.rollout.measure import sampling_options
+from burnish.rollout.validation import sampling_options
 from burnish.run.metrics import read
 from burnish.run.run import Run
-from burnish.trainers.build import Parts, warm_start
-from burnish.trainers.session import checked_run, execute, warm_folder
+from burnish.trainers.assembly import Parts, warm_start
+from burnish.trainers.rl_run import checked_run, execute, warm_folder
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 CORRECTIONS = {

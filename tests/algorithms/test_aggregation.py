@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch, to_padded
 
 LOSS = [1, 2, 3, 4, 5, 6, 1, 0, 2, 0.5, 0.5, 0.5, 0.5]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.auxiliary import positive_nll_weights
+from burnish.algorithms.terms.loss_terms import positive_nll_weights
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 

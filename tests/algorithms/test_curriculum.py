@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.curriculum import (
+from burnish.algorithms.curriculum.prompt_selection import (
     difficulty_buckets,
     easy_to_hard,
     emitted,

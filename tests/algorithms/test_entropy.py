@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from burnish.algorithms.entropy import adaptive_coefficient, entropy_ceiling, top_entropy_mask
-from burnish.config.slots.terms import Entropy
+from burnish.algorithms.terms.loss_terms import adaptive_coefficient, entropy_ceiling, top_entropy_mask
+from burnish.algorithms.terms.spec import Entropy
 
 
 def test_the_bonus_grows_while_entropy_is_low_and_rests_above_the_target() -> None:

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.kl import adapt_coefficient, ema_update, full_kl, kl_estimate, kl_reward
-from burnish.algorithms.losses import PolicyLoss
-from burnish.algorithms.view import View, view_of
-from burnish.config.slots.terms import EmaReference, IterateReference, Kl, KlLoss, KlReward, ReferenceSlot
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.losses.view import View, view_of
+from burnish.algorithms.terms.loss_terms import (
+    adapt_coefficient,
+    aggregation_weights,
+    ema_update,
+    full_kl,
+    kl_estimate,
+    kl_reward,
+)
+from burnish.algorithms.terms.spec import EmaReference, IterateReference, Kl, KlLoss, KlReward, ReferenceSlot
 from burnish.core.batch import Batch
 
 P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)

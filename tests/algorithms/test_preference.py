@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.preference import PreferenceLoss, implicit_rewards, measures
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.model_losses import PreferenceLoss, implicit_rewards, measures
+from burnish.config.model import Optimizer
 from burnish.data.supervised import Example
 from burnish.trainers.preference import Unit, mean_logprobs, pack_units, whole_view
 from burnish.training.learner import Learner

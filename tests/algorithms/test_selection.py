@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.selection import (
+from burnish.algorithms.curriculum.prompt_selection import (
     agreement,
     guessable,
     limr,

@@ -18,27 +18,24 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from burnish.algorithms.advantages import ADVANTAGES
-from burnish.algorithms.clips import CLIPS
-from burnish.algorithms.correction import CORRECTIONS
-from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
-from burnish.algorithms.losses import LOSSES
-from burnish.algorithms.ratios import RATIOS
-from burnish.algorithms.shaping import SHAPERS
-from burnish.algorithms.view import view_of
-from burnish.config.algorithm import Algorithm
-from burnish.config.critic import Critic
-from burnish.config.load import from_preset
-from burnish.config.presets import PRESETS
-from burnish.config.process import ProcessModel
-from burnish.config.slots import TABLE, Aggregation, Auxiliary, Entropy, Kl, Plugin, Record, Refill, Slot
-from burnish.config.slots.filters import FILTERS
-from burnish.config.slots.replay import Replay
-from burnish.config.slots.terms import EntropyTarget, KlLoss, KlReward, KlTarget
+from burnish.algorithms.advantages.table import ADVANTAGES
+from burnish.algorithms.correction.table import CORRECTIONS
+from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
+from burnish.algorithms.filters.spec import FILTERS, Refill
+from burnish.algorithms.losses.sequence_losses import LOSSES
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.shaping.shapers import SHAPERS
+from burnish.algorithms.spec import TABLE, Algorithm, Replay
+from burnish.algorithms.terms.spec import Aggregation, Auxiliary, Entropy, EntropyTarget, Kl, KlLoss, KlReward, KlTarget
+from burnish.config.loading import from_preset
+from burnish.config.model import Critic, ProcessModel
+from burnish.config.records import Plugin, Record, Slot
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.training.reference import REFERENCES
 from tests.trainers.test_options_over_steps import OVER_STEPS
 
@@ -97,7 +94,7 @@ def test_options_are_the_functions_parameters_with_the_same_defaults(slot: str, 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_a_recipe(name: str) -> None:
     algorithm = from_preset(name)
-    assert Recipe(algorithm, num_updates=1).loss.scope in ("token", "sequence", "group", "batch")
+    assert AlgorithmPipeline(algorithm, num_updates=1).loss.scope in ("token", "sequence", "group", "batch")
 
 
 # --- every option acts -------------------------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ class Scorer:
 def seen_by_the_learner(algorithm: Algorithm, batch: Batch | None = None, max_tokens: int = 7) -> list[float]:
     """Loss, gradients, weights, advantages and masks of one batch, in a row; rounded below what an option may do."""
     batch = make_batch() if batch is None else batch
-    recipe = Recipe(algorithm, num_updates=2)
+    recipe = AlgorithmPipeline(algorithm, num_updates=2)
     reference = cast(Any, Scorer("ref")) if algorithm.kl.reference.name != "none" else None
     critic = cast(Any, Scorer("critic")) if algorithm.critic is not None else None
     batch = recipe.select(recipe.shape(batch, 1, max_tokens), 4)

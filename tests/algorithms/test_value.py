@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.losses.value import ValueLoss, explained_variance, value_loss
-from burnish.algorithms.view import view_of
+from burnish.algorithms.losses.model_losses import ValueLoss, explained_variance, value_loss
+from burnish.algorithms.losses.view import view_of
 from burnish.core.batch import Batch
 
 NEW, OLD, RETURNS = [0.9, 0.3, 1.2, 1.6], [0.5, 0.6, 0.4, 0.8], [1.0, 1.0, 1.2, 1.0]

@@ -2,11 +2,11 @@
 
 import pytest
 
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.spec import Algorithm
 from burnish.cli.main import main
-from burnish.config.algorithm import Algorithm
-from burnish.config.load import from_preset
-from burnish.config.presets import PRESETS
-from burnish.config.text import parse
+from burnish.config.loading import from_preset
+from burnish.config.yaml_text import parse
 
 
 def output(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -36,16 +36,19 @@ def test_an_old_torch_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_module_that_fails_to_import_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
-        if name == "burnish.core.keys":
+        if name == "burnish.core.random_keys":
             raise NameError("a slip")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert next((r.mark, r.text) for r in doctor.self_check()) == (doctor.WRONG, "burnish.core.keys: NameError: a slip")
+    assert next((r.mark, r.text) for r in doctor.self_check()) == (
+        doctor.WRONG,
+        "burnish.core.random_keys: NameError: a slip",
+    )
 
 
 def test_a_module_of_an_absent_extra_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_uvicorn(name: str) -> None:
-        if name == "burnish.serve.server":
+        if name == "burnish.serve.http_server":
             raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
 
     monkeypatch.setattr(importlib, "import_module", without_uvicorn)

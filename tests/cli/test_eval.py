@@ -18,9 +18,9 @@ from burnish.cli.main import main
 from burnish.config.model import Model, NewModel
 from burnish.evaluation.completions import read_completions
 from burnish.models.policy import load_policy
-from burnish.run.checkpoints import Checkpoints
-from burnish.run.contents import Snapshot
-from burnish.run.staging import leave
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import Snapshot
+from burnish.run.checkpoint.saving import leave
 
 FAILING = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise RuntimeError('broken judge')\n"
 YES = "def yes(data_source, solution_str, ground_truth, extra_info=None):\n    return ground_truth == 'yes'\n"

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli.main import main
 from burnish.config.model import Model
-from burnish.models.adapters import is_adapter
+from burnish.models.lora.directory import is_adapter
 from burnish.models.policy import load_policy
-from burnish.run.checkpoints import MANIFEST, Checkpoints
+from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints
 from tests.trainers.tiny import TINY, run_of
 
 OPTIONS = [

@@ -17,7 +17,7 @@ import yaml
 from burnish.cli import launch
 from burnish.cli import main as cli
 from burnish.config.placement import RayPlacement
-from tests.controller.toy import TOY
+from tests.distributed.toy import TOY
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 ADDRESS = "head:6379"

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from burnish.cli.main import main
-from burnish.config.lora import Lora
-from burnish.config.model import Model, NewModel
-from burnish.models.lora import adapter_weights
+from burnish.config.model import Lora, Model, NewModel
+from burnish.models.lora.adapters import adapter_weights
 from burnish.models.policy import load_policy, save_merged
 
 

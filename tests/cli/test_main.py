@@ -13,7 +13,7 @@ import pytest
 from burnish import __version__
 from burnish.cli import main as cli
 from burnish.config.errors import UserError
-from burnish.run.files import writing
+from burnish.run.durable_files import writing
 
 
 def command(monkeypatch: pytest.MonkeyPatch, run) -> None:

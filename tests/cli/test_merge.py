@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.algorithms.merging import angle, average, slerp_weights
-from burnish.algorithms.selection import merge_weights
+from burnish.algorithms.curriculum.prompt_selection import angle, average, merge_weights, slerp_weights
 from burnish.cli.main import main
-from burnish.models import merging, saving
+from burnish.models import export_and_merge, weight_saving
 from tests.trainers.tiny import TINY, run_of
 
 Weights = dict[str, torch.Tensor]
@@ -91,8 +90,8 @@ def test_a_large_model_goes_through_in_blocks_and_several_files(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert merge(tmp_path / "whole", *models, "--method", "slerp", "--weights", 0.3, 0.7) == 0
-    monkeypatch.setattr(merging, "NUM_ELEMENTS", 40)
-    monkeypatch.setattr(saving, "FILE_BYTES", 3000)
+    monkeypatch.setattr(export_and_merge, "NUM_ELEMENTS", 40)
+    monkeypatch.setattr(weight_saving, "FILE_BYTES", 3000)
     assert merge(tmp_path / "parts", *models, "--method", "slerp", "--weights", 0.3, 0.7) == 0
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")

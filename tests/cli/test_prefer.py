@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from burnish.cli.main import main
 from burnish.run.metrics import MEASURED, read
-from burnish.trainers import cached_reference
+from burnish.trainers import preference_run
 from tests.cli.killed import killed_after
 
 RECIPE = """
@@ -100,9 +100,9 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(loss: str, kill_after: 
 
 
 def test_a_run_killed_among_the_reference_s_log_probs_computes_only_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_reference, "CHUNK", 16)
+    monkeypatch.setattr(preference_run, "CHUNK", 16)
     assert main(["prefer", "tiny.yaml", "run.directory=whole"]) == 0
-    plain, asked = cached_reference.mean_logprobs, 0
+    plain, asked = preference_run.mean_logprobs, 0
 
     def counted(*args: Any) -> Any:
         nonlocal asked
@@ -112,7 +112,7 @@ def test_a_run_killed_among_the_reference_s_log_probs_computes_only_the_rest(mon
         return plain(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cached_reference, "mean_logprobs", counted)
+        patch.setattr(preference_run, "mean_logprobs", counted)
         with pytest.raises(RuntimeError, match="killed"):
             main(["prefer", "tiny.yaml", "run.directory=broken"])
         assert main(["prefer", "tiny.yaml", "run.directory=broken"]) == 0

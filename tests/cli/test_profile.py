@@ -8,7 +8,7 @@ import pytest
 
 from burnish.cli.main import main
 from burnish.run.metrics import MEASURED, read
-from burnish.training.profile import read_trace
+from burnish.training.profiler import read_trace
 from tests.trainers.tiny import TINY, run_of
 
 SFT = """

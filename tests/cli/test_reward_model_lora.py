@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli.main import main
-from burnish.config.lora import Lora
-from burnish.config.model import Model, NewModel
+from burnish.config.model import Lora, Model, NewModel
 from burnish.data.tasks.registry import make_preferences
 from burnish.models.policy import load_policy
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.scorer_options import ScorerOptions
+from burnish.rewards.reward_parts import ScorerOptions
 from burnish.rewards.types import Result, ScoreRequest
 from burnish.run.metrics import MEASURED, read
-from burnish.training.scorer import ModelScorer
+from burnish.training.reward_scorer import ModelScorer
 from tests.cli.killed import killed_after
 
 RECIPE = """

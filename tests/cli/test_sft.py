@@ -9,17 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli.main import main
-from burnish.config.load import dump, load
+from burnish.config.loading import dump, load
 from burnish.config.model import Model, NewModel
 from burnish.config.schema import Sft, SftConfig
 from burnish.data.supervised import Example, example_order
 from burnish.models.policy import load_policy
-from burnish.run.directory import RunDirectory, run_name
 from burnish.run.metrics import MEASURED, read
+from burnish.run.run_directory import RunDirectory, run_name
 from burnish.trainers import sft
-from burnish.trainers.sft_session import Learner
 from burnish.training.forward import Packing
-from burnish.training.learner import Update
+from burnish.training.learner import Learner, Update
 from burnish.training.meter import Meter
 from burnish.training.parallel.ranks import SOLO
 from tests.cli.killed import killed_after

@@ -21,12 +21,12 @@ import yaml
 
 from burnish.cli import stage_commands
 from burnish.config.errors import UserError
-from burnish.data import outputs
-from burnish.evaluation.journal import Journal as EvalJournal
-from burnish.run.processes import descendants, send
+from burnish.data.curation import output_files
+from burnish.evaluation.completions import Journal as EvalJournal
 from burnish.run.run import Run
 from burnish.run.stage_index import Outcome, StageIndex, read_outcome, write_outcome
-from burnish.run.supervise import is_possible
+from burnish.run.supervisor.processes import descendants, send
+from burnish.run.supervisor.supervisor import is_possible
 from burnish.trainers.stages import Planned, Stages
 from tests.cli.staged import CLEAN, recipe, refused, remains, sft, short, stages
 
@@ -79,7 +79,7 @@ MOMENTS = {
     "RL says it is done, not written down": Moment(stage_commands, "write_outcome", in_folder("reasoning"), after=True),
     "samples half drawn": Moment(EvalJournal, "add", after=True),
     "samples there, and nobody knows": Moment(stage_commands, "write_outcome", in_folder("samples")),
-    "rows written, their manifest not": Moment(outputs, "manifest_path", lambda out: out.exists()),
+    "rows written, their manifest not": Moment(output_files, "manifest_path", lambda out: out.exists()),
     "in the second supervised stage": Moment(Run, "commit", step(3, "again"), after=True),
     "in the reward model": Moment(Run, "commit", step(1, "scorer")),
     "in the preferences": Moment(Run, "commit", step(2, "preferred")),
@@ -275,7 +275,7 @@ def test_a_damaged_index_is_not_believed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_two_at_once_and_folders_of_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from burnish.run.directory import RunDirectory
+    from burnish.run.run_directory import RunDirectory
 
     Path("runs/all").mkdir(parents=True)
     lock = RunDirectory(Path("runs/all"))
@@ -296,7 +296,7 @@ def test_the_process_above_the_stages_stays_light() -> None:
     tree["stages"]["last"]["config"]["reward"]["parts"].append("heavy.py:f")
     Path("all.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     code = (
-        "import sys; from burnish.config.load import load; from burnish.config.stages import StagesConfig; from pathlib import Path;"
+        "import sys; from burnish.config.loading import load; from burnish.config.stages import StagesConfig; from pathlib import Path;"
         "import burnish.cli.stages as s; from burnish.cli.stage_plan import make_plan;"
         "make_plan(load(StagesConfig, Path('all.yaml')), Path('all.yaml'), 'all');"
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'transformers')))"

@@ -18,10 +18,9 @@ from burnish.cli.main import main
 from burnish.cli.stage_plan import Plan, Ready, make_plan
 from burnish.cli.stages import planned_model
 from burnish.config.data import Source
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.config.stage_trees import load_stages
-from burnish.config.stages import StagesConfig
+from burnish.config.stages import StagesConfig, load_stages
 from burnish.run.metrics import read
 from burnish.run.stage_index import StageIndex
 from tests.cli.staged import CLEAN, DIGITS, PAIRS, RECIPES, recipe, refused, sft, short, stages
@@ -371,7 +370,7 @@ def test_a_recipe_is_checked_in_all_of_its_stages(
     named = [word for one in loaded.config.stages.values() for word in one.options.values()]
     words = [word for word in [*named, *loaded.config.measure.values()] if str(word).endswith((".parquet", ".jsonl"))]
     make_data([Source(path=word) for word in words], PROMPT)
-    monkeypatch.setattr("burnish.controller.memory._host_memory", lambda: 2**50)
+    monkeypatch.setattr("burnish.memory_plan.from_config._host_memory", lambda: 2**50)
     assert main(["stages", str(path), "--dry-run"]) == 0
     assert "all of them checked" in capsys.readouterr().out
 

@@ -15,11 +15,12 @@ import pytest
 
 from burnish.cli.main import main
 from burnish.cli.train import patience_s
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.core.workers import WorkerLost
-from burnish.run.processes import descendants
-from burnish.run.supervise import LOST, is_possible
+from burnish.core.dispatch import WorkerLost
+from burnish.run.supervisor.exit_status import LOST
+from burnish.run.supervisor.processes import descendants
+from burnish.run.supervisor.supervisor import is_possible
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from burnish.cli.main import main
-from burnish.run.directory import RunDirectory
 from burnish.run.metrics import Metrics
+from burnish.run.run_directory import RunDirectory
 
 
 def test_a_run_that_is_being_written_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits"]

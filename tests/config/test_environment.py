@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.load import load, load_small
+from burnish.config.loading import load, load_small
 from burnish.config.schema import TrainConfig
 
 GAME = [

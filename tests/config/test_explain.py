@@ -2,12 +2,13 @@
 
 import pytest
 
+from burnish.algorithms.spec import TABLE
 from burnish.config.explain import PAGE, count_keys, help_text, page, plan_text
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.preference import PreferConfig
+from burnish.config.records import Slot
 from burnish.config.schema import SftConfig, TrainConfig
-from burnish.config.shape import label, walk
-from burnish.config.slots import TABLE, Slot
+from burnish.config.schema_walk import label, walk
 
 
 def test_the_page_is_the_one_the_schema_gives() -> None:

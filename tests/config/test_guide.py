@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.guide import PAGE, PROBLEMS, Remedy, brief, differences, from_base, page
-from burnish.config.load import from_preset, load
-from burnish.config.presets import PRESETS
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.spec import TABLE
+from burnish.config.algorithm_guide import PAGE, PROBLEMS, Remedy, brief, differences, from_base, page
+from burnish.config.loading import from_preset, load
 from burnish.config.schema import TrainConfig
-from burnish.config.shape import label
-from burnish.config.slots import TABLE
+from burnish.config.schema_walk import label
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.yaml"
 
 
 def test_the_page_is_the_one_the_presets_and_slots_give() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), (
-        "docs/algorithms.md is stale: run `python -m burnish.config.guide`"
+        "docs/algorithms.md is stale: run `python -m burnish.config.algorithm_guide`"
     )
 
 

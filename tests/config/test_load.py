@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.advantages.spec import GrpoAdvantage, ReinforceAdvantage
+from burnish.algorithms.policy.spec import PpoClip
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.load import dump, from_preset, load
-from burnish.config.presets import PRESETS
+from burnish.config.loading import dump, from_preset, load
+from burnish.config.records import Plugin
 from burnish.config.schema import SftConfig, TrainConfig
-from burnish.config.slots import Plugin
-from burnish.config.slots.advantages import GrpoAdvantage, ReinforceAdvantage
-from burnish.config.slots.policy import PpoClip
 
 MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.load import load
-from burnish.config.lora import PROJECTIONS, Lora
+from burnish.config.loading import load
+from burnish.config.model import PROJECTIONS, Lora
 from burnish.config.schema import TrainConfig
 
 BASE = ["model.path=somewhere", "data.train.task=sort_digits"]

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError, hub_hint
-from burnish.config.load import load
-from burnish.config.other_words import OPENRLHF, TRL, VERL, has_key, named_key
-from burnish.config.preference import PreferConfig
-from burnish.config.reward_model import RewardModelConfig
+from burnish.config.loading import load
+from burnish.config.preference import PreferConfig, RewardModelConfig
 from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.validation_errors import OPENRLHF, TRL, VERL, has_key, named_key
 
 MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
 

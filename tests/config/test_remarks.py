@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from burnish.config.load import load
-from burnish.config.remarks import remarks
+from burnish.config.explain import remarks
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits", "training.mini_batches=2"]

@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from burnish.algorithms.spec import Algorithm
 from burnish.cli.main import main
-from burnish.config.algorithm import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.load import load, load_small
-from burnish.config.preference import PreferConfig
-from burnish.config.reward_model import RewardModelConfig
+from burnish.config.loading import load, load_small
+from burnish.config.preference import PreferConfig, RewardModelConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.config.shrink import shrink
-from burnish.config.stage_shrink import load_small_stages
-from burnish.config.stage_trees import load_stages
-from burnish.config.stages import StagesConfig
+from burnish.config.stages import StagesConfig, load_small_stages, load_stages
 from burnish.data.tasks.registry import make_task
 
 RECIPES = Path(__file__).parents[2] / "recipes"

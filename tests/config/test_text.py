@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.config.text import parse, render
+from burnish.config.yaml_text import parse, render
 
 SCALARS = st.one_of(
     st.none(),

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.config.loading import complete, merge, set_key
 from burnish.config.schema import TrainConfig
-from burnish.config.shape import root_shape
-from burnish.config.tree import complete, merge, set_key
+from burnish.config.schema_walk import root_shape
 
 SHAPE = root_shape(TrainConfig)
 ADVANTAGES = st.one_of(

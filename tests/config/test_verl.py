@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits"]

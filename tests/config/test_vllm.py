@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.config.vllm import Vllm
 
 BASE = ["model.path=somewhere", "data.train.task=sort_digits", "rollout.engine=vllm"]
 

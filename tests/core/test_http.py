@@ -13,13 +13,13 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.core.http import connection_to, is_server_url
+from burnish.inference.sglang.protocol import ServerError as SglangError
+from burnish.inference.sglang.protocol import call as sglang_call
+from burnish.inference.vllm.server_protocol import ServerError as VllmError
+from burnish.inference.vllm.server_protocol import call as vllm_call
+from burnish.inference.vllm.server_protocol import check_url
 from burnish.rewards.judge.endpoint import Endpoint, JudgeFailed, RateLimit
 from burnish.rewards.judge.options import JudgeOptions
-from burnish.rollout.sglang.http import ServerError as SglangError
-from burnish.rollout.sglang.http import call as sglang_call
-from burnish.rollout.vllm.http import ServerError as VllmError
-from burnish.rollout.vllm.http import call as vllm_call
-from burnish.rollout.vllm.http import check_url
 
 BODY = b'{"choices": [{"message": {"content": "yes"}}]}'
 HEAD = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()

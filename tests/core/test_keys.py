@@ -11,8 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.core.keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, fold, hash_text, mix, permutation, sample_key, unit
-from burnish.core.noise import signed, uniforms
+from burnish.core.random_keys import (
+    GOLDEN,
+    MULTIPLIER_1,
+    MULTIPLIER_2,
+    fold,
+    hash_text,
+    mix,
+    permutation,
+    sample_key,
+    signed,
+    uniforms,
+    unit,
+)
 
 WORD = 1 << 64
 KEYS = st.integers(0, WORD - 1)

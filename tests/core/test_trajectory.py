@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.core.keys import fold
-from burnish.core.noise import signed
+from burnish.core.random_keys import fold, signed
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
-from burnish.core.wire import Packed, decode, encode, from_arrays, num_bytes, to_arrays, to_tensor
+from burnish.core.serialization import Packed, decode, encode, from_arrays, num_bytes, to_arrays, to_tensor
 
 DTYPES = [
     torch.float64,

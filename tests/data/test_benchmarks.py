@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.data import Source
+from burnish.config.data import Reward, Source
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
 from burnish.data.benchmarks import BENCHMARKS, FOLDER_VARIABLE, benchmark, benchmark_source, find_file
 from burnish.data.rows import read_rows
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from burnish.algorithms.curriculum.spec import LengthBudget
 from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.slots.curriculum import LengthBudget
-from burnish.data.prompts import PromptStream, validation_prompts
+from burnish.data.prompt_stream import PromptStream, validation_prompts
 from burnish.data.template import with_suffix
 from burnish.models.tokenizer import Tokenizer
 

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from burnish.algorithms.curriculum import prioritised
-from burnish.config.data import Data, Source
-from burnish.config.errors import UserError
-from burnish.config.slots.curriculum import (
+from burnish.algorithms.curriculum.prompt_selection import prioritised
+from burnish.algorithms.curriculum.spec import (
     CURRICULA,
     CurriculumSlot,
     EasyToHardCurriculum,
@@ -25,11 +23,12 @@ from burnish.config.slots.curriculum import (
     NoCurriculum,
     PrioritisedCurriculum,
 )
-from burnish.core.keys import permutation
+from burnish.config.data import Data, Source
+from burnish.config.errors import UserError
+from burnish.core.random_keys import permutation
 from burnish.core.trajectory import Trajectory
-from burnish.data.curriculum import weights
-from burnish.data.prompts import Draw, PromptStream
-from burnish.data.statistics import PromptStatistics, visits
+from burnish.data.curriculum import PromptStatistics, visits, weights
+from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.models.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_characters("0123456789")
@@ -55,7 +54,7 @@ def stream(folder: Path, *files: str, seed: int = 0, curriculum: Any = None, **d
     return PromptStream(sources, TOKENIZER, Data(**data), seed, "train", folder, curriculum)
 
 
-def answers(draws: Iterable[Draw], right: Iterable[int], n: int = 2) -> list[Trajectory]:
+def answers(draws: Iterable[PromptSample], right: Iterable[int], n: int = 2) -> list[Trajectory]:
     """`n` answers to each draw, all right where the row's index is among `right`, else all wrong."""
     chosen = set(right)
     return [
@@ -65,7 +64,7 @@ def answers(draws: Iterable[Draw], right: Iterable[int], n: int = 2) -> list[Tra
     ]
 
 
-def index_of(draw: Draw) -> int:
+def index_of(draw: PromptSample) -> int:
     return int(draw.prompt.row.id.rpartition("/")[2])
 
 
@@ -77,7 +76,7 @@ def with_success(made: PromptStream, file: str, success: list[float]) -> PromptS
     return made
 
 
-def seen(draws: Iterable[Draw]) -> list[tuple[str, int]]:
+def seen(draws: Iterable[PromptSample]) -> list[tuple[str, int]]:
     return [(d.prompt.row.id, d.visit) for d in draws]
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from burnish.cli.main import main
 from burnish.config.data import Source
-from burnish.data.filtering import histogram
-from burnish.data.readers import BOXED
+from burnish.data.curation.filtering import histogram
+from burnish.data.published_sets import BOXED
 from burnish.data.rows import read_rows
 from burnish.run.samples import read_table
 from tests.trainers.tiny import TINY, run_of

@@ -12,11 +12,11 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.data.impact import Impact, impact_scores, reward_curves
+from burnish.data.curation.impact import Impact, impact_scores, reward_curves
 from burnish.data.rows import read_rows
 from burnish.run.journal import Journal
+from burnish.run.run import Visit, read_visits
 from burnish.run.samples import read_samples
-from burnish.run.visits import Visit, read_visits
 from tests.trainers.tiny import TINY, WARM, run_of
 
 EPOCHS = 3

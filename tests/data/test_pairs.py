@@ -10,7 +10,7 @@ import pytest
 
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.data.pairs import LeftOut, Pair, Reading, load_labelled, load_pairs
+from burnish.data.preference_pairs import LeftOut, Pair, Reading, load_labelled, load_pairs
 from burnish.data.tasks.registry import make_preferences, score_answer
 from burnish.models.tokenizer import Tokenizer
 

@@ -14,10 +14,10 @@ import pytest
 from burnish.cli import main as cli
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.data.outputs import manifest_path
-from burnish.data.overlap import find_overlap
-from burnish.data.prepare import Wanted, prepare
-from burnish.data.readers import BOXED
+from burnish.data.curation.decontamination import find_overlap
+from burnish.data.curation.output_files import manifest_path
+from burnish.data.curation.prepare import Wanted, prepare
+from burnish.data.published_sets import BOXED
 from burnish.data.rows import read_rows
 
 SHARED = Path(__file__).parents[2] / "../shared/data"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.core.keys import permutation
-from burnish.data.prompts import PromptStream, validation_prompts
+from burnish.core.random_keys import permutation
+from burnish.data.prompt_stream import PromptStream, validation_prompts
 from burnish.models.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_characters("0123456789>+=ab")

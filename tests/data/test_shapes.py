@@ -10,9 +10,8 @@ import pytest
 
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.data.readers import BOXED, Unusable, boxed
+from burnish.data.published_sets import BOXED, SHAPES, Unusable, boxed, shaped
 from burnish.data.rows import read_rows
-from burnish.data.shapes import SHAPES, shaped
 
 PUBLISHED: list[tuple[str, dict[str, Any], str, Any]] = [
     # (shape, record as published, how the prompt begins, answer)

@@ -8,7 +8,7 @@ import pytest
 
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.data.rows import Row
+from burnish.data.row import Row
 from burnish.data.supervised import encode_example, example_order, load_examples
 from burnish.data.template import render
 from burnish.models.tokenizer import Tokenizer

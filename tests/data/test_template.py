@@ -7,7 +7,7 @@ import pytest
 
 from burnish.config.data import Template
 from burnish.config.errors import UserError
-from burnish.data.rows import Row
+from burnish.data.row import Row
 from burnish.data.template import render, render_text
 from burnish.models.tokenizer import Tokenizer
 

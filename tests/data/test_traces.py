@@ -11,8 +11,8 @@ import pytest
 
 from burnish.config.data import Data
 from burnish.config.errors import UserError
-from burnish.data.prompts import PromptStream
-from burnish.data.traces import Traces, asked_by, traces_by_prompt
+from burnish.data.demonstrations import Traces, asked_by, traces_by_prompt
+from burnish.data.prompt_stream import PromptStream
 from burnish.models.tokenizer import Tokenizer
 
 ROWS = [{"prompt": f"{k}>", "answer": str(k), "shown": f"{k}{k}" if k % 2 else None} for k in range(11, 17)]

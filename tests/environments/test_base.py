@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.schema import Environment
-from burnish.data.prompts import Prompt
-from burnish.data.rows import Row
-from burnish.environments.base import Done, Turn, environment_factory
+from burnish.config.rollout import Environment
+from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Row
+from burnish.environments.base import Done, Turn
+from burnish.environments.registry import environment_factory
 from burnish.models.tokenizer import Tokenizer
 
 GAME = """

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from burnish.config.data import Template
-from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError
-from burnish.data.prompts import Prompt
-from burnish.data.rows import Row
+from burnish.config.rollout import Environment as EnvironmentConfig
+from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Row
 from burnish.data.supervised import encode_example
 from burnish.data.tasks.guess_number import GuessNumberTask, narrowed
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.template import kind_of, render, render_text
-from burnish.environments.base import Done, Environment, Turn, check_turns_fit, environment_factory
+from burnish.environments.base import Done, Environment, Turn
 from burnish.environments.dialogue import Dialogue
+from burnish.environments.registry import check_turns_fit, environment_factory
 from burnish.models.tokenizer import Tokenizer
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"

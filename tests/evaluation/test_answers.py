@@ -2,7 +2,7 @@ r"""Answers read out of completions: what votes alike, and what is in format."""
 
 import pytest
 
-from burnish.config.reward import RewardPart
+from burnish.config.data import RewardPart
 from burnish.evaluation.answers import Answer, kind_of, marked, plain, read_answer
 
 

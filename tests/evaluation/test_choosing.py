@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.evaluation.choosing import FLOATS_UP_TO, best_at_k, maj_at_k
-from burnish.evaluation.statistics import pass_at_k
+from burnish.evaluation.statistics import FLOATS_UP_TO, best_at_k, maj_at_k, pass_at_k
 
 
 def vote(subset: tuple[str | None, ...], right: str) -> float:

@@ -10,8 +10,8 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.core.trajectory import TokenSequence, Trajectory
-from burnish.data.pool import Prompt
-from burnish.data.rows import Row
+from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Row
 from burnish.evaluation.completions import completion_row, read_completions, write_completions
 
 

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.data import Data, Source
+from burnish.config.data import Data, Reward, RewardPart, Source
 from burnish.config.model import Model, NewModel
-from burnish.config.reward import Reward, RewardPart
 from burnish.config.rollout import Rollout
-from burnish.controller.roles import build_engine
 from burnish.core.engine import SamplingOptions
-from burnish.data.prompts import Prompt, validation_prompts
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import validation_prompts
+from burnish.distributed.roles import build_engine
 from burnish.evaluation.evaluate import complete, evaluate, in_order, make_driver
 from burnish.evaluation.result import Result, Row
 from burnish.models.policy import PolicyModel, load_policy
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 
 EVEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

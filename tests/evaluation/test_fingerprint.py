@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.fingerprint import fingerprint
+from burnish.evaluation.evaluate import fingerprint
 from burnish.evaluation.settings import settings
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.journal import Journal
+from burnish.evaluation.completions import Journal
 
 SETTINGS: dict[str, Any] = {"sampling.n": 2, "sampling.temperature": 1.0, "model.content": "abc"}
 

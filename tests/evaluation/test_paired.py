@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.evaluation.paired import difference, sign_flip_test
+from burnish.evaluation.comparison import difference, sign_flip_test
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -9,9 +9,8 @@ import pytest
 
 from burnish.cli.main import main
 from burnish.config.data import Source, Template
-from burnish.data.pairs import Reading, load_pairs
-from burnish.evaluation.pairing import Pairing, pairs_of
-from burnish.evaluation.sampled import Sample
+from burnish.data.preference_pairs import Reading, load_pairs
+from burnish.evaluation.rejection_sampling import Pairing, Sample, pairs_of
 from burnish.models.tokenizer import Tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.places import Place, model_name, places
+from burnish.evaluation.output_paths import Place, model_name, places
 
 
 @pytest.fixture(autouse=True)

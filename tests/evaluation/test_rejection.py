@@ -11,9 +11,8 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.data import Source
 from burnish.data.rows import read_supervised_rows
-from burnish.evaluation.readable import has_code, is_broken, longest_paragraph, purity, repeated_share
-from burnish.evaluation.rejection import Rejection, why_not
-from burnish.evaluation.sampled import Sample
+from burnish.evaluation.answers import has_code, is_broken, longest_paragraph, purity, repeated_share
+from burnish.evaluation.rejection_sampling import Rejection, Sample, why_not
 from tests.trainers.tiny import TINY, WARM, run_of
 
 ROWS = [

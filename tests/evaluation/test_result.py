@@ -5,8 +5,8 @@ import math
 import pytest
 
 from burnish.evaluation.result import Lengths, Share, summarise
+from burnish.evaluation.result_table import as_json, summary, table
 from burnish.evaluation.statistics import wilson
-from burnish.evaluation.table import as_json, summary, table
 from tests.evaluation.made import row
 
 SAMPLED = [

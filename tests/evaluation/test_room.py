@@ -1,7 +1,7 @@
 """How many completions at once, from plain numbers."""
 
-from burnish.evaluation.room import MOST_ROWS, WORK_BYTES, plan
-from burnish.rollout.native.plan import GIB, PAGE
+from burnish.evaluation.output_paths import MOST_ROWS, WORK_BYTES, plan
+from burnish.memory_plan.kv_cache import GIB, PAGE
 
 TOKEN = 28_672  # bytes of a token of a 1.5B model
 

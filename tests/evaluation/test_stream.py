@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.evaluation.stream import TextStream
+from burnish.evaluation.model_source import TextStream
 from burnish.models.tokenizer import UNFINISHED, Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.evaluation.subject import Subject, compute_dtype, find_subject, fit_max_tokens, stored_dtype
-from burnish.run.checkpoints import Checkpoints
-from burnish.run.contents import Blob, Snapshot
+from burnish.config.rollout import Environment
+from burnish.evaluation.model_source import Subject, compute_dtype, find_subject, fit_max_tokens, stored_dtype
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import Blob, Snapshot
 
 
 def run_with(path: Path, scores: list[float | None]) -> Path:

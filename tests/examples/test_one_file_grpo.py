@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.load import from_preset
-from burnish.config.model import NewModel
-from burnish.config.optimizer import Optimizer
+from burnish.config.loading import from_preset
+from burnish.config.model import NewModel, Optimizer
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.data.tasks.registry import make_task
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.training.learner import Learner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_file_grpo.py"
@@ -81,7 +80,7 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
         sequence = TokenSequence(tokens, written, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
         trajectories.append(Trajectory(f"p{k // 3}", 0, k % 3, [sequence], "stop", "", reward=reward))
     algorithm = from_preset("grpo").model_copy(update={"kl": from_preset("dr_grpo").kl, "aggregation": _token_mean()})
-    recipe = Recipe(algorithm, num_updates=1)
+    recipe = AlgorithmPipeline(algorithm, num_updates=1)
     learner = Learner(ours, Optimizer(clip_norm=1e9), total_updates=1, token_budget=20)
     batch, *_ = recipe.prepare(recipe.select(pack(trajectories)), learner, None)
     (mini_batch,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, horizon=10)
@@ -94,7 +93,7 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
 
 
 def _token_mean():
-    from burnish.config.slots import Aggregation
+    from burnish.algorithms.terms.spec import Aggregation
 
     return Aggregation(name="token-mean")
 

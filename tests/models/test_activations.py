@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.config.lora import Lora
-from burnish.models.activations import set_activations
-from burnish.models.architecture import FAMILIES, Architecture
+from burnish.config.model import Lora
+from burnish.models.activation_checkpointing import lent, recomputed, set_activations
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.hf import TransformersPolicy
-from burnish.models.lora import add_lora
-from burnish.models.ops.trunks import Trunks
-from burnish.models.recompute import lent, recomputed
-from burnish.models.value import ValueModel
+from burnish.models.families import FAMILIES
+from burnish.models.heads import ValueModel
+from burnish.models.kernels.shared_prefix import Trunks
+from burnish.models.lora.adapters import add_lora
+from burnish.models.transformers_model import TransformersPolicy
 from tests.alive import Alive
 
 POLICIES = ("keep", "selective", "recompute", "offload")

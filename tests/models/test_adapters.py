@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.lora import Lora
-from burnish.config.model import Model, NewModel
-from burnish.models.adapters import base_of, load_adapter, read_lora, save_adapter
+from burnish.config.model import Lora, Model, NewModel
 from burnish.models.decoder import Decoder
-from burnish.models.lora import adapter_weights, add_lora, merged_tensors
+from burnish.models.lora.adapters import adapter_weights, add_lora, merged_tensors
+from burnish.models.lora.directory import base_of, load_adapter, read_lora, save_adapter
 from burnish.models.policy import PolicyModel, load_policy, save_merged
-from burnish.models.weights import load_decoder
+from burnish.models.weight_loading import load_decoder
 
 TinyModel = Callable[..., tuple[Any, Path]]
 Packed = Callable[..., tuple[Tensor, Tensor]]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.lora import Lora
-from burnish.models import compiled
-from burnish.models.activations import set_activations
+from burnish.config.model import Lora
+from burnish.models import compiled_layers
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
-from burnish.models.compiled import compile_layers
+from burnish.models.compiled_layers import compile_layers
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.hf import TransformersPolicy
-from burnish.models.lora import add_lora
+from burnish.models.lora.adapters import add_lora
+from burnish.models.transformers_model import TransformersPolicy
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -58,7 +58,7 @@ def test_compiled_layers_give_the_same_gradient_for_every_size_compiled_once(
     fast = copy.deepcopy(plain)
     compile_layers(fast)
     counters.clear()
-    compiled._pieces.cache_clear()
+    compiled_layers._pieces.cache_clear()
     graphs = []
     for policy, lengths in (("keep", [5, 9]), ("keep", [7, 30, 11]), ("keep", [20, 3]), ("recompute", [9, 8])):
         set_activations(fast, policy)
@@ -84,13 +84,15 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_compiled_layer_runs_the_pieces_and_an_engine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_pieces", lambda: (compiled._before, compiled._after, lambda tensor, dim: None))
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: name)
+    monkeypatch.setattr(
+        compiled_layers, "_pieces", lambda: (compiled_layers._before, compiled_layers._after, lambda tensor, dim: None)
+    )
+    monkeypatch.setattr(compiled_layers.shutil, "which", lambda name: name)
     plain, model = make(), make()
     compile_layers(model)
     expected, got = gradients(plain, [6, 4]), gradients(model, [6, 4])
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-4)
-    monkeypatch.setattr(compiled, "_pieces", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(compiled_layers, "_pieces", lambda: pytest.fail("compiled"))
     with torch.inference_mode():
         model.hidden(torch.arange(4), torch.tensor([0, 4]))

@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.algorithms.curriculum.spec import LengthBudget
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError
-from burnish.config.slots.curriculum import LengthBudget
-from burnish.data.pool import Prompt
-from burnish.data.prompts import PromptStream
-from burnish.data.rows import Row, checked_messages
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptStream
+from burnish.data.row import Row
+from burnish.data.rows import checked_messages
 from burnish.data.supervised import encode_example
 from burnish.data.template import render
 from burnish.environments.dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.prompts import Served, chat_prompt
-from burnish.serve.schema import ChatRequest
+from burnish.serve.openai_schema import ChatRequest
+from burnish.serve.request_to_engine import Served, chat_prompt
 from tests.models.test_tokenizer import real
 from tests.serve.conftest import byte_tokenizer
 
@@ -161,7 +162,7 @@ def test_a_role_is_a_word() -> None:
 
 
 def test_a_judge_reads_an_answer_as_text() -> None:
-    from burnish.controller.judge_worker import request_of
+    from burnish.distributed.judge_worker import request_of
 
     tokenizer = byte_tokenizer()
     policy: Any = SimpleNamespace(tokenizer=tokenizer, max_positions=None)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.models.ops import paged
-from burnish.models.ops.paged import Norms, Placement
-from burnish.models.ops.quantised import Quantised, quantise, read
+from burnish.models.kernels import paged_attention
+from burnish.models.kernels.paged_layout import Norms, Placement
+from burnish.models.quantization.fp8_cache import Quantised, quantise, read
 from tests.kernels import CUDA, DEVICE, kernel
 from tests.models.test_paged_ops import close, on_device, randn, shuffled_table
 
@@ -64,7 +64,7 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Norm
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits: bool, dtype: torch.dtype) -> None:
     """Attended values, and the new keys and values in the cache."""
-    from burnish.models.ops.kernels.decode_step import decode_step
+    from burnish.models.kernels.triton.decode_step import decode_step
 
     qkv, cos, sin, norms = inputs(case, dtype)
     positions = torch.tensor(POSITIONS)
@@ -77,10 +77,10 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
     moved = Placement(*on_device(place.owner, positions, table))
     got = decode_step(*on_device(qkv, cos, sin), moved, sent, *there, case.window, case.splits, case.least)
     with torch.no_grad():
-        q = paged.rotate_store(qkv, cos, sin, place, norms, *pages)
+        q = paged_attention.rotate_store(qkv, cos, sin, place, norms, *pages)
         # What was stored in 8 bits is compared below, and may differ by a step of them.
         seen = [Quantised(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
-        expected = paged.attend_pages(q, *seen, place, case.window)
+        expected = paged_attention.attend_pages(q, *seen, place, case.window)
     known = positions >= 0
     close(got.cpu()[known], expected[known], dtype)
     assert got.isfinite().all()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.models.digest import CHUNK, NUM_CHUNKS, model_digest
+from burnish.models.compatibility import CHUNK, NUM_CHUNKS, model_digest
 
 
 @pytest.mark.parametrize("at", [0.0, 0.31, 0.5, 0.999])

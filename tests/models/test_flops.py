@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from burnish.config.lora import Lora
-from burnish.models.activations import set_activations
+from burnish.config.model import Lora
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.flops import Counts, Flops, backward, causal_pairs, forward, packed_counts, recomputed
-from burnish.models.lora import add_lora
-from burnish.models.ops.trunks import Trunks, rows_of
-from burnish.models.value import ValueModel
+from burnish.models.heads import ValueModel
+from burnish.models.kernels.shared_prefix import Trunks, rows_of
+from burnish.models.lora.adapters import add_lora
 
 pytestmark = pytest.mark.usefixtures("in_torch")  # whose products torch can count
 

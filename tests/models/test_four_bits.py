@@ -13,21 +13,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.config.errors import UserError
-from burnish.config.lora import Base, Lora
-from burnish.config.model import Model
-from burnish.models.activations import set_activations
-from burnish.models.adapters import BASE, load_adapter, read_lora, save_adapter
+from burnish.config.model import Base, Lora, Model
+from burnish.memory_plan.learner_bytes import meta_policy
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.four_bits import MATRICES, PlainWeights, quantised_weights, weight_bytes
-from burnish.models.lora import adapter_off, adapter_weights, add_lora, merged_tensors
-from burnish.models.ops.nf4 import Nf4Weight, dense, linear
+from burnish.models.heads import ValueModel
+from burnish.models.lora.adapters import adapter_off, adapter_weights, add_lora, merged_tensors
+from burnish.models.lora.directory import BASE, load_adapter, read_lora, save_adapter
 from burnish.models.policy import PolicyModel, load_policy, save_merged, whole_tensors
+from burnish.models.quantization.nf4 import Nf4Weight, dense, linear
+from burnish.models.quantization.nf4_decoder import MATRICES, PlainWeights, quantised_weights, weight_bytes
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.value import ValueModel
-from burnish.models.weights import fill, hf_tensors, load_decoder, stored_tensors
-from burnish.training.footprint import meta_policy
-from burnish.training.process import twin_of
+from burnish.models.weight_loading import fill, hf_tensors, load_decoder, stored_tensors
+from burnish.training.value_models import twin_of
 from tests.alive import Alive
 
 TinyModel = Callable[..., tuple[Any, Path]]

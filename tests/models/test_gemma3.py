@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from burnish.config.errors import UserError
 from burnish.config.model import NewModel
 from burnish.core.engine import Request, SamplingOptions
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.architecture import from_hf, from_nothing, to_hf, why_not_native
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.saving import save_decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import hf_tensors, load_decoder
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.native.paged import PagedEngine
+from burnish.models.weight_loading import hf_tensors, load_decoder
+from burnish.models.weight_saving import save_decoder
 
 CPU = torch.device("cpu")
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_transformers(
 
 
 def test_the_norm_in_half_types_has_the_gradient_of_the_wide_one() -> None:
-    from burnish.models.ops.norm import RMSNorm
+    from burnish.models.kernels.elementwise import RMSNorm
 
     norm = RMSNorm(16, 1e-6, 1.0)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from burnish.config.lora import Lora
-from burnish.models import activations, decoder
-from burnish.models.activations import set_activations
-from burnish.models.architecture import FAMILIES, Architecture
+from burnish.config.model import Lora
+from burnish.models import activation_checkpointing, decoder
+from burnish.models.activation_bytes import Forward
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.kept import Forward
-from burnish.models.lora import add_lora
-from burnish.models.ops import attention, kernels, norm, swiglu
-from burnish.models.ops.trunks import Trunks
+from burnish.models.families import FAMILIES
+from burnish.models.kernels import attention, elementwise, triton
+from burnish.models.kernels.shared_prefix import Trunks
+from burnish.models.lora.adapters import add_lora
 from tests.alive import Alive
 
 POLICIES = ("keep", "selective", "recompute", "offload")
@@ -137,15 +138,15 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = ModuleType("rows")
     rows.gate = gate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "burnish.models.ops.kernels.rows", rows)
-    monkeypatch.setattr(kernels, "rows", rows, raising=False)
-    monkeypatch.setattr(swiglu, "use_kernels", lambda x: True)
+    monkeypatch.setitem(sys.modules, "burnish.models.kernels.triton.rows", rows)
+    monkeypatch.setattr(triton, "rows", rows, raising=False)
+    monkeypatch.setattr(elementwise, "use_kernels", lambda x: True)
     monkeypatch.setattr(attention, "has_varlen", lambda q: True)
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *_: Varlen.apply(q, k, v))
     monkeypatch.setattr(attention.PackedAttention, "__init__", _ragged(attention.PackedAttention.__init__))
-    monkeypatch.setattr(norm.functional, "rms_norm", lambda x, _, weight, eps: Norm.apply(x, weight, eps))
-    assert decoder.GATES["silu"] is swiglu.swiglu
-    assert functional.rms_norm is norm.functional.rms_norm
+    monkeypatch.setattr(elementwise.functional, "rms_norm", lambda x, _, weight, eps: Norm.apply(x, weight, eps))
+    assert decoder.GATES["silu"] is elementwise.swiglu
+    assert functional.rms_norm is elementwise.functional.rms_norm
 
 
 def _ragged(init: Any) -> Any:
@@ -167,7 +168,7 @@ def test_a_layer_on_a_gpu_keeps_what_the_formula_says(family: str, lora: Lora | 
     ("policy", "text"), [("keep", "4 h + 3 q + 3 k + 3 m"), ("selective", "2 h + 2 q + 2 k + 2 m")]
 )
 def test_the_formula_in_the_text_is_the_one_that_counts(policy: str, text: str) -> None:
-    assert text in str(activations.__doc__)
+    assert text in str(activation_checkpointing.__doc__)
     h, q, k, m, heads = 1536, 1536, 256, 8960, 12
     arch = Architecture("qwen2", 151936, h, 28, heads, 2, 128, m, 32768, qkv_bias=True, tied=True)
     factors = [int(term.split()[0]) for term in text.split(" + ")]

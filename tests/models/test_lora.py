@@ -11,22 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from burnish.config.lora import PROJECTIONS, Lora
+from burnish.config.model import PROJECTIONS, Lora
 from burnish.models.decoder import Decoder
-from burnish.models.lora import (
+from burnish.models.heads import ValueModel
+from burnish.models.kernels.exact import exact_linear
+from burnish.models.lora.adapters import (
+    LoraLinear,
     adapter_off,
     adapter_weights,
     adapters,
     add_lora,
     holding,
-    lora_parameters,
     merged_tensors,
 )
-from burnish.models.ops.exact import exact_linear
-from burnish.models.ops.lora import LoraLinear
-from burnish.models.projections import projections
-from burnish.models.value import ValueModel
-from burnish.models.weights import fill, load_decoder
+from burnish.models.weight_layout import lora_parameters, projections
+from burnish.models.weight_loading import fill, load_decoder
 
 TinyModel = Callable[..., tuple[Any, Path]]
 Packed = Callable[..., tuple[Tensor, Tensor]]

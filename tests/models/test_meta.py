@@ -10,8 +10,8 @@ from torch import nn
 
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.four_bits import quantise_layers
-from burnish.models.meta import with_memory, without_memory
+from burnish.models.quantization.nf4_decoder import quantise_layers
+from burnish.models.weight_loading import with_memory, without_memory
 
 ARCH = Architecture("llama", 97, 64, 2, 2, 1, 32, 96, 256)
 
@@ -43,7 +43,7 @@ def test_torchs_compiler_is_not_imported_for_it() -> None:
 import sys, torch
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.meta import with_memory, without_memory
+from burnish.models.weight_loading import with_memory, without_memory
 with without_memory():
     model = Decoder(Architecture("llama", 97, 64, 2, 2, 1, 32, 96, 256))
 with_memory(model, torch.bfloat16, torch.device("cpu"))

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.inference.native.device_state import LIVE, POSITION, NewRow, RowState, Wants
+from burnish.inference.native.engine_common import truncate
+from burnish.models.cached_forward import paged_forward
 from burnish.models.decoder import Decoder
-from burnish.models.inference import paged_forward
-from burnish.models.ops import paged
-from burnish.models.ops.attention import window_of
-from burnish.models.ops.paged import Norms, Placement
-from burnish.models.ops.paged_prefill import PrefillAttention
-from burnish.models.ops.quantised import EIGHT_BITS, Quantised, QuantisedCache, quantise, read, write
-from burnish.models.ops.swiglu import swiglu
-from burnish.models.weights import load_decoder
-from burnish.rollout.native.sampler import truncate
-from burnish.rollout.native.state import LIVE, POSITION, NewRow, RowState, Wants
+from burnish.models.kernels import paged_attention
+from burnish.models.kernels.attention import window_of
+from burnish.models.kernels.elementwise import swiglu
+from burnish.models.kernels.paged_attention import PrefillAttention
+from burnish.models.kernels.paged_layout import Norms, Placement
+from burnish.models.quantization.fp8_cache import EIGHT_BITS, Quantised, QuantisedCache, quantise, read, write
+from burnish.models.weight_loading import load_decoder
 from tests.kernels import CUDA, DEVICE, kernel
 
 VARIANTS = [
@@ -77,7 +77,7 @@ class Paged:
 
         def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
             window = window_of(self.model.arch.windows, layer)
-            return paged.decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window)
+            return paged_attention.decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window)
 
         drawn = torch.stack([row[position] for row, position in zip(tokens, positions, strict=True)])
         return paged_forward(self.model, drawn, self.cache, attend)
@@ -140,7 +140,7 @@ def on_device(*tensors: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("size", [7, 48, 1536, 5000])
 def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
-    from burnish.models.ops.kernels import rows
+    from burnish.models.kernels.triton import rows
 
     x, delta, weight = (
         randn(5, size, dtype=dtype),
@@ -150,7 +150,7 @@ def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
     parts = torch.stack([randn(5, size, dtype=dtype, seed=s) for s in (4, 5, 6)])
     for step, shift in ((delta, 0.0), (None, 0.0), (parts, 0.0), (delta, 1.0)):
         expected = x.clone()
-        normed = paged.add_norm(expected, step, weight, 1e-5, shift)
+        normed = paged_attention.add_norm(expected, step, weight, 1e-5, shift)
         there, scale = on_device(x, weight)
         got = rows.add_norm(there, None if step is None else step.to(DEVICE), scale, 1e-5, shift)
         close(got, normed, dtype)
@@ -175,7 +175,7 @@ def test_rotate_store_kernel(
     query_scale: float,
     in_place: bool,
 ) -> None:
-    from burnish.models.ops.kernels import rows
+    from burnish.models.kernels.triton import rows
 
     table = shuffled_table(4, 5)
     place = Placement(torch.tensor([2, 2, 0, 3, 1, 1]), torch.tensor([0, 1, 19, -1, 7, 8]), table)
@@ -191,7 +191,7 @@ def test_rotate_store_kernel(
     before = qkv.clone()
     got = rows.rotate_store(*there[:3], moved, sent, *there[3:], in_place)
     with torch.no_grad():
-        expected = paged.rotate_store(qkv, cos, sin, place, norms, keys, values, in_place)
+        expected = paged_attention.rotate_store(qkv, cos, sin, place, norms, keys, values, in_place)
     known = place.position >= 0
     assert torch.equal(qkv, before) is not in_place
     close(there[0].cpu()[known], qkv[known], dtype)
@@ -207,14 +207,14 @@ def test_rotate_store_kernel(
     [(4, 2, 8, None), (4, 2, 8, 1), (4, 2, 8, 70), (3, 1, 16, 70), (2, 2, 20, None), (12, 2, 128, None)],
 )
 def test_exact_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
-    from burnish.models.ops.kernels.exact_attention import exact_attention
+    from burnish.models.kernels.triton.exact import exact_attention
 
     page, positions = 16, torch.tensor([0, 15, 16, -1, 63, 64, 150, 3])
     rows, table = len(positions), shuffled_table(len(positions), 10)
     keys, values = (randn(rows * 10 + 1, kv_heads, page, dim, dtype=dtype, seed=s) for s in (1, 2))
     place = Placement(torch.arange(rows), positions, table)
     q = randn(rows, heads, dim, dtype=dtype)
-    expected = paged.attend_pages(q, keys, values, place, window)
+    expected = paged_attention.attend_pages(q, keys, values, place, window)
     moved = Placement(*on_device(place.owner, positions, table))
     got = exact_attention(*on_device(q, keys, values), moved, window).flatten(1)
     there = positions >= 0
@@ -255,7 +255,7 @@ def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, wants: 
         with torch.inference_mode():
             twin.draw(logits, lines, order, wants)
             with monkeypatch.context() as patch:
-                patch.setattr("burnish.rollout.native.state.use_kernels", lambda x: True)
+                patch.setattr("burnish.inference.native.device_state.use_kernels", lambda x: True)
                 mine.draw(*on_device(logits, lines, order), wants)
     assert torch.equal(mine.ints.cpu(), twin.ints)
     assert torch.equal(mine.ring_token.cpu(), twin.ring_token)
@@ -304,7 +304,7 @@ TIES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("vocab", [2, 13, 4096, 9001, *([151_936] if CUDA else [])])
 @pytest.mark.parametrize("ties", TIES)
 def test_a_cut_keeps_the_tokens_that_sorting_keeps(vocab: int, ties: str) -> None:
-    from burnish.models.ops.kernels import truncation
+    from burnish.models.kernels.triton import truncation
 
     temperature, top_k, top_p, min_p = option_rows(vocab)
     rows = len(top_k)
@@ -335,7 +335,7 @@ def test_a_cut_keeps_the_tokens_that_sorting_keeps(vocab: int, ties: str) -> Non
 
 @kernel
 def test_a_cut_of_what_is_no_number_ends_and_hides_nothing() -> None:
-    from burnish.models.ops.kernels import truncation
+    from burnish.models.kernels.triton import truncation
 
     logits = randn(4, 300)
     logits[0, 7], logits[1], logits[2, 9] = torch.nan, torch.nan, torch.inf
@@ -379,7 +379,7 @@ def in_8_bits(x: Tensor) -> Quantised:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 16), (6, 6, 20), (12, 2, 128)])
 def test_rotate_store_kernel_in_8_bits(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    from burnish.models.ops.kernels import rows
+    from burnish.models.kernels.triton import rows
 
     place = Placement(torch.tensor([2, 2, 0, 3, 1, 1]), torch.tensor([0, 1, 19, -1, 7, 8]), shuffled_table(4, 5))
     qkv = randn(6, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -390,7 +390,7 @@ def test_rotate_store_kernel_in_8_bits(dtype: torch.dtype, heads: int, kv_heads:
     there = [Quantised(*(part.clone().to(DEVICE) for part in x)) for x in pages]
     moved = Placement(*on_device(place.owner, place.position, place.table))
     got = rows.rotate_store(*on_device(qkv, cos, sin), moved, None, *there)
-    expected = paged.rotate_store(qkv, cos, sin, place, None, *pages)
+    expected = paged_attention.rotate_store(qkv, cos, sin, place, None, *pages)
     known = place.position >= 0
     close(got.cpu()[known], expected[known], dtype)
     for mine, twin in zip(there, pages, strict=True):

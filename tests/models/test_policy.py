@@ -12,16 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from burnish.algorithms.losses import NllLoss
+from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.errors import UserError
-from burnish.config.model import Model, NewModel
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Model, NewModel, Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.models.hf import TransformersPolicy
 from burnish.models.policy import load_policy, pick_device
 from burnish.models.tokenizer import Tokenizer
-from burnish.run.staging import HostCopy
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.run.checkpoint.saving import HostCopy
 from burnish.training.learner import Learner
 
 TinyModel = Callable[..., tuple[Any, Path]]

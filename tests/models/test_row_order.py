@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.models.row_order import row_order, usual
+from burnish.models.weight_layout import row_order, usual
 
 
 @given(units=st.lists(st.integers(1, 4), min_size=1, max_size=3), parts=st.integers(1, 4))

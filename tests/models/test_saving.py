@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.models import saving
-from burnish.models.saving import plan_files
+from burnish.models import weight_saving
+from burnish.models.weight_saving import plan_files
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), num_parts=st.integers(1, 9))
@@ -25,7 +25,7 @@ def test_all_weights_are_written_once_in_order_and_about_evenly(sizes: list[int]
 
 
 def test_no_file_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "FILE_BYTES", 100)
+    monkeypatch.setattr(weight_saving, "FILE_BYTES", 100)
     files = plan_files([(str(k), 30) for k in range(20)], 2)
     assert [(owner, len(members)) for owner, members in files] == [(0, 3)] * 3 + [(0, 1)] + [(1, 3)] * 3 + [(1, 1)]
     assert all(b >= a for (a, _), (b, _) in itertools.pairwise(files))

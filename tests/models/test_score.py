@@ -13,11 +13,11 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.batch import to_padded
-from burnish.models.score import ScoreModel, load_scorer, new_scorer, score_positions
+from burnish.models.heads import ScoreModel, load_scorer, new_scorer, score_positions
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import load_decoder
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
+from burnish.models.weight_loading import load_decoder
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
 
 TinyModel = Callable[..., tuple[Any, Path]]
 Packed = Callable[..., tuple[Tensor, Tensor]]

@@ -12,20 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from burnish.algorithms.losses.scoring import ScorerLoss
+from burnish.algorithms.losses.model_losses import ScorerLoss
 from burnish.config.errors import UserError
-from burnish.config.lora import Base, Lora
-from burnish.config.model import Model
-from burnish.config.optimizer import Optimizer
-from burnish.models.adapters import read_lora, save_adapter
-from burnish.models.export import merge_model
-from burnish.models.lora import adapter_weights, adapters, add_lora
+from burnish.config.model import Base, Lora, Model, Optimizer
+from burnish.models.export_and_merge import merge_model
+from burnish.models.heads import ScoreModel, load_scorer, new_scorer
+from burnish.models.lora.adapters import adapter_weights, adapters, add_lora
+from burnish.models.lora.directory import read_lora, save_adapter
 from burnish.models.policy import load_policy
-from burnish.models.score import ScoreModel, load_scorer, new_scorer
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import load_decoder
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
+from burnish.models.weight_loading import load_decoder
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
 from burnish.trainers.reward_model import pack_pairs
 from burnish.training.learner import Learner
 from tests.models.test_score import our_scores, their_scores

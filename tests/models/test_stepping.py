@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.config.lora import Lora
+from burnish.config.model import Lora
 from burnish.core.engine import Request, SamplingOptions
+from burnish.inference.native.row_cache import DecodeAttention, KVCache
+from burnish.inference.native.row_engine import NativeEngine
+from burnish.inference.weight_sync.buckets import Publisher, take
+from burnish.models.cached_forward import FusedSteps, Steps, fused_steps
 from burnish.models.decoder import Decoder
-from burnish.models.fused_steps import FusedSteps, fused_steps
-from burnish.models.lora import add_lora
-from burnish.models.stepping import Steps
-from burnish.models.weights import load_decoder
-from burnish.rollout.native.cache import DecodeAttention, KVCache
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.sync.buckets import Publisher, take
+from burnish.models.lora.adapters import add_lora
+from burnish.models.weight_loading import load_decoder
 from tests.kernels import without_c
 
 VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3"]
@@ -176,7 +175,7 @@ def test_models_that_are_large_or_have_adapters_take_torchs_steps(
     fused(model)
     assert fused_steps(model.to(torch.bfloat16)) is None
     model.to(torch.float32)
-    monkeypatch.setattr("burnish.models.fused_steps.MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("burnish.models.cached_forward.MOST_PARAMETERS", 1000)
     assert fused_steps(model) is None
     monkeypatch.undo()
     add_lora(model, Lora(rank=2), seed=0)

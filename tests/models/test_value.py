@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder
-from burnish.models.hf import TransformersPolicy
-from burnish.models.ops import logprob
-from burnish.models.value import ValueModel
-from burnish.models.weights import load_decoder
+from burnish.models.heads import ValueModel
+from burnish.models.kernels import logprob
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.weight_loading import load_decoder
 
 TinyModel = Callable[..., tuple[Any, Path]]
 TinyOther = Callable[..., Any]

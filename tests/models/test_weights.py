@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
 from burnish.config.model import NewModel
-from burnish.models import saving
+from burnish.models import weight_saving
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.hf import TransformersPolicy
-from burnish.models.saving import save_decoder
-from burnish.models.weights import hf_tensors, load_decoder
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.weight_loading import hf_tensors, load_decoder
+from burnish.models.weight_saving import save_decoder
 
 CPU = torch.device("cpu")
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -123,7 +123,7 @@ def test_sharded_weights_are_read_and_written(
     ours = load(tmp_path / "in")
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), load(whole).parameters(), strict=True))
 
-    monkeypatch.setattr(saving, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(weight_saving, "FILE_BYTES", 20_000)
     (tmp_path / "out").mkdir()
     save_decoder(ours, tmp_path / "out", source=whole)
     files = sorted((tmp_path / "out").glob("*.safetensors"))

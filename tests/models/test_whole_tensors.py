@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from burnish.config.lora import Lora
+from burnish.config.model import Lora
 from burnish.models.decoder import Decoder
-from burnish.models.hf import TransformersPolicy
-from burnish.models.lora import adapter_weights, add_lora
+from burnish.models.lora.adapters import adapter_weights, add_lora
 from burnish.models.policy import PolicyModel, save_merged, whole_tensors
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import load_decoder, stored_tensors
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.weight_loading import load_decoder, stored_tensors
 
 TinyModel = Callable[..., tuple[Any, Path]]
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish.report.embed import embed, log_prob_codes, signed_codes, squeeze, token_block, widths
-from burnish.report.rollouts import Group, Sample, choose, choose_tables, collect, evenly, read_groups
+from burnish.report.sample_groups import Group, Sample, choose, choose_tables, collect, evenly, read_groups
+from burnish.report.samples_block import embed, log_prob_codes, signed_codes, squeeze, token_block, widths
 from burnish.run.samples import write_samples
 
 
@@ -162,7 +162,7 @@ def test_a_run_that_is_too_large_says_what_was_left_out(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_several_blocks_and_compress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burnish.report.embed.BLOCK", 100)
+    monkeypatch.setattr("burnish.report.samples_block.BLOCK", 100)
     write_samples(tmp_path, 1, "train", [row(i, "again " * 30) for i in range(6)])
     found = embed(read_groups(tmp_path / "train-000001.parquet"))
     assert found.index["groups"]["block"] == [0, 1, 2]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from burnish.report.curves import charts, other_charts
-from burnish.report.gap import is_profile, profile_charts, worst_table
-from burnish.report.html import write_report
-from burnish.report.svg import draw
+from burnish.report.curves import charts, draw, other_charts
+from burnish.report.mismatch_charts import is_profile, profile_charts, worst_table
+from burnish.report.page import write_report
 from burnish.run.metrics import Metrics
-from burnish.run.worst_tokens import WorstTokens
+from burnish.run.samples import WorstTokens
 
 
 def profile(step: int, kind: str, **buckets: tuple[float, float]) -> dict[str, Any]:

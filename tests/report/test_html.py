@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.report.gap import visible
-from burnish.report.html import write_report
-from burnish.report.page import SCRIPTS, script, static
-from burnish.report.svg import bounds, ticks
-from burnish.run.checkpoints import Checkpoints
-from burnish.run.contents import Blob, Snapshot
+from burnish.report.curves import bounds, ticks
+from burnish.report.mismatch_charts import visible
+from burnish.report.page import SCRIPTS, script, static, write_report
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import Blob, Snapshot
 from burnish.run.metrics import Metrics
-from burnish.run.samples import write_samples
-from burnish.run.worst_tokens import WorstTokens
+from burnish.run.samples import WorstTokens, write_samples
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

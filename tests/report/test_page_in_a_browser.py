@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish.report.html import write_report
+from burnish.report.page import write_report
 from burnish.run.metrics import Metrics
 from burnish.run.samples import write_samples
 from tests.report.browser import Browser, find

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import ScoreRequest
 
 PLUGIN = """
@@ -173,7 +173,7 @@ def can_leave_network() -> bool:
     """Whether this kernel lets a process go offline; if it says so, connecting must indeed fail."""
     probe = (
         "import socket, sys\n"
-        "from burnish.rewards.limits import leave_network\n"
+        "from burnish.rewards.worker_limits import leave_network\n"
         "listening = socket.create_server(('127.0.0.1', 0))\n"
         "socket.create_connection(listening.getsockname(), 1).close()\n"
         "if not leave_network(): sys.exit(77)\n"
@@ -246,7 +246,7 @@ def test_nothing_survives_a_parent_that_is_killed(folder, monkeypatch):
     monkeypatch.setenv("BURNISH_TEST_MARK", str(folder))
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from burnish.config.schema import Reward; from burnish.rewards.rewards import Rewards\n"
+        "from burnish.config.schema import Reward; from burnish.rewards.scoring import Rewards\n"
         "from burnish.rewards.types import ScoreRequest\n"
         "rewards = Rewards(Reward(parts=['mine.py:executes', 'exact'], timeout_s=60), Path(sys.argv[1]))\n"
         "ask = lambda code: ScoreRequest('1', 'p', code, 's', 4, {})\n"
@@ -265,13 +265,13 @@ def test_nothing_survives_a_parent_that_is_killed(folder, monkeypatch):
 
 
 def test_scoring_never_loads_torch():
-    code = "import sys, burnish.rewards.rewards, burnish.rewards.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, burnish.rewards.scoring, burnish.rewards.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_workers_that_cannot_start_end_the_run_with_the_reason(folder):
     (folder / "picky.py").write_text(
-        "import sys\nif 'burnish.rewards.pool' not in sys.modules:\n    raise OSError('no licence here')\n"
+        "import sys\nif 'burnish.rewards.worker_pool' not in sys.modules:\n    raise OSError('no licence here')\n"
         "def f(completions):\n    return [1.0]\n"
     )
     with Rewards(reward("picky.py:f"), base=folder) as rewards:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from burnish.rewards.instructions import INSTRUCTIONS, follows, ifeval
-from burnish.rewards.tongues import SMALL_WORDS, could_be, language_of
+from burnish.rewards.language_id import SMALL_WORDS, could_be, language_of
 from burnish.rewards.verifiers import VERIFIERS, check_verifier
 
 IFEVAL = Path(__file__).parents[2] / "../shared/data/ifeval.jsonl"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from burnish.config.reward import Reward
-from burnish.rewards import process
-from burnish.rewards.rewards import Rewards
+from burnish.config.data import Reward
+from burnish.rewards import worker
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import ScoreRequest
-from burnish.run.processes import descendants
+from burnish.run.supervisor.processes import descendants
 
 PLUGIN = """
 import os, time
@@ -53,7 +53,7 @@ def test_a_process_that_ends_before_it_hears_its_task_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
-    begin, begun = process.subprocess.Popen, list[int]()
+    begin, begun = worker.subprocess.Popen, list[int]()
 
     def begin_dead(*args: Any, **options: Any) -> Any:
         started = begin(*args, **options)
@@ -63,7 +63,7 @@ def test_a_process_that_ends_before_it_hears_its_task_is_replaced(
         begun.append(started.pid)
         return started
 
-    monkeypatch.setattr(process.subprocess, "Popen", begin_dead)
+    monkeypatch.setattr(worker.subprocess, "Popen", begin_dead)
     with Rewards(Reward(parts=["mine.py:slowly"], workers=1), base=tmp_path) as rewards:
         assert [score.reward for score in rewards.score([ScoreRequest("0", "p", "xx", "s", "1", {})])] == [2.0]
     assert len(begun) == 2

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from burnish.config.data import Source
-from burnish.data.rows import Row, read_rows
+from burnish.data.row import Row
+from burnish.data.rows import read_rows
 from burnish.rewards.verifiers import row as judge
 
 SHARED = Path(__file__).parents[2] / "../shared/data"

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
-from burnish.data.rows import Row
-from burnish.rewards.plugin import UserScorer, columns, load_scorer, required_columns, score
-from burnish.rewards.rewards import Rewards
+from burnish.data.row import Row
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Result, ScoreRequest
+from burnish.rewards.user_rewards import UserScorer, columns, load_scorer, required_columns, score
 
 FUNCTIONS = """
 def single(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
@@ -71,7 +71,7 @@ def request(completion: str = "ab", **fields) -> ScoreRequest:
 
 def of(function, tmp_path) -> UserScorer:
     """A function of this file as a scorer."""
-    import burnish.rewards.plugin as plugin
+    import burnish.rewards.user_rewards as plugin
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugin, "load_plugin", lambda *_: function)

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
-from burnish.data.rows import Row
-from burnish.rewards.rewards import CHUNK, Rewards
+from burnish.data.row import Row
+from burnish.rewards.scoring import CHUNK, Rewards
 from burnish.rewards.types import Score, ScoreRequest
 
 PLUGIN = """

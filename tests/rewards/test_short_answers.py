@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
-from burnish.data.rows import Row
-from burnish.rewards.rewards import Rewards
-from burnish.rewards.short_answers import qa
+from burnish.data.row import Row
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import ScoreRequest
-from burnish.rewards.verifiers import check_verifier, row
+from burnish.rewards.verifiers import check_verifier, qa, row
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.run import metrics
 from burnish.run.samples import read_samples
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 
 USER_FILES = Path(__file__).with_name("user_files")
 STEPS = 2

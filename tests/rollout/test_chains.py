@@ -13,29 +13,29 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.algorithms.view import view_of
-from burnish.config.data import Data, Source
-from burnish.config.load import from_preset
-from burnish.config.reward import Reward, RewardPart
-from burnish.config.schema import Environment
+from burnish.algorithms.losses.view import view_of
+from burnish.config.data import Data, Reward, RewardPart, Source
+from burnish.config.loading import from_preset
+from burnish.config.rollout import Environment
 from burnish.core.engine import SamplingOptions
-from burnish.core.keys import fold, sample_key
+from burnish.core.random_keys import fold, sample_key
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
-from burnish.data.prompts import Draw, Prompt, PromptStream
-from burnish.data.rows import Row
-from burnish.environments.base import environment_factory
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample, PromptStream
+from burnish.data.row import Row
+from burnish.environments.registry import environment_factory
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.chains import FIRST, Beginning, Chain, beginnings, cut, share_values
-from burnish.rollout.driver import Driver
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.native.paged import PagedEngine
-from burnish.rollout.sources import RolloutPlan, SyncSource
+from burnish.rollout.runner import Driver
+from burnish.rollout.segment_rollouts import FIRST, Beginning, Chain, beginnings, cut, share_values
+from burnish.rollout.sync_source import RolloutPlan, SyncSource
 from burnish.run.journal import Journal
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 
 SAMPLING = SamplingOptions(max_tokens=8, stop_tokens=(1, 2))
 CHAIN = Chain(below=0.9, every=2, rollouts=3)
@@ -53,16 +53,16 @@ def model(tools: Any) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def draws(tokenizer: Tokenizer) -> list[Draw]:
+def draws(tokenizer: Tokenizer) -> list[PromptSample]:
     rows = [Row(f"rows/{text}", text, "rows", None) for text in ("31>", "5067>")]
-    return [Draw(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=1) for r in rows]
+    return [PromptSample(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=1) for r in rows]
 
 
 def driver_of(engine: Any, tokenizer: Tokenizer) -> Driver:
     return Driver(engine, environment_factory(Environment(), tokenizer), tokenizer, seed=7)
 
 
-def sampled(driver: Driver, draws: list[Draw], n: int = 6) -> list[Trajectory]:
+def sampled(driver: Driver, draws: list[PromptSample], n: int = 6) -> list[Trajectory]:
     found = sorted(driver.run(draws, n, SAMPLING, "train"), key=lambda t: t.id)
     cut(found, CHAIN)
     return found
@@ -95,7 +95,7 @@ def test_borders_are_before_every_so_manieth_unsure_token_and_states_are_named_b
     assert samples[0].metadata["borders"] == [1, 4]
 
 
-def test_a_state_that_several_samples_come_through_is_continued_once(draws: list[Draw]) -> None:
+def test_a_state_that_several_samples_come_through_is_continued_once(draws: list[PromptSample]) -> None:
     one, other = written([0.5, 0.5, 0.5]), written([0.5, 0.5, 0.5], sample=1)
     other.sequences[0].tokens[2] = 9  # they part with the second token
     cut([one, other], Chain(0.9, 1, 2))
@@ -113,7 +113,7 @@ def test_a_state_that_several_samples_come_through_is_continued_once(draws: list
 
 
 def test_what_is_continued_begins_with_its_state_and_has_the_room_that_is_left(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     engine = NativeEngine(model, 16)
     driver = driver_of(engine, tokenizer)
@@ -135,7 +135,7 @@ def test_what_is_continued_begins_with_its_state_and_has_the_room_that_is_left(
 
 
 def test_an_answer_continued_does_not_depend_on_who_else_is(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     driver = driver_of(NativeEngine(model, 16), tokenizer)
     wanted = beginnings(sampled(driver, draws), draws, CHAIN, driver.seed)
@@ -150,7 +150,7 @@ def test_an_answer_continued_does_not_depend_on_who_else_is(
 
 
 def test_samples_that_will_be_continued_leave_their_cache_to_those_that_do(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     engine = PagedEngine(model, 16, num_pages=500)
     engine.reserve(300)
@@ -187,7 +187,7 @@ def enumerated(model: Decoder, prompt: list[int], begun: tuple[int, ...], most: 
 
 def test_values_are_those_of_all_continuations_weighed_by_their_probability(tools: Any, tokenizer: Tokenizer) -> None:
     model, most, rollouts = tools.decoder(vocab=4), 3, 3000
-    draw = Draw(Prompt(Row("rows/31>", "31>", "rows", None), "31>", [2, 3]), visit=1)
+    draw = PromptSample(Prompt(Row("rows/31>", "31>", "rows", None), "31>", [2, 3]), visit=1)
     driver = driver_of(NativeEngine(model, 4096), tokenizer)
     sample = written([0.5] * most, prompt=(2, 3))
     cut([sample], Chain(0.9, 1, rollouts))
@@ -205,7 +205,7 @@ def test_values_are_those_of_all_continuations_weighed_by_their_probability(tool
 
 def test_a_policy_that_always_does_the_same_has_the_value_of_what_it_does(tools: Any, tokenizer: Tokenizer) -> None:
     model = tools.successor(8)
-    draw = Draw(Prompt(Row("rows/31>", "31>", "rows", None), "31>", [2, 3]), visit=1)
+    draw = PromptSample(Prompt(Row("rows/31>", "31>", "rows", None), "31>", [2, 3]), visit=1)
     driver = driver_of(NativeEngine(model), tokenizer)
     sample = written([0.5] * 4, prompt=(2, 3))
     sample.sequences[0].tokens[2:] = [4, 5, 7, 0]  # it left the policy's way with the third token
@@ -226,7 +226,7 @@ class Learner:
         return {"logp": batch.token["behaviour_logp"].double()}
 
 
-def test_the_worked_example_from_the_borders_to_the_loss(draws: list[Draw]) -> None:
+def test_the_worked_example_from_the_borders_to_the_loss(draws: list[PromptSample]) -> None:
     chain = Chain(0.9, 1, 4)
     samples = [written([0.95, 0.5, 0.99, 0.6, 0.97, 0.3]), written([0.95, 0.99], prompt=(5, 6), sample=1)]
     cut(samples, chain)
@@ -240,7 +240,7 @@ def test_the_worked_example_from_the_borders_to_the_loss(draws: list[Draw]) -> N
     share_values(samples, continued)
     assert samples[0].metadata["border_values"] == [0.5, 0.5, 0.75, 0.25]
     algorithm = from_preset("spo_chain")
-    recipe = Recipe(algorithm, num_updates=2)
+    recipe = AlgorithmPipeline(algorithm, num_updates=2)
     whole = recipe.prepare(pack(samples), Learner()).batch  # type: ignore[arg-type]
     assert whole.token["advantages"].tolist() == [0, 0, 0.25, 0.25, -0.5, -0.5, 0.75, *[0] * 4]
     batch = recipe.trim(whole)

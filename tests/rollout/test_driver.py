@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.schema import Environment
+from burnish.config.rollout import Environment
 from burnish.core.engine import Request, SamplingOptions
-from burnish.core.keys import sample_key
+from burnish.core.random_keys import sample_key
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompts import Draw, Prompt
-from burnish.data.rows import Row
-from burnish.environments.base import MakeEnvironment, environment_factory
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.data.row import Row
+from burnish.environments.base import MakeEnvironment
+from burnish.environments.registry import environment_factory
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.driver import Driver
-from burnish.rollout.native.engine import NativeEngine
+from burnish.rollout.runner import Driver
 
 GAME = '''
 from burnish.environments.base import Done, Turn
@@ -54,10 +56,12 @@ def model(tools: Any) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def draws(tokenizer: Tokenizer) -> list[Draw]:
+def draws(tokenizer: Tokenizer) -> list[PromptSample]:
     texts = ["31>", "9>", "5067>"]
     rows = [Row(f"rows/{i}", text, "rows", None) for i, text in enumerate(texts)]
-    return [Draw(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=i) for i, r in enumerate(rows)]
+    return [
+        PromptSample(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=i) for i, r in enumerate(rows)
+    ]
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def by_id(trajectories: Any) -> dict[str, Trajectory]:
 
 
 def test_what_is_done_is_left_out_and_the_rest_stays_the_same(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     driver = Driver(NativeEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
     whole = by_id(driver.run(draws, 2, SAMPLING, "eval"))
@@ -91,7 +95,7 @@ def test_what_is_done_is_left_out_and_the_rest_stays_the_same(
 
 
 def test_a_single_turn_is_what_the_engine_gives_for_the_samples_key(
-    tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+    tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     driver = Driver(NativeEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
     got = by_id(driver.run(draws, 3, SAMPLING, "train"))
@@ -115,11 +119,13 @@ def test_a_single_turn_is_what_the_engine_gives_for_the_samples_key(
             assert trajectory.metadata["prompt_length"] == at
 
 
-def test_noise_belongs_to_seed_stream_visit_and_sample(model: Decoder, tokenizer: Tokenizer, draws: list[Draw]) -> None:
+def test_noise_belongs_to_seed_stream_visit_and_sample(
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
+) -> None:
     def completions(seed: int, stream: str, visit: int) -> list[str]:
         driver = Driver(NativeEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed)
         sampling = SamplingOptions(max_tokens=20)
-        return sorted(t.completion for t in driver.run([Draw(draws[0].prompt, visit)], 2, sampling, stream))
+        return sorted(t.completion for t in driver.run([PromptSample(draws[0].prompt, visit)], 2, sampling, stream))
 
     first = completions(0, "train", 0)
     assert first[0] != first[1]
@@ -130,7 +136,7 @@ def test_noise_belongs_to_seed_stream_visit_and_sample(model: Decoder, tokenizer
 
 @pytest.mark.parametrize("max_rows", [1, 8])
 def test_observations_are_not_actions_and_the_noise_goes_on_behind_them(
-    tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[Draw], game: Any, max_rows: int
+    tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any, max_rows: int
 ) -> None:
     driver = Driver(NativeEngine(model, max_rows), game(), tokenizer, seed=7, max_turns=2)
     driver.engine.load(3, [])
@@ -161,7 +167,7 @@ def test_observations_are_not_actions_and_the_noise_goes_on_behind_them(
 
 
 def test_an_environments_own_reward_is_the_reward(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw], game: Any
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     for reward in (0.25, 1.0):
         driver = Driver(NativeEngine(model), game(reward=reward, turns=1), tokenizer, seed=7)
@@ -172,7 +178,7 @@ def test_an_environments_own_reward_is_the_reward(
 
 
 def test_an_environment_that_wants_more_turns_is_cut_off(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw], game: Any
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     driver = Driver(NativeEngine(model), game(turns=5, reward=1.0), tokenizer, seed=7, max_turns=3)
     for trajectory in driver.run(draws, 2, SAMPLING, "train"):
@@ -186,7 +192,7 @@ def test_an_environment_that_wants_more_turns_is_cut_off(
 
 
 def test_a_context_without_room_for_another_turn_ends_the_trajectory(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw], game: Any
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     def run(positions: int | None) -> list[Trajectory]:
         driver = Driver(NativeEngine(model), game(turns=5), tokenizer, seed=7, max_turns=3, max_positions=positions)
@@ -199,7 +205,7 @@ def test_a_context_without_room_for_another_turn_ends_the_trajectory(
 
 
 def test_a_completion_cut_at_its_length_ends_the_trajectory(
-    tools: Any, tokenizer: Tokenizer, draws: list[Draw], game: Any
+    tools: Any, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     """The model counts upwards: `>` is followed by <pad>, <eos>, 0, 1, ..."""
     driver = Driver(NativeEngine(tools.successor(13)), game(), tokenizer, seed=7, max_turns=2)

@@ -11,18 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.schema import Environment
+from burnish.config.rollout import Environment
 from burnish.core.engine import Completion, Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompts import Draw, Prompt
-from burnish.data.rows import Row
-from burnish.environments.base import MakeEnvironment, environment_factory
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.data.row import Row
+from burnish.environments.base import MakeEnvironment
+from burnish.environments.registry import environment_factory
+from burnish.inference.engine_wrappers import OwnWeights
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.driver import Driver
-from burnish.rollout.flight import Flight
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.own_weights import OwnWeights
+from burnish.rollout.in_flight import InFlightTrajectories
+from burnish.rollout.runner import Driver
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
 SAMPLING = SamplingOptions(max_tokens=14, stop_tokens=(1,))
@@ -49,8 +51,8 @@ def model(tools: Any) -> Decoder:
     return tools.decoder()
 
 
-def draws() -> list[Draw]:
-    return [Draw(Prompt(Row(f"r{k}", text, "rows", None), text, TOKENIZER.encode(text)), 0) for k, text in enumerate(("31>", "9>"))]  # fmt: skip
+def draws() -> list[PromptSample]:
+    return [PromptSample(Prompt(Row(f"r{k}", text, "rows", None), text, TOKENIZER.encode(text)), 0) for k, text in enumerate(("31>", "9>"))]  # fmt: skip
 
 
 class Stopping(NativeEngine):
@@ -71,7 +73,7 @@ class Stopping(NativeEngine):
 
 def stopped_again_and_again(driver: Driver, sampling: SamplingOptions) -> dict[str, Trajectory]:
     """All samples; every time the engine is interrupted they are stopped, and new weights are announced."""
-    flight = Flight(driver)
+    flight = InFlightTrajectories(driver)
     for draw in draws():
         for sample in range(3):
             flight.add(draw, sample, sampling, "train")
@@ -134,7 +136,7 @@ def test_a_stop_string_across_the_place_where_a_sample_was_stopped_ends_it(tools
 
 def test_what_ended_before_it_could_be_stopped_is_returned(model: Decoder) -> None:
     engine = NativeEngine(model)
-    flight = Flight(driver_of(engine))
+    flight = InFlightTrajectories(driver_of(engine))
     for draw in draws():
         flight.add(draw, 0, SamplingOptions(max_tokens=1), "train")
     flight.go_on()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from burnish.rollout.native.engine import NativeEngine
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.rollout.thread import EngineThread
 
 

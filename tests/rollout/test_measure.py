@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from burnish.core.trajectory import TokenSequence, Trajectory
-from burnish.data.pool import Prompt
-from burnish.data.prompts import Draw
-from burnish.data.rows import Row
-from burnish.rollout.measure import summary
-from burnish.rollout.scored import Scored
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.data.row import Row
+from burnish.rollout.scoring import RolloutBatch
+from burnish.rollout.validation import summary
 
 
-def measured(*scores: tuple[float | None, float | None]) -> Scored:
+def measured(*scores: tuple[float | None, float | None]) -> RolloutBatch:
     """One prompt a (reward, accuracy), its `length` column 4 for the first and 5 for the others, two tokens written."""
     draws, trajectories = [], []
     for k, (reward, accuracy) in enumerate(scores):
         row = Row(f"rows/{k}", "q", "rows", "a", {"length": min(4 + k, 5)})
-        draws.append(Draw(Prompt(row, "q", [1]), 0))
+        draws.append(PromptSample(Prompt(row, "q", [1]), 0))
         tokens = TokenSequence(
             np.array([1, 2, 3]), np.array([False, True, True]), np.zeros(3, np.float32), np.zeros(3, np.int32)
         )
         trajectories.append(Trajectory(row.id, 0, 0, [tokens], "stop", "", reward, accuracy))
-    return Scored(draws, trajectories, 0.0, 0.0)
+    return RolloutBatch(draws, trajectories, 0.0, 0.0)
 
 
 def test_a_failed_scorer_counts_in_failed_and_in_nothing_else() -> None:

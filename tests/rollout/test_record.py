@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.core.trajectory import TokenSequence, Trajectory
-from burnish.rollout.record import from_arrays, restore_scores, scores_to_arrays, to_arrays
+from burnish.rollout.scoring import from_arrays, restore_scores, scores_to_arrays, to_arrays
 
 logps = st.floats(-50, 0, width=32)
 numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)

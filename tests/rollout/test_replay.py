@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.algorithms.spec import Replay
 from burnish.config.errors import UserError
-from burnish.config.slots.replay import Replay
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.rollout.replay import FILE, ReplayStore, group_of
-from burnish.rollout.scored import Scored, interleaved
+from burnish.rollout.scoring import RolloutBatch, interleaved
 
 
 def sample(prompt: str, number: int, version: int, reward: float | None = 1.0) -> Trajectory:
@@ -43,8 +43,8 @@ def group(prompt: str, version: int, n: int = 2) -> list[Trajectory]:
     return [sample(prompt, k, version) for k in range(n)]
 
 
-def scored(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory] = ()) -> Scored:
-    return Scored([], list(fresh), 0.0, 0.0, replayed=list(replayed))
+def scored(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory] = ()) -> RolloutBatch:
+    return RolloutBatch([], list(fresh), 0.0, 0.0, replayed=list(replayed))
 
 
 def step(store: ReplayStore, number: int, prompts: Sequence[str], wanted: int, unused: Sequence[str] = ()) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from burnish.core.trajectory import Trajectory
 from burnish.rewards.types import Score
-from burnish.rollout.scored import apply_score
+from burnish.rollout.scoring import apply_score
 
 
 def test_details_of_a_score_go_with_the_sample() -> None:

@@ -11,23 +11,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from burnish.config.data import Data, Source
-from burnish.config.reward import Reward, RewardPart
-from burnish.config.schema import Environment
-from burnish.config.slots.curriculum import LengthBudget, PrioritisedCurriculum
+from burnish.algorithms.curriculum.spec import LengthBudget, PrioritisedCurriculum
+from burnish.config.data import Data, Reward, RewardPart, Source
+from burnish.config.rollout import Environment
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory, pack
-from burnish.data.prompts import PromptStream
-from burnish.environments.base import environment_factory
+from burnish.data.prompt_stream import PromptStream
+from burnish.environments.registry import environment_factory
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.driver import Driver, RolloutStopped
-from burnish.rollout.measure import measure, summary
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.scored import GREEDY
-from burnish.rollout.sources import RolloutPlan, SyncSource
+from burnish.rollout.runner import Driver, RolloutStopped
+from burnish.rollout.scoring import GREEDY
+from burnish.rollout.sync_source import RolloutPlan, SyncSource
+from burnish.rollout.validation import measure, summary
 from burnish.run.journal import Journal
 
 SAMPLING = SamplingOptions(max_tokens=6, stop_tokens=(1,))

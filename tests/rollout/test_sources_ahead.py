@@ -12,24 +12,24 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from burnish.algorithms.curriculum.spec import PrioritisedCurriculum
 from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Environment
-from burnish.config.slots.curriculum import PrioritisedCurriculum
+from burnish.config.rollout import Environment
 from burnish.core.engine import Completion, SamplingOptions
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompts import PromptStream
-from burnish.environments.base import environment_factory
+from burnish.data.prompt_stream import PromptStream
+from burnish.environments.registry import environment_factory
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.ahead import AheadSource
-from burnish.rollout.driver import Driver
-from burnish.rollout.scored import Scored
-from burnish.rollout.sources import RolloutPlan, SyncSource
-from burnish.rollout.staleness import staleness
+from burnish.rollout.ahead_source import AheadSource
+from burnish.rollout.async_source import staleness
+from burnish.rollout.runner import Driver
+from burnish.rollout.scoring import RolloutBatch
+from burnish.rollout.sync_source import RolloutPlan, SyncSource
 from burnish.run.journal import Journal
-from tests.rollout.slow_engine import SlowEngine
+from tests.inference.slow_engine import SlowEngine
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
 SOURCES = [Source(task="sort_digits", limit=30, options={"min_digits": 2, "max_digits": 3})]
@@ -71,7 +71,7 @@ class Life:
     def plans(self, step: int) -> RolloutPlan | None:
         return PLAN if step <= STEPS else None
 
-    def step(self, number: int, rounds: int = 1) -> Scored:
+    def step(self, number: int, rounds: int = 1) -> RolloutBatch:
         parts = [self.source.next(number, PLAN, lambda text: None, k) for k in range(rounds)]
         self.source.begin(number + 1)
         self.source.load(number)
@@ -93,7 +93,7 @@ def told(trajectories: Sequence[Trajectory]) -> list[Any]:
     return [(t.id, t.completion, t.reward, t.sequences[0].version.tolist()) for t in trajectories]
 
 
-def ages(scored: Scored, step: int) -> set[int]:
+def ages(scored: RolloutBatch, step: int) -> set[int]:
     return {int(a) for t in scored.trajectories for a in step - 1 - t.sequences[0].version[t.sequences[0].action_mask]}
 
 

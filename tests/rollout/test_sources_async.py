@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 
 from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.config.schema import Environment
+from burnish.config.rollout import Environment
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.core.keys import fold, sample_key
-from burnish.data.prompts import PromptStream
-from burnish.environments.base import environment_factory
+from burnish.core.random_keys import fold, sample_key
+from burnish.data.prompt_stream import PromptStream
+from burnish.environments.registry import environment_factory
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.asynchronous import AsyncSource
-from burnish.rollout.driver import Driver, RolloutStopped
-from burnish.rollout.scored import GREEDY, Scored
-from burnish.rollout.sources import RolloutPlan, SyncSource
+from burnish.rollout.async_source import AsyncSource
+from burnish.rollout.runner import Driver, RolloutStopped
+from burnish.rollout.scoring import GREEDY, RolloutBatch
+from burnish.rollout.sync_source import RolloutPlan, SyncSource
 from burnish.run.journal import Journal
-from tests.rollout.slow_engine import SlowEngine, length_of, token_of
+from tests.inference.slow_engine import SlowEngine, length_of, token_of
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
 SOURCES = [Source(task="sort_digits", options={"min_digits": 2, "max_digits": 3})]
@@ -84,7 +84,7 @@ class Life:
     def plans(self, step: int) -> RolloutPlan | None:
         return self.plan if step <= STEPS else None
 
-    def step(self, number: int, learning: Callable[[], None] = lambda: None) -> Scored:
+    def step(self, number: int, learning: Callable[[], None] = lambda: None) -> RolloutBatch:
         scored = self.source.next(number, self.plan, lambda text: None)
         self.source.begin(number + 1)
         learning()
@@ -111,7 +111,7 @@ def close() -> Iterator[list[Life]]:
         life.source.close()
 
 
-def check_whole(scored: Scored, step: int, max_staleness: int, n: int = 2) -> None:
+def check_whole(scored: RolloutBatch, step: int, max_staleness: int, n: int = 2) -> None:
     """Complete groups, no token too old, and each sample as it would be had nobody ever stopped it."""
     assert [t.id for t in scored.trajectories] == [f"{d.prompt.row.id}#{d.visit}.{k}" for d in scored.draws for k in range(n)]  # fmt: skip
     for t in scored.trajectories:

@@ -11,22 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.load import from_preset
-from burnish.config.schema import Environment
+from burnish.config.loading import from_preset
+from burnish.config.rollout import Environment
 from burnish.core.engine import Request, SamplingOptions
-from burnish.core.keys import fold, sample_key
+from burnish.core.random_keys import fold, sample_key
 from burnish.core.trajectory import Trajectory, pack
-from burnish.data.prompts import Draw, Prompt
-from burnish.data.rows import Row
-from burnish.environments.base import environment_factory
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.data.row import Row
+from burnish.environments.registry import environment_factory
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.driver import Driver
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.native.paged import PagedEngine
-from burnish.rollout.scored import Scored
-from burnish.rollout.trees import Tree
-from burnish.trainers.prepare import Recipe
+from burnish.rollout.runner import Driver
+from burnish.rollout.scoring import RolloutBatch
+from burnish.rollout.segment_rollouts import Tree
+from burnish.trainers.pipeline import AlgorithmPipeline
 
 TREE = Tree((2, 3), segment=3)
 SAMPLING = SamplingOptions(max_tokens=11, stop_tokens=(1, 2))
@@ -44,13 +45,13 @@ def model(tools: Any) -> Decoder:
     return tools.decoder()
 
 
-def draws_of(tokenizer: Tokenizer, texts: list[str]) -> list[Draw]:
+def draws_of(tokenizer: Tokenizer, texts: list[str]) -> list[PromptSample]:
     rows = [Row(f"rows/{text}", text, "rows", None) for text in texts]
-    return [Draw(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=2) for r in rows]
+    return [PromptSample(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=2) for r in rows]
 
 
 @pytest.fixture(scope="module")
-def draws(tokenizer: Tokenizer) -> list[Draw]:
+def draws(tokenizer: Tokenizer) -> list[PromptSample]:
     return draws_of(tokenizer, ["31>", "9>", "5067>"])
 
 
@@ -59,7 +60,7 @@ def driver_of(engine: Any, tokenizer: Tokenizer) -> Driver:
 
 
 def grow(
-    engine: Any, tokenizer: Tokenizer, draws: list[Draw], sampling: SamplingOptions = SAMPLING
+    engine: Any, tokenizer: Tokenizer, draws: list[PromptSample], sampling: SamplingOptions = SAMPLING
 ) -> list[Trajectory]:
     """The paths of all trees, in order."""
     order = {draw.prompt.row.id: k for k, draw in enumerate(draws)}
@@ -68,7 +69,7 @@ def grow(
 
 
 @pytest.fixture(scope="module")
-def paths(model: Decoder, tokenizer: Tokenizer, draws: list[Draw]) -> list[Trajectory]:
+def paths(model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]) -> list[Trajectory]:
     return grow(NativeEngine(model, 5), tokenizer, draws)
 
 
@@ -133,7 +134,7 @@ def test_a_node_has_all_its_children_or_has_ended(paths: list[Trajectory]) -> No
 
 
 def test_a_tree_does_not_depend_on_who_else_is_sampled_nor_on_the_engine(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw], paths: list[Trajectory]
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], paths: list[Trajectory]
 ) -> None:
     def all_of(found: list[Trajectory]) -> dict[str, tuple[list[int], dict[str, Any]]]:
         return {t.id: (t.sequences[0].tokens.tolist(), t.metadata) for t in found}
@@ -147,10 +148,10 @@ def test_a_tree_does_not_depend_on_who_else_is_sampled_nor_on_the_engine(
 # --- what is shared ----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_counted_once(model: Decoder, tokenizer: Tokenizer, draws: list[Draw]) -> None:
+def test_tokens_are_counted_once(model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]) -> None:
     engine = NativeEngine(model, 16)
     found = grow(engine, tokenizer, draws)
-    assert Scored(draws, found, 0.0, 0.0).num_tokens == engine.stats.tokens
+    assert RolloutBatch(draws, found, 0.0, 0.0).num_tokens == engine.stats.tokens
     assert sum(t.num_actions for t in found) > 1.5 * engine.stats.tokens
 
 
@@ -211,7 +212,7 @@ class Learner:
 
 
 def test_the_worked_example_from_the_sampler_to_the_loss(
-    model: Decoder, tokenizer: Tokenizer, draws: list[Draw]
+    model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     """Two samples of a prompt, continued three times each, with rewards [1, 0, 1] and [0, 0, 1]."""
     driver = driver_of(NativeEngine(model), tokenizer)
@@ -224,7 +225,7 @@ def test_the_worked_example_from_the_sampler_to_the_loss(
     }
     algorithm = from_preset("spo_tree").model_copy(update={"replay": None})
     for order in (found, sorted(found, key=lambda t: t.sample)):
-        batch = Recipe(algorithm, num_updates=2).prepare(pack(order), Learner()).batch  # type: ignore[arg-type]
+        batch = AlgorithmPipeline(algorithm, num_updates=2).prepare(pack(order), Learner()).batch  # type: ignore[arg-type]
         got = {}
         for k, t in enumerate(order):
             part = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
@@ -238,7 +239,7 @@ def test_the_worked_example_from_the_sampler_to_the_loss(
 
 def test_edges_whose_siblings_are_worth_the_same_leave_the_loss(paths: list[Trajectory]) -> None:
     algorithm = from_preset("spo_tree").model_copy(update={"replay": None})
-    recipe = Recipe(algorithm, num_updates=2)
+    recipe = AlgorithmPipeline(algorithm, num_updates=2)
     packed = [replace(t, reward=float(t.prompt_id == "rows/9>" and t.metadata["nodes"][0] == "1")) for t in paths]
     batch = recipe.trim(recipe.prepare(pack(packed), Learner()).batch)  # type: ignore[arg-type]
     kept = {packed[i].prompt_id for i in batch.sequence["trajectory_ids"].tolist()}

@@ -11,25 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish.config.environment import Environment as EnvironmentConfig
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
+from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.trajectory import Trajectory, TurnSpan, pack
-from burnish.data.prompts import Draw, Prompt
-from burnish.data.rows import Row
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.data.row import Row
 from burnish.data.tasks.registry import make_task
-from burnish.environments.base import Done, Turn, environment_factory
+from burnish.environments.base import Done, Turn
+from burnish.environments.registry import environment_factory
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
+from burnish.inference.request_arrays import by_prompt, pack_requests, unpack_requests
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
-from burnish.rollout.driver import Driver
-from burnish.rollout.messages import by_prompt, pack_requests, unpack_requests
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.native.paged import PagedEngine
-from burnish.rollout.record import from_arrays, to_arrays
-from burnish.rollout.scored import rollout_and_score
-from burnish.trainers.turns import dialogue, turn_values
+from burnish.rewards.scoring import Rewards
+from burnish.rollout.runner import Driver
+from burnish.rollout.scoring import from_arrays, rollout_and_score, to_arrays
+from burnish.trainers.step_metrics import dialogue, turn_values
 from tests.rollout.test_flight import Stopping, stopped_again_and_again
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
@@ -76,8 +77,8 @@ def model(tools: Any) -> Decoder:
     return tools.decoder()
 
 
-def draws() -> list[Draw]:
-    return [Draw(Prompt(Row(f"r{k}", text, "rows", "9"), text, TOKENIZER.encode(text)), 0) for k, text in enumerate(("31>", "9>"))]  # fmt: skip
+def draws() -> list[PromptSample]:
+    return [PromptSample(Prompt(Row(f"r{k}", text, "rows", "9"), text, TOKENIZER.encode(text)), 0) for k, text in enumerate(("31>", "9>"))]  # fmt: skip
 
 
 def play(model: Decoder, kind: type[Game] = Game, max_turns: int = 5, positions: int | None = None, **options: Any) -> list[Trajectory]:  # fmt: skip
@@ -313,7 +314,7 @@ def test_a_game_from_its_task_to_the_table_of_samples(tools: Any) -> None:
     make = environment_factory(EnvironmentConfig(name="guess_number"), tokenizer)
     driver = Driver(NativeEngine(model), make, tokenizer, 0, 4)
     sampling = SamplingOptions(max_tokens=20, stop_tokens=tokenizer.eos_ids)
-    found = list(driver.run([Draw(p, 0) for p in prompts], 2, sampling, "train"))
+    found = list(driver.run([PromptSample(p, 0) for p in prompts], 2, sampling, "train"))
     assert {t.reward for t in found} <= {0.0, 1.0}
     for one in found:
         secret = next(row.answer for row in rows if row.id == one.prompt_id)

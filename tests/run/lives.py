@@ -13,14 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-from burnish.run import processes, supervise
 from burnish.run.display import Display
-from burnish.run.heartbeat import FILE, BeatingDisplay, Heartbeat
 from burnish.run.journal import Journal
+from burnish.run.supervisor import processes, supervisor
+from burnish.run.supervisor.liveness import FILE, BeatingDisplay, Heartbeat
 
-supervise.STOPPED_S = 0.6
-supervise.STACKS_S = 0.3
-supervise.LOOK_S = 0.1
+supervisor.STOPPED_S = 0.6
+supervisor.STACKS_S = 0.3
+supervisor.LOOK_S = 0.1
 processes.LEAVE_S = 0.3
 
 
@@ -80,7 +80,7 @@ def end(word: str) -> None:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    status = supervise.supervise(folder, int(sys.argv[2]), float(sys.argv[3]))
+    status = supervisor.supervise(folder, int(sys.argv[2]), float(sys.argv[3]))
     if status is not None:
         assert not {"torch", "numpy"} & set(sys.modules)
         return status

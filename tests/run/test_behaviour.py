@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from bench.health_runs import RUNS, make
-from burnish.run.behaviour import BEHAVIOURS, START, Past
-from burnish.run.diagnosis import Facts
-from burnish.run.health import BACK_ON_COURSE, Health
+from burnish.run.health.mismatch_causes import Facts
+from burnish.run.health.monitor import BACK_ON_COURSE, Health
+from burnish.run.health.policy_rules import BEHAVIOURS, START, Past
 
 FOLDER = Path(__file__).parent / "health_runs"
 Steps = list[dict[str, Any]]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.run.checkpoints import MANIFEST, Checkpoints, damage
-from burnish.run.contents import Blob, Snapshot, Sums
+from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints, damage
+from burnish.run.checkpoint.contents import Blob, Snapshot, Sums
 
 
 def snapshot(text: str) -> Snapshot:
@@ -154,7 +154,7 @@ def test_nothing_is_removed_before_the_new_one_is_in_place(tmp_path: Path, monke
         removed.append(path.name)
         assert damage(tmp_path / "step-000002") is None
 
-    monkeypatch.setattr("burnish.run.checkpoints.remove", watch)
+    monkeypatch.setattr("burnish.run.checkpoint.checkpoints.remove", watch)
     checkpoints.write(2, snapshot("w"))
     assert removed == ["step-000001"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish.run import clock
+from burnish.run.supervisor import liveness
 
-LATE = "import time; time.sleep(0.5); from burnish.run.clock import process_seconds; print(process_seconds())"
+LATE = "import time; time.sleep(0.5); from burnish.run.supervisor.liveness import process_seconds; print(process_seconds())"
 
 
 def test_the_time_before_the_import_counts() -> None:
@@ -23,6 +23,6 @@ def test_the_time_before_the_import_counts() -> None:
 
 
 def test_without_proc_it_counts_from_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(clock, "STAT", tmp_path / "absent")
-    first = clock.process_seconds()
-    assert 0 <= first <= clock.process_seconds() <= time.monotonic() - clock.IMPORTED
+    monkeypatch.setattr(liveness, "STAT", tmp_path / "absent")
+    first = liveness.process_seconds()
+    assert 0 <= first <= liveness.process_seconds() <= time.monotonic() - liveness.IMPORTED

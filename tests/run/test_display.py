@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.run.display import Display, duration, summarise
-from burnish.run.panel import Panel, View
+from burnish.run.display import Display, Panel, View, duration, summarise
 
 VALUES = {
     "reward/mean": 0.5,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from burnish.run.panel import Panel, View, spark
+from burnish.run.display import Panel, View, spark
 from tests.run.terminal import Screen, record
 
 SCRIPT = """

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction import decoupled_correction, seed_correction
-from burnish.algorithms.correction.surprise import surprise
-from burnish.algorithms.correction.symptoms import symptoms
+from burnish.algorithms.correction.corrections import decoupled_correction, seed_correction
+from burnish.algorithms.correction.diagnostics import surprise, symptoms
 from burnish.core.batch import Batch
-from burnish.run.diagnosis import Facts
-from burnish.run.health import BACK, Health, Rule
+from burnish.run.health.mismatch_causes import Facts
+from burnish.run.health.monitor import BACK, Health, Rule
 
 ROWS, LENGTH, VOCABULARY = 48, 20, 32
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.heartbeat import SIZE, Beat, BeatingDisplay, Heartbeat, read_beat
+from burnish.run.supervisor.liveness import SIZE, Beat, BeatingDisplay, Heartbeat, read_beat
 
 
 def test_a_new_phase_is_written_at_once_and_a_count_only_now_and_then(tmp_path: Path) -> None:

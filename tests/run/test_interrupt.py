@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from burnish.run.interrupt import StopOnInterrupt
+from burnish.run.supervisor.liveness import StopOnInterrupt
 
 
 def test_the_first_interrupt_is_noted_and_the_second_raises() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.run import files
+from burnish.run import durable_files
 from burnish.run.journal import Journal, decode
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
@@ -109,7 +109,9 @@ def test_a_full_disk_is_a_user_error_and_the_file_stays_whole(tmp_path: Path, mo
     journal = Journal(tmp_path)
     journal.append("one")
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            durable_files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(UserError, match=r"No space left.*make room"):
             journal.append("two")
     journal.append("three")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run import parts
-from burnish.run.checkpoints import MANIFEST, Checkpoints, damage
-from burnish.run.contents import Blob, Part, Snapshot, Sums
-from burnish.run.files import sweep
+from burnish.run.checkpoint import contents
+from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints, damage
+from burnish.run.checkpoint.contents import Blob, Part, Snapshot, Sums
+from burnish.run.durable_files import sweep
 
 COUNT = 4
 
@@ -65,7 +65,7 @@ def test_the_first_process_hears_why_another_could_not_write(tmp_path: Path) -> 
 
 
 def test_a_process_that_never_comes_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(contents, "DEADLINE_S", 0.1)
     for rank in (1, 3):
         Checkpoints(tmp_path, 1).write(7, snapshot(rank))
     with pytest.raises(UserError, match=r"no word from processes \[2\] of 4 after 0 s"):

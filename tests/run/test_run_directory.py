@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.directory import RunDirectory, flatten, kept_configs
-from burnish.run.files import folder_id
+from burnish.run.durable_files import folder_id
 from burnish.run.journal import Journal
+from burnish.run.run_directory import RunDirectory, flatten, kept_configs
 
 CONFIG = "seed: 0\ntraining:\n  steps: 10\n  optimizer: {lr: 0.1}\n"
 OTHER = CONFIG.replace("seed: 0", "seed: 1")
@@ -58,7 +58,7 @@ def test_a_locked_run_names_the_run_and_the_process(tmp_path: Path) -> None:
 
 def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from burnish.run.directory import RunDirectory\n"
+        "import sys, time; from pathlib import Path; from burnish.run.run_directory import RunDirectory\n"
         f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'r', {CONFIG!r}); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -73,7 +73,7 @@ def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
 
 def test_an_orphaned_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
     code = (
-        "import os, time; from pathlib import Path; from burnish.run.directory import RunDirectory\n"
+        "import os, time; from pathlib import Path; from burnish.run.run_directory import RunDirectory\n"
         f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'r', {CONFIG!r})\n"
         "if os.fork() == 0: print(os.getpid(), flush=True)\n"
         "time.sleep(60)"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from burnish.run import files
-from burnish.run.files import append_durably, atomic_directory, atomic_write, remove, sweep
+from burnish.run import durable_files
+from burnish.run.durable_files import append_durably, atomic_directory, atomic_write, remove, sweep
 
 
 class Killed(BaseException):
@@ -25,8 +25,8 @@ def kill_before_rename(monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object, **__: object) -> None:
         raise Killed
 
-    monkeypatch.setattr(files.os, "rename", killed)
-    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    monkeypatch.setattr(durable_files.os, "rename", killed)
+    monkeypatch.setattr(durable_files.shutil, "rmtree", killed)
     monkeypatch.setattr(Path, "unlink", killed)
 
 
@@ -50,7 +50,7 @@ def test_a_kill_between_write_and_rename_keeps_the_old_file(tmp_path: Path, monk
 
 
 def test_an_error_while_writing_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(durable_files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         atomic_write(tmp_path / "a", "new")
     assert names(tmp_path) == []
@@ -59,7 +59,7 @@ def test_an_error_while_writing_leaves_no_temporary_file(tmp_path: Path, monkeyp
 def test_a_failed_append_keeps_the_old_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_durably(tmp_path / "a", b"one\n")
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(durable_files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             append_durably(tmp_path / "a", b"two\n")
     append_durably(tmp_path / "a", b"three\n")
@@ -77,7 +77,7 @@ def test_a_directory_appears_whole(tmp_path: Path) -> None:
 
 def test_every_file_and_folder_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    rename, sync = os.rename, files.fsync_path
+    rename, sync = os.rename, durable_files.fsync_path
 
     def watched_sync(path: Path) -> None:
         events.append(path.name)
@@ -87,8 +87,8 @@ def test_every_file_and_folder_is_synced_before_the_rename(tmp_path: Path, monke
         events.append("rename")
         rename(source, target)
 
-    monkeypatch.setattr(files, "fsync_path", watched_sync)
-    monkeypatch.setattr(files.os, "rename", watched_rename)
+    monkeypatch.setattr(durable_files, "fsync_path", watched_sync)
+    monkeypatch.setattr(durable_files.os, "rename", watched_rename)
     with atomic_directory(tmp_path / "d") as temporary:
         (temporary / "sub").mkdir()
         (temporary / "sub" / "f").write_text("x")
@@ -146,8 +146,8 @@ def test_a_kill_while_replacing_a_directory_loses_neither(
             (temporary / "f").write_text("new")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "rename", killed)
-        patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(durable_files.os, "rename", killed)
+        patch.setattr(durable_files.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(Killed):
             rewrite()
     sweep(tmp_path)

@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 
 from burnish.config.errors import UserError
 from burnish.config.schema import Run as RunConfig
-from burnish.run import saving, staging
-from burnish.run.background import Background
-from burnish.run.contents import Blob, Snapshot, Sums, write_file
-from burnish.run.directory import RunDirectory
+from burnish.run.checkpoint import saving
+from burnish.run.checkpoint.contents import Blob, Snapshot, Sums, TensorFile, write_file
+from burnish.run.checkpoint.saving import Background, Stage
 from burnish.run.metrics import read
 from burnish.run.run import Run
-from burnish.run.staging import Stage
-from burnish.run.tensor_file import TensorFile
+from burnish.run.run_directory import RunDirectory
 
 PATIENCE_S = 20.0
 
@@ -129,7 +127,7 @@ def test_to_wait_is_to_have_it_written(open_run: Callable[..., Run], monkeypatch
     def take(stage: Stage) -> Snapshot:
         return Snapshot([TensorFile("model.safetensors", {"w": stage(weight)})])
 
-    monkeypatch.setattr(staging.HostCopy, "__call__", None)
+    monkeypatch.setattr(saving.HostCopy, "__call__", None)
     with open_run(save="wait") as run:
         run.checkpoint(1, take, None)
         assert events(run) == [("checkpoint", 1)]
@@ -139,8 +137,8 @@ def test_to_wait_is_to_have_it_written(open_run: Callable[..., Run], monkeypatch
 def test_without_room_for_a_copy_the_run_waits_and_says_so(
     open_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "SMALL", 0)
-    for module in (staging, saving):
+    monkeypatch.setattr(saving, "SMALL", 0)
+    for module in (saving, saving):
         monkeypatch.setattr(module, "free_memory", lambda: (1 << 30, 1 << 34))
     weight, said = torch.zeros(8), list[str]()
 

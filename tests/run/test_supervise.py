@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import pytest
 
-from burnish.run.deaths import Life
-from burnish.run.directory import RunDirectory
-from burnish.run.files import folder_id
+from burnish.run.durable_files import folder_id
 from burnish.run.journal import Journal
-from burnish.run.processes import descendants, is_stopped, num_bytes_read, out_of_memory_kills, telling
-from burnish.run.supervise import Supervisor, is_possible
+from burnish.run.run_directory import RunDirectory
+from burnish.run.supervisor.exit_status import Life
+from burnish.run.supervisor.processes import descendants, is_stopped, num_bytes_read, out_of_memory_kills, telling
+from burnish.run.supervisor.supervisor import Supervisor, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.run import staging, tensor_file
-from burnish.run.contents import Blob, write_contents, write_file
-from burnish.run.staging import HostCopy, Stage, free_memory, leave, wait_for_devices
-from burnish.run.tensor_file import DTYPES, TensorFile
+from burnish.run.checkpoint import contents, saving
+from burnish.run.checkpoint.contents import DTYPES, Blob, TensorFile, write_contents, write_file
+from burnish.run.checkpoint.saving import HostCopy, Stage, free_memory, leave, wait_for_devices
 
 STAGES: dict[str, Stage] = {"leave": leave, "copy": HostCopy()}
 
@@ -53,7 +52,7 @@ def test_the_bytes_are_those_the_library_writes(
 def test_tensors_in_any_layout_come_back_through_any_number_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "CHUNK", 16)
+    monkeypatch.setattr(contents, "CHUNK", 16)
     whole = torch.randn(9, 8)
     tensors = {
         "turned": whole.t(),
@@ -82,14 +81,14 @@ def test_a_copy_is_out_of_reach_and_what_is_left_is_not(tmp_path: Path) -> None:
 
 
 def test_where_there_is_no_room_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "SMALL", 100)
+    monkeypatch.setattr(saving, "SMALL", 100)
     stage, tensor = HostCopy(), torch.zeros(1000)
-    monkeypatch.setattr(staging, "free_memory", lambda: (4000 + 1_000_000, 10_000_000))
+    monkeypatch.setattr(saving, "free_memory", lambda: (4000 + 1_000_000, 10_000_000))
     first = stage(tensor)
     assert (stage.is_short, stage.num_bytes) == (True, 0)
     tensor.fill_(1)
     assert first.tensor.all()
-    monkeypatch.setattr(staging, "free_memory", lambda: (4001 + 1_000_000, 10_000_000))
+    monkeypatch.setattr(saving, "free_memory", lambda: (4001 + 1_000_000, 10_000_000))
     assert stage(torch.ones(2)).tensor.all()
     assert stage.num_bytes == 0, "all of a checkpoint is copied, or none"
     other = HostCopy()
@@ -121,7 +120,7 @@ def test_a_file_may_give_way_to_one_that_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies need a GPU")
 def test_a_gpus_tensors_are_copied_to_pinned_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "SLAB", 1 << 12)
+    monkeypatch.setattr(saving, "SLAB", 1 << 12)
     stage = HostCopy()
     tensors = {
         f"{k}": torch.randn(700 * k + 1, device="cuda").to(d) for k, d in enumerate((torch.float32, torch.bfloat16))

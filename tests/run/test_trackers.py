@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.trackers import Guarded, make_trackers
+from burnish.run.metrics import Guarded, make_trackers
 
 
 def test_tensorboard_gets_every_number_and_no_text(tmp_path: Path) -> None:

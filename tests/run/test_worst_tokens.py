@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.worst_tokens import COLUMNS, WorstTokens, read
+from burnish.run.samples import WORST_TOKEN_COLUMNS, WorstTokens, read
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_rows_read_back_with_their_step_in_the_order_of_the_columns(tokens: Wors
     tokens.append(2, [row(), row(weight=0.0, text='a\n\r\u2028"b\ud800')])
     tokens.append(3, [row()])
     first, second, third = read(tokens.path)
-    assert list(first) == list(COLUMNS)
+    assert list(first) == list(WORST_TOKEN_COLUMNS)
     assert first == {"step": 2, **row()}
     assert (second["weight"], second["text"]) == (0.0, 'a\n\r\u2028"b?')
     assert third["step"] == 3

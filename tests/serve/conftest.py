@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.architecture import Architecture
-from burnish.models.decoder import Attend, Decoder, initialise
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.native.engine import NativeEngine
 from burnish.serve.app import Api
-from burnish.serve.loop import EngineLoop
-from burnish.serve.prompts import Served
-from burnish.serve.scoring import Scorer
-from burnish.serve.server import Server, bind, url_of
+from burnish.serve.engine_thread import EngineLoop
+from burnish.serve.http_server import Server, bind, url_of
+from burnish.serve.request_to_engine import Scorer, Served
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"
 TEMPLATE = (

@@ -9,10 +9,10 @@ import openai
 import pytest
 import torch
 
-from burnish.rollout.native.engine import NativeEngine
-from burnish.serve.prompts import engine_requests
-from burnish.serve.schema import CompletionRequest
-from burnish.serve.text import whole_text
+from burnish.inference.native.row_engine import NativeEngine
+from burnish.serve.openai_schema import CompletionRequest
+from burnish.serve.request_to_engine import engine_requests
+from burnish.serve.responses import whole_text
 
 IDS = {"return_token_ids": True}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.config.reward import Reward
+from burnish.config.data import Reward
 from burnish.rewards.judge.options import TEMPLATE, fill_template
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import ScoreRequest
 
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.core.keys import fold
+from burnish.core.random_keys import fold
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
+from burnish.inference.transformers_engine import TransformersEngine
 from burnish.models.decoder import Decoder
-from burnish.models.hf import TransformersPolicy
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.native.paged import PagedEngine
-from burnish.rollout.transformers_engine import TransformersEngine
-from burnish.serve.errors import ApiError
-from burnish.serve.loop import EngineLoop, Generation
-from burnish.serve.scoring import Scorer
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.serve.engine_thread import EngineLoop, Generation
+from burnish.serve.openai_schema import ApiError
+from burnish.serve.request_to_engine import Scorer
 
 
 @pytest.fixture(scope="module")

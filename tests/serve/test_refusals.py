@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from burnish.serve.errors import ApiError
-from burnish.serve.schema import (
+from burnish.serve.openai_schema import (
     IGNORED,
     NEUTRAL,
+    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

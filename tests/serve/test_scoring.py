@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.models.hf import TransformersPolicy
-from burnish.serve import prompts
-from burnish.serve.scoring import Scorer
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.serve import request_to_engine
+from burnish.serve.request_to_engine import Scorer
 
 IDS = {"return_token_ids": True}
 
@@ -143,7 +143,7 @@ def test_a_chat_has_as_many_alternatives_as_it_asks_for_whole_and_in_a_stream(ra
 
 
 def test_prompts_that_are_too_long_to_score_are_refused(random_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_SCORED", 10)
+    monkeypatch.setattr(request_to_engine, "MAX_SCORED", 10)
     for options in ({"echo": True, "prompt": [5] * 11, "max_tokens": 1}, {"prompt": [5] * 5, "max_tokens": 6}):
         with pytest.raises(openai.BadRequestError, match="for 10 tokens at most") as caught:
             complete(random_server, logprobs=2, **options)

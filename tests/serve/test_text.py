@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.text import ShownText, stop_position, undecided, whole_text
+from burnish.serve.responses import ShownText, stop_position, undecided, whole_text
 
 TEXTS = st.text(st.sampled_from("abSTO the é漢😀"), max_size=30)
 STOPS = st.lists(st.text(st.sampled_from("abSTO é漢"), min_size=1, max_size=4), max_size=3)

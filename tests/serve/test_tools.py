@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.serve.tools import CallStream, split_calls
+from burnish.serve.responses import CallStream, split_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é </tool_call> \\" }"}}\n</tool_call>'
 OTHER = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'

@@ -14,22 +14,23 @@ import pytest
 import torch
 
 from burnish.cli.main import main
-from burnish.config.load import from_preset
+from burnish.config.loading import from_preset
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import pack
-from burnish.data.prompts import Draw, Prompt
-from burnish.data.rows import Row
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.data.row import Row
 from burnish.environments.base import Done, Turn
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.tokenizer import Tokenizer
-from burnish.report.embed import embed
-from burnish.report.rollouts import collect
-from burnish.rollout.driver import Driver
-from burnish.rollout.native.engine import NativeEngine
+from burnish.report.sample_groups import collect
+from burnish.report.samples_block import embed
+from burnish.rollout.runner import Driver
 from burnish.run.metrics import read
 from burnish.run.samples import read_samples
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 from tests.trainers.test_resume_everything import MOMENTS, STEPS, dies, killing, result
 from tests.trainers.tiny import run_of
 
@@ -87,12 +88,12 @@ def test_the_worked_example_from_the_environment_to_the_loss() -> None:
     initialise(model, 0, std=0.3)
     driver = Driver(NativeEngine(model), Worked, tokenizer, 0, max_turns=3)
     row = Row("r", "31>", "rows", None)
-    draw = Draw(Prompt(row, "31>", tokenizer.encode("31>")), 0)
+    draw = PromptSample(Prompt(row, "31>", tokenizer.encode("31>")), 0)
     found = list(driver.run([draw], 2, SamplingOptions(max_tokens=60, stop_tokens=(1, 2, 3, 4)), "train"))
     found.sort(key=lambda t: t.sample)
     assert [[span.state for span in t.turns] for t in found] == [["s0", "s1"], ["s0", "s2", "s0"]]
     algorithm = from_preset("gigpo").model_copy(update={"kl": from_preset("dr_grpo").kl})
-    batch = Recipe(algorithm, num_updates=1).prepare(pack(found), cast(Any, None)).batch
+    batch = AlgorithmPipeline(algorithm, num_updates=1).prepare(pack(found), cast(Any, None)).batch
     got, expected = batch.token["advantages"], [[1.133333, 0.5], [-0.816667, -0.5, -0.816667]]
     for k, (one, values) in enumerate(zip(found, expected, strict=True)):
         column = got[batch.offsets[k] : batch.offsets[k + 1]]

@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from burnish.core.batch import Batch
-from burnish.rollout.ahead import AheadSource
-from burnish.rollout.asynchronous import AsyncSource
-from burnish.rollout.flight import Flight
-from burnish.rollout.sources import Memory
+from burnish.rollout.ahead_source import AheadSource
+from burnish.rollout.async_source import AsyncSource
+from burnish.rollout.in_flight import InFlightTrajectories
+from burnish.rollout.sync_source import Memory
 from burnish.run.metrics import MEASURED, read
 from burnish.run.run import Run
 from burnish.trainers import rl
@@ -100,7 +100,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "learning, the next batch on its way": (rl, "learn", lambda job, step, batch: step == 2),
     "new weights": (AheadSource, "load", lambda source, version: version == 3),
     "new weights, asynchronous": (AsyncSource, "load", lambda source, version: version == 3),
-    "samples stopped": (Flight, "halt", lambda flight: flight.driver.engine.engine.version == 3),
+    "samples stopped": (InFlightTrajectories, "halt", lambda flight: flight.driver.engine.engine.version == 3),
     "a step done, not committed": (Run, "commit", lambda run, step, *rest: step == 4),
     "a batch complete, not written": (Memory, "keep_all", lambda memory, place, found: place.step == STEPS),
     "between two checkpoints": (Run, "commit", lambda run, step, *rest: step == 5),

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import MEASURED, read
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from burnish.rollout.sources import SyncSource
+from burnish.rollout.sync_source import SyncSource
 from burnish.run.journal import Journal
 from burnish.run.metrics import read
 from burnish.run.run import Run

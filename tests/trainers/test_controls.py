@@ -10,10 +10,10 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.trainers.controls import check_controls, control_data
+from burnish.trainers.rl_run import check_controls, control_data
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sort_digits.yaml"
 

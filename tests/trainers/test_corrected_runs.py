@@ -12,7 +12,7 @@ from burnish.algorithms.correction.budget import BudgetState, Tolerance, search
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.run.metrics import read
-from burnish.trainers import correct
+from burnish.trainers import mismatch
 from tests.trainers.sorter import SORTING
 from tests.trainers.tiny import run_of
 
@@ -45,13 +45,13 @@ def test_a_budget_settles_on_the_rung_of_exhaustive_search(
     sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float
 ) -> None:
     picked: list[int] = []
-    choose = correct.budget_correction
+    choose = mismatch.budget_correction
 
     def and_search(batch: Batch, state: BudgetState | None, k3_kl: float | None, ess: float | None) -> object:
         picked.append(search(batch, Tolerance(k3_kl, ess)))
         return choose(batch, state, k3_kl, ess)
 
-    monkeypatch.setattr(correct, "budget_correction", and_search)
+    monkeypatch.setattr(mismatch, "budget_correction", and_search)
     done = run(tmp_path, sorter, f"rollout.mismatch={{name: noise, scale: {scale}}}", BUDGET)
     taken = [row["rollout_corr/budget_rung"] for row in read(done / "metrics.jsonl")]
     assert picked == [STRENGTHS[scale]] * 6

@@ -45,7 +45,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
             raise RuntimeError("killed")
         return settle(job, step, *args)
 
-    settle = rl.settle
+    settle = rl.after_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "settle", killed)
         with pytest.raises(RuntimeError, match="killed"):

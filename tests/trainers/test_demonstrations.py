@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from burnish.algorithms.view import view_of
-from burnish.config.algorithm import Algorithm
-from burnish.config.load import from_preset
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.spec import Algorithm
+from burnish.config.loading import from_preset
 from burnish.core.batch import Batch
 from burnish.core.trajectory import OFF_POLICY, TokenSequence, Trajectory, pack
 from burnish.run.metrics import read
-from burnish.trainers.correct import corrected, gap_report
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.mismatch import corrected, gap_report
+from burnish.trainers.pipeline import AlgorithmPipeline
 from tests.trainers.test_resume_everything import COMMON, MOMENTS, dies, killing, result
 from tests.trainers.tiny import ROWS, TINY, run_of
 
@@ -60,7 +60,7 @@ def test_the_worked_numbers_from_trajectories_to_the_loss(aggregation: dict[str,
     algorithm = Algorithm.model_validate(
         {**from_preset("luffy").model_dump(), "aggregation": aggregation, "entropy": {"coef": 0}}
     )
-    recipe = Recipe(algorithm, num_updates=2)
+    recipe = AlgorithmPipeline(algorithm, num_updates=2)
     learner = SimpleNamespace(outputs=lambda batch, needs: {"logp": column(OLD)})
     batch = recipe.select(recipe.shape(pack(group()), 1, 4), 1)
     batch, *_ = recipe.prepare(batch, cast(Any, learner))

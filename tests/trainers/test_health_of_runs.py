@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.trainers.build import facts_of
+from burnish.trainers.assembly import facts_of
 from tests.trainers.sorter import SORTING, with_outliers
 from tests.trainers.tiny import run_of
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.load import Loaded, load
-from burnish.config.named_files import plugins_of
+from burnish.config.loading import Loaded, load
+from burnish.config.requirements import plugins_of
 from burnish.config.schema import TrainConfig
-from burnish.run import contents
-from burnish.run.contents import file_sums
-from burnish.trainers import inputs
-from burnish.trainers.inputs import FILE
+from burnish.run.checkpoint import contents
+from burnish.run.checkpoint.contents import file_sums
+from burnish.trainers import input_checks
+from burnish.trainers.input_checks import FILE
 
 RECIPE = """
 model: {path: model}
@@ -26,7 +26,7 @@ reward: {parts: [{name: 'mine.py:judge'}, math]}
 
 
 def keep_inputs(loaded: Loaded[TrainConfig]) -> list[str]:
-    return inputs.keep_inputs(loaded.base / "runs", loaded.config, loaded.resolved, loaded.base)
+    return input_checks.keep_inputs(loaded.base / "runs", loaded.config, loaded.resolved, loaded.base)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_same_inputs_are_gone_on_with_in_silence_and_read_once(
         was_read.append(path.name)
         return file_sums(path)
 
-    for module in (inputs, contents):
+    for module in (input_checks, contents):
         monkeypatch.setattr(module, "file_sums", counted)
     assert keep_inputs(loaded) == []
     assert was_read == ["model.safetensors"]
@@ -96,7 +96,7 @@ def test_new_code_of_a_module_is_told_of_and_makes_rollouts_old_where_it_trains(
     assert keep_inputs(again) == []
     module.write_text("def judge(): return 1\n")
     forget = partial(forgotten.append, True)
-    (note,) = inputs.keep_inputs(again.base / "runs", again.config, again.resolved, again.base, forget)
+    (note,) = input_checks.keep_inputs(again.base / "runs", again.config, again.resolved, again.base, forget)
     assert note.startswith("module_that_changes has changed since the run was begun")
     assert bool(forgotten) == (not override.startswith("reward"))
 
@@ -131,7 +131,9 @@ def test_new_code_that_trains_makes_the_rollouts_of_the_journal_old(
     forgotten: list[bool] = []
 
     def keep() -> None:
-        inputs.keep_inputs(tmp_path / "runs", loaded.config, resolved, loaded.base, lambda: forgotten.append(True))
+        input_checks.keep_inputs(
+            tmp_path / "runs", loaded.config, resolved, loaded.base, lambda: forgotten.append(True)
+        )
 
     keep()
     (tmp_path / "mine.py").write_text("def judge(): return 1\n")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.rollout.measure import summary
-from burnish.run.checkpoints import Checkpoints
+from burnish.rollout.validation import summary
+from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.metrics import read
 from tests.trainers.tiny import TINY, run_of
 
@@ -100,7 +100,7 @@ def test_a_validation_without_an_accuracy_gives_no_score_where_the_reward_has_on
         found = summary(*given)
         return {k: v for k, v in found.items() if k != "accuracy"} if next(steps) in missing else found
 
-    monkeypatch.setattr("burnish.trainers.build.summary", without)
+    monkeypatch.setattr("burnish.trainers.assembly.summary", without)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "judged.py").write_text(JUDGED)
     chosen = [*MEASURED, f"reward.parts={part}", "run.save_every=1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.config.load import load_small
+from burnish.config.loading import load_small
 from burnish.config.schema import TrainConfig
 from tests.trainers.test_resume import Runner, result
 

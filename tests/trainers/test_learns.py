@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BENCH = Path(__file__).parents[2] / "bench" / "learning.py"

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.model import Model
 from burnish.config.schema import SftConfig
-from burnish.models.adapters import base_of, read_lora
 from burnish.models.decoder import Decoder
+from burnish.models.lora.directory import base_of, read_lora
 from burnish.models.policy import load_policy, save_merged
 from burnish.run.metrics import read
 from burnish.run.run import Run
-from burnish.trainers.sft_session import execute as execute_sft
+from burnish.trainers.sft import execute as execute_sft
 from tests.trainers.tiny import run_of
 
 BASE = """

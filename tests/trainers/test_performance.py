@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.rollout.scored import Scored
+from burnish.rollout.scoring import RolloutBatch
 from burnish.run.display import summarise
 from burnish.run.metrics import MEASURED, read
 from burnish.trainers.performance import rate_values, rollout_rate, time_values
-from burnish.training.memory_use import memory_values
-from burnish.training.meter import Reading
+from burnish.training.meter import Reading, memory_values
 from tests.trainers.tiny import TINY, run_of
 
 READING = Reading(
@@ -44,7 +43,7 @@ def test_what_is_not_known_is_left_out() -> None:
     unknown = Reading(READING.seconds, 8000, None, None)
     assert rate_values(unknown, 10e12).keys() == {"performance/learn_tokens_per_s"}
     assert rate_values(Reading(), 10e12) == {}
-    assert rollout_rate(Scored([], [], 0.0, 0.0)) == {}
+    assert rollout_rate(RolloutBatch([], [], 0.0, 0.0)) == {}
 
 
 def test_memory_of_a_process_is_its_resident_size() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.data.prompts import Prompt
-from burnish.data.rows import Row
+from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Row
 from burnish.models.architecture import positions_of
-from burnish.trainers.positions import check_positions, check_readers
+from burnish.trainers.input_checks import check_positions, check_readers
 from tests.trainers.tiny import TINY, run_of
 
 TEACHER = ["algorithm=on_policy_distillation", "algorithm.kl.reference.path=it"]

@@ -11,16 +11,16 @@ import torch
 
 from burnish.cli.main import main
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.model import Model
 from burnish.config.preference import PreferConfig
-from burnish.controller.roles import build_policy
-from burnish.data.pairs import Labelled
+from burnish.data.preference_pairs import Labelled
 from burnish.data.supervised import Example
 from burnish.data.tasks.registry import make_task
+from burnish.distributed.roles import build_policy
 from burnish.evaluation.completions import read_completions
 from burnish.run.metrics import MEASURED, read
-from burnish.trainers import preference_session
+from burnish.trainers import preference_run
 from burnish.trainers.preference import units_of_labelled
 from burnish.training.parallel.ranks import SOLO
 
@@ -41,7 +41,7 @@ def prefer(folder: Path, *overrides: str, text: str = TINY, name: str = "run") -
     (folder / "recipe.yaml").write_text(text)
     more = [f"run.directory={folder}", f"run.name={name}", *overrides]
     loaded = load(PreferConfig, folder / "recipe.yaml", more)
-    outcome = preference_session.execute(loaded.config, loaded.resolved, loaded.base, name)
+    outcome = preference_run.execute(loaded.config, loaded.resolved, loaded.base, name)
     assert outcome is not None
     assert outcome.is_complete
     return read(outcome.directory / "metrics.jsonl")
@@ -126,7 +126,7 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path: Path) -
     assert live[-1]["preference/margin"] > 0.001
     config = load(PreferConfig, tmp_path / "recipe.yaml", [*adapted, "preference.reference=live"]).config
     policy = build_policy(Model.model_validate(config.model.model_dump()), [], 0, tmp_path)
-    reference = preference_session.live_reference(config, policy, SOLO)
+    reference = preference_run.live_reference(config, policy, SOLO)
     assert reference is not None
     assert reference.model is policy.module  # no second model
 

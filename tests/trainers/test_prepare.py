@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.view import View
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 
 HORIZON = 7
 
@@ -67,11 +67,11 @@ class Scorer:
         return {"logp": logp, **{name: logp.exp() for name in needs}}
 
 
-def recipe(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = None) -> Recipe:
-    return Recipe(Algorithm.model_validate(algorithm), num_updates, base)
+def recipe(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = None) -> AlgorithmPipeline:
+    return AlgorithmPipeline(Algorithm.model_validate(algorithm), num_updates, base)
 
 
-def prepared(it: Recipe, batch: Batch, reference: Scorer | None = None) -> tuple[Batch, dict[str, float]]:
+def prepared(it: AlgorithmPipeline, batch: Batch, reference: Scorer | None = None) -> tuple[Batch, dict[str, float]]:
     return it.prepare(batch, cast(Any, Scorer(0.5)), cast(Any, reference))[:2]
 
 

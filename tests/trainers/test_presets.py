@@ -16,10 +16,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from burnish.algorithms.advantages import place_rewards
-from burnish.config.algorithm import Algorithm
-from burnish.config.presets import PRESETS
-from burnish.config.slots import TABLE, Kl
+from burnish.algorithms.batch_columns import place_rewards
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.spec import TABLE, Algorithm
+from burnish.algorithms.terms.spec import Kl
 from burnish.core.batch import Batch
 from tests.trainers.traces import BARE, BATCHES, OTHERS, STEPS, TABLES, Trace, algorithm_of, run, trace_of
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.config.load import from_preset
-from burnish.config.optimizer import Optimizer
-from burnish.config.process import ProcessModel as Settings
+from burnish.config.loading import from_preset
+from burnish.config.model import Optimizer
+from burnish.config.model import ProcessModel as Settings
 from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
-from burnish.rollout.scored import Scored
+from burnish.rollout.scoring import RolloutBatch
 from burnish.run.metrics import read
-from burnish.trainers.prepare import Prepared, Recipe
-from burnish.trainers.process import ProcessRewards
-from burnish.training.process import ProcessModel
+from burnish.trainers.pipeline import AlgorithmPipeline, Prepared
+from burnish.trainers.process_rewards import ProcessRewards
 from burnish.training.reference import Reference
+from burnish.training.value_models import ProcessModel
 from tests.trainers.tiny import TINY, run_of
 
 Q = [[0.4, -0.2, 0.6, 0.2], [-0.3, 0.1], [0.2, 0.5, -0.4], [-0.6, 0.1, 0.2, 0.3]]
@@ -73,7 +73,7 @@ def prepared(process: ProcessRewards, batch: Batch | None = None, **advantage: A
     options = {"process_coef": 1.0, "outcome_coef": 1.0, "norm": "none", **advantage}
     algorithm = from_preset("prime")
     slot = algorithm.advantage.model_copy(update=options)
-    recipe = Recipe(algorithm.model_copy(update={"advantage": slot}), num_updates=1)
+    recipe = AlgorithmPipeline(algorithm.model_copy(update={"advantage": slot}), num_updates=1)
     batch = pack(trajectories()) if batch is None else batch
     batch = recipe.select(recipe.shape(batch, 1, 8), 1)
     return recipe.prepare(batch, cast(Any, None), process=process)
@@ -182,10 +182,10 @@ def test_each_mini_batch_is_an_update_and_a_group_is_never_split() -> None:
 def test_held_out_answers_are_judged_and_teach_nothing() -> None:
     process = rewards()
     before = cast(Table, process.model.learner.model).logp.detach().clone()
-    values = process.held_out(Scored([], trajectories(), 0.0, 0.0))
+    values = process.held_out(RolloutBatch([], trajectories(), 0.0, 0.0))
     assert values == {"process_accuracy": pytest.approx(2.5 / 4), "process_ranking": pytest.approx(3 / 4)}
     assert torch.equal(cast(Table, process.model.learner.model).logp.detach(), before)
-    assert process.held_out(Scored([], trajectories([None] * 4), 0.0, 0.0)) == {}
+    assert process.held_out(RolloutBatch([], trajectories([None] * 4), 0.0, 0.0)) == {}
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------

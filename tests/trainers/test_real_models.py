@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from burnish.cli import main as cli
 from burnish.core.engine import Request, SamplingOptions
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weights import load_decoder
-from burnish.rollout.native.engine import NativeEngine
-from burnish.rollout.native.paged import PagedEngine
+from burnish.models.weight_loading import load_decoder
 
 FIXTURE = Path(__file__).parents[2] / "../shared/data/models/stories260k"
 NAMED = [Path(text) for text in os.environ.get("BURNISH_MODELS", "").split(":") if text]

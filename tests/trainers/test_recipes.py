@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from burnish.algorithms.presets import PRESETS
 from burnish.cli.main import main
-from burnish.config.load import load, load_small
-from burnish.config.named_files import AnyConfig
+from burnish.config.loading import load, load_small
 from burnish.config.preference import PreferConfig
-from burnish.config.presets import PRESETS
+from burnish.config.requirements import AnyConfig
 from burnish.config.schema import SftConfig, TrainConfig
 from burnish.run.metrics import read
-from burnish.trainers import preference_session, sft_session
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers import preference_run, sft
+from burnish.trainers.rl_run import checked_run, execute
 from tests.recipe_files import make_files
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -92,7 +92,7 @@ def test_the_supervised_recipe_loads_and_trains(
     path = next(p for p in RECIPES if p.stem == "sft")
     assert "training" in dry_run("sft", path, load(SftConfig, path).config, capsys)
     loaded, _ = load_small(SftConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
-    outcome = sft_session.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
+    outcome = sft.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
     assert outcome.is_complete
     assert outcome.loss is not None
     assert math.isfinite(outcome.loss)
@@ -109,7 +109,7 @@ def test_a_recipe_of_preferences_is_of_its_preset_and_trains_shrunk(
     assert config.preference.loss.name == path.stem
     assert f"updates of {config.preference.batch_size} " in dry_run("prefer", path, config, capsys)
     loaded, _ = load_small(PreferConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
-    outcome = preference_session.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
+    outcome = preference_run.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
     assert outcome is not None
     assert outcome.is_complete
     rows = read(outcome.directory / "metrics.jsonl")

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction import BudgetState
-from burnish.algorithms.correction.surprise import surprise
-from burnish.algorithms.replay import new_ones, replay_drift
-from burnish.algorithms.view import view_of
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.batch_columns import new_ones, replay_drift
+from burnish.algorithms.correction.budget import BudgetState
+from burnish.algorithms.correction.diagnostics import surprise
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.spec import Algorithm
 from burnish.core.batch import Batch
 from burnish.rollout.replay import FILE, ReplayStore
 from burnish.run.metrics import read
 from burnish.run.run import Run
 from burnish.trainers import rl
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.state import first_state
 from tests.trainers import test_asynchrony
 from tests.trainers.test_asynchrony import STEPS, TOY, live, numbers, weights
@@ -33,8 +33,8 @@ REPLAY = "algorithm.replay={share: 0.75, uses: 3, max_age: 3}"
 BEHAVIOUR = -0.125
 
 
-def with_replay(**slots: Any) -> Recipe:
-    return Recipe(Algorithm.model_validate({"replay": {}, **slots}), num_updates=1)
+def with_replay(**slots: Any) -> AlgorithmPipeline:
+    return AlgorithmPipeline(Algorithm.model_validate({"replay": {}, **slots}), num_updates=1)
 
 
 def batch_of_two() -> Batch:
@@ -207,7 +207,7 @@ def test_the_loss_of_a_sample_that_comes_back_is_bounded_by_its_ratio_to_the_pol
 
 
 def test_groups_that_come_back_are_beside_the_limit_of_new_ones() -> None:
-    recipe = Recipe(Algorithm.model_validate({"replay": {}, "filters": ["zero_signal"]}), num_updates=1)
+    recipe = AlgorithmPipeline(Algorithm.model_validate({"replay": {}, "filters": ["zero_signal"]}), num_updates=1)
     batch = make_batch([1] * 8, [0, 0, 1, 1, 2, 2, 3, 3], [1, 0, 1, 0, 1, 0, 1, 1])
     batch = batch.with_sequence(use=torch.tensor([0.0, 0, 1, 1, 0, 0, 2, 2]))
     assert recipe.select(batch, 1).sequence["group_ids"].tolist() == [0, 0, 1, 1]
@@ -216,7 +216,7 @@ def test_groups_that_come_back_are_beside_the_limit_of_new_ones() -> None:
 
 def test_policy_filtration_draws_the_same_samples_from_a_group_that_comes_back() -> None:
     """What the paper's buffer holds, the filtered samples, is what a whole group gives again."""
-    recipe = Recipe(Algorithm.model_validate({"replay": {}, "filters": ["pf_ppo"]}), num_updates=1)
+    recipe = AlgorithmPipeline(Algorithm.model_validate({"replay": {}, "filters": ["pf_ppo"]}), num_updates=1)
     batch = make_batch([1] * 4, [0] * 4, [1.0, -0.5, 0.0, 2.0])
     batch = batch.with_sequence(key=torch.tensor([11, 12, 13, 14]), trajectory_ids=torch.arange(4))
     once = recipe.trim(batch.with_sequence(use=torch.zeros(4))).sequence["key"].tolist()

@@ -20,10 +20,10 @@ import transformers  # noqa: F401
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import MEASURED, read
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from burnish.rollout.sources import SyncSource
-from burnish.run.checkpoints import Checkpoints
+from burnish.rollout.sync_source import SyncSource
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import TensorFile
 from burnish.run.journal import Journal
 from burnish.run.metrics import MEASURED, read
 from burnish.run.run import Run
-from burnish.run.tensor_file import TensorFile
 from burnish.trainers import rl
 from burnish.training.learner import Learner
 from tests.trainers.tiny import TINY, run_of

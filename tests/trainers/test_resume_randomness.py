@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.core.keys import fold
+from burnish.core.random_keys import fold
 from burnish.run.metrics import MEASURED, read
 from burnish.run.run import Run
 from burnish.training.optimizers import rounding

@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 
-from burnish.algorithms.losses.scoring import ScorerLoss
-from burnish.config.model import NewModel
-from burnish.config.optimizer import Optimizer
-from burnish.config.reward_model import RewardModel
-from burnish.data.pairs import Pair
+from burnish.algorithms.losses.model_losses import ScorerLoss
+from burnish.config.model import NewModel, Optimizer
+from burnish.config.preference import RewardModel
+from burnish.data.preference_pairs import Pair
 from burnish.data.supervised import Example
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.score import ScoreModel, new_scorer
+from burnish.models.heads import ScoreModel, new_scorer
 from burnish.trainers.reward_model import measure, pack_pairs, pair_order
 from burnish.training.learner import Learner
 

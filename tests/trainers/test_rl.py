@@ -12,21 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.algorithm import Algorithm
-from burnish.config.environment import Environment
+from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.load import from_preset
-from burnish.config.rollout import Rollout
+from burnish.config.loading import from_preset
+from burnish.config.rollout import Environment, Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Finish, TokenSequence, Trajectory
-from burnish.data.rows import Row
-from burnish.rollout.scored import Scored
-from burnish.rollout.sources import RolloutPlan
+from burnish.data.row import Row
+from burnish.rollout.scoring import RolloutBatch
+from burnish.rollout.sync_source import RolloutPlan
 from burnish.run.metrics import read
-from burnish.trainers import observe
-from burnish.trainers.job import Learned
-from burnish.trainers.prepare import Recipe
+from burnish.trainers import step_metrics
+from burnish.trainers.context import StepResult
+from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.rl import gather, learn
 from burnish.trainers.state import first_state
 from burnish.training.learner import Update
@@ -65,22 +64,22 @@ def group(prompt: str, finish: Finish, rewards: tuple[float | None, ...]) -> lis
     return [Trajectory(prompt, 0, k, [tokens], finish, "", reward, reward) for k, reward in enumerate(rewards)]
 
 
-def rollouts(finish: Finish, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> Scored:
-    return Scored([], group("p", finish, rewards), 0.0, 0.0)
+def rollouts(finish: Finish, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> RolloutBatch:
+    return RolloutBatch([], group("p", finish, rewards), 0.0, 0.0)
 
 
 class Source:
     """Gives what it was made with, one item a round."""
 
-    def __init__(self, *rounds: Scored) -> None:
+    def __init__(self, *rounds: RolloutBatch) -> None:
         self.rounds, self.asked = list(rounds), list[tuple[int, int, RolloutPlan]]()
 
-    def next(self, step: int, plan: RolloutPlan, progress: Any, round: int = 0) -> Scored:
+    def next(self, step: int, plan: RolloutPlan, progress: Any, round: int = 0) -> RolloutBatch:
         self.asked.append((step, round, plan))
         return self.rounds[round]
 
 
-def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: int = 1, turns: int = 1) -> Any:
+def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prompts: int = 1, turns: int = 1) -> Any:
     chosen = Algorithm.model_validate(algorithm)
     display = SimpleNamespace(note=notes.append, phase=lambda text: None)
     config = SimpleNamespace(
@@ -94,7 +93,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: i
         config=config,
         run=SimpleNamespace(display=display),
         state=first_state(chosen),
-        recipe=Recipe(chosen, num_updates=1),
+        recipe=AlgorithmPipeline(chosen, num_updates=1),
         policy=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=(0,))),
         source=Source(*rounds),
         learner=Model(-0.5),
@@ -105,16 +104,16 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: Scored, prompts: i
     )
 
 
-def step_of(made: Any, step: int = 7) -> tuple[Scored, Learned]:
+def step_of(made: Any, step: int = 7) -> tuple[RolloutBatch, StepResult]:
     sampled, batch = gather(cast(Any, made), step)
-    return sampled, learn(cast(Any, made), step, batch) if batch is not None else Learned()
+    return sampled, learn(cast(Any, made), step, batch) if batch is not None else StepResult()
 
 
 def test_kl_in_the_reward_is_among_the_metrics() -> None:
     notes: list[str] = []
     algorithm = {"kl": {"reward": {"estimator": "k1", "coef": 0.1}, "reference": "frozen"}}
     sampled, learned = step_of(job(algorithm, notes, rollouts("stop")))
-    values = observe.step_values(sampled, learned, step_s=2.0)
+    values = step_metrics.step_values(sampled, learned, step_s=2.0)
     assert values["actor/kl_reward"] == pytest.approx(0.25)
     assert values["actor/kl_coef"] == 0.1
     assert values["actor/updates"] == 1
@@ -141,14 +140,14 @@ def test_the_shaped_reward_is_logged_where_something_shapes(
     ],
 )
 def test_the_expected_answer_is_shown_from_the_column_that_has_it(answer: Any, columns: Any, shown: str) -> None:
-    assert observe.expected_answer(Row("r", "q", "rows", answer, columns)) == shown
+    assert step_metrics.expected_answer(Row("r", "q", "rows", answer, columns)) == shown
 
 
 @pytest.mark.parametrize(("finish", "identical"), [("stop", 1), ("length", 0)])
 def test_pairs_are_counted_where_they_are_made(finish: Finish, identical: int) -> None:
     algorithm = from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
     sampled, learned = step_of(job(algorithm, [], rollouts(finish)))
-    values = observe.step_values(sampled, learned, step_s=2.0)
+    values = step_metrics.step_values(sampled, learned, step_s=2.0)
     assert (values["pairs/made"], values["pairs/ties"], values["pairs/identical"]) == (0, 0, identical)
 
 
@@ -186,7 +185,7 @@ def test_a_step_whose_samples_were_all_filtered_out_makes_no_update_and_says_why
     assert len(notes) == 1
     assert "step 7: no update" in notes[0]
     assert "all 2 sequences" in notes[0]
-    values = observe.step_values(sampled, learned, step_s=2.0)
+    values = step_metrics.step_values(sampled, learned, step_s=2.0)
     assert (values["rollout/sequences_used"], values["actor/updates"]) == (0, 0)
 
 
@@ -201,8 +200,10 @@ def test_a_step_without_signal_says_why(rewards: tuple[float | None, ...]) -> No
 
 # --- refill ------------------------------------------------------------------------------------------------------------
 
-FIRST = Scored([], [t for k in range(4) for t in group(f"a{k}", "stop", ((1, 1), (0, 0), (1, 0), (0, 1))[k])], 1.0, 0.5)
-SECOND = Scored([], [*group("b0", "stop", (1, 0)), *group("b1", "stop", (0, 1))], 2.0, 0.25)
+FIRST = RolloutBatch(
+    [], [t for k in range(4) for t in group(f"a{k}", "stop", ((1, 1), (0, 0), (1, 0), (0, 1))[k])], 1.0, 0.5
+)
+SECOND = RolloutBatch([], [*group("b0", "stop", (1, 0)), *group("b1", "stop", (0, 1))], 2.0, 0.25)
 DYNAMIC = {"filters": ["zero_signal"], "refill": {"rounds": 3}}
 
 
@@ -215,7 +216,7 @@ def test_groups_are_generated_until_enough_are_kept_and_the_surplus_is_dropped()
     assert batch.sequence["reward"].tolist() == [1, 0, 0, 1, 1, 0]
     assert len(sampled.trajectories) == 12
     assert (sampled.rollout_s, sampled.reward_s) == (3.0, 0.75)
-    assert observe.used_ids(sampled, batch) == ["a2#0.0", "a2#0.1", "a3#0.0", "a3#0.1", "b0#0.0", "b0#0.1"]
+    assert step_metrics.used_ids(sampled, batch) == ["a2#0.0", "a2#0.1", "a3#0.0", "a3#0.1", "b0#0.0", "b0#0.1"]
 
 
 def test_enough_is_a_share_of_the_prompts() -> None:
@@ -258,5 +259,5 @@ def test_an_accuracy_that_no_reward_gave_is_not_logged_as_zero() -> None:
     sampled = rollouts("stop")
     for trajectory in sampled.trajectories:
         trajectory.accuracy = None
-    assert "reward/accuracy" not in observe.reward_values(sampled)
-    assert observe.reward_values(sampled)["reward/mean"] == 0.5
+    assert "reward/accuracy" not in step_metrics.reward_values(sampled)
+    assert step_metrics.reward_values(sampled)["reward/mean"] == 0.5

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.checkpoints import Checkpoints
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import TensorFile
 from burnish.run.metrics import MEASURED, read
 from burnish.run.run import Run
-from burnish.run.tensor_file import TensorFile
 from tests.trainers.tiny import TINY, run_of
 
 STEPS, SAVED, LATER = 6, 3, 5

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from burnish.config.load import load
-from burnish.config.reward_model import RewardModelConfig
-from burnish.data.tasks.base import Dice
+from burnish.config.loading import load
+from burnish.config.preference import RewardModelConfig
 from burnish.data.tasks.registry import make_task
-from burnish.models.export import merge_model
+from burnish.data.tasks.task import Dice
+from burnish.models.export_and_merge import merge_model
 from burnish.run.metrics import MEASURED, read
 from burnish.run.samples import read_table
-from burnish.trainers.reward_model_session import execute as train_scorer
+from burnish.trainers.reward_model_run import execute as train_scorer
 from tests.trainers.tiny import TINY, WARM, run_of
 
 BENCH = Path(__file__).parents[2] / "bench" / "reward_model_rl.py"

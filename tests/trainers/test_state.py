@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.spec import Algorithm
 from burnish.trainers.state import advance, entropy_coefficient, first_state
 
 STEERED_KL = {

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.core.trajectory import Trajectory
-from burnish.rollout.driver import Driver
-from burnish.rollout.flight import Flight
+from burnish.rollout.in_flight import InFlightTrajectories
+from burnish.rollout.runner import Driver
 from burnish.run.metrics import MEASURED, read
-from burnish.trainers.session import checked_run, execute
+from burnish.trainers.rl_run import checked_run, execute
 from tests.trainers.tiny import TINY, run_of
 
 REWARD = "reward.parts=[{name: format, options: {pattern: '[0-9]{3,5}'}}]"
@@ -87,13 +87,13 @@ def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
     assert partial["step"] == 4
     assert max((run / "checkpoints").glob("step-*")).name == "step-000003"  # saved when it stopped
     added: list[tuple[str, int]] = []
-    add = Flight.add
+    add = InFlightTrajectories.add
 
-    def counted(self: Flight, draw: Any, sample: int, *rest: Any) -> Trajectory | None:
+    def counted(self: InFlightTrajectories, draw: Any, sample: int, *rest: Any) -> Trajectory | None:
         added.append((draw.prompt.row.id, sample))
         return add(self, draw, sample, *rest)
 
-    monkeypatch.setattr(Flight, "add", counted)
+    monkeypatch.setattr(InFlightTrajectories, "add", counted)
     assert result(run_of(tmp_path / "stopped", TINY, overrides)) == expected
     assert len(added) <= 2 * 6 * 4 + (6 if kind == "greedy" else 0) - 5, "samples that had ended are made again"
 

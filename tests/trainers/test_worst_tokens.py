@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.spec import Algorithm
 from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.scored import Scored
+from burnish.rollout.scoring import RolloutBatch
 from burnish.run.metrics import read
-from burnish.run.worst_tokens import COLUMNS
-from burnish.run.worst_tokens import read as read_worst
-from burnish.trainers import observe
-from burnish.trainers.correct import AFTER, BEFORE, NUM_WORST, GapReport, WorstToken, corrected, gap_report
-from burnish.trainers.prepare import Recipe
+from burnish.run.samples import WORST_TOKEN_COLUMNS
+from burnish.run.samples import read as read_worst
+from burnish.trainers import step_metrics
+from burnish.trainers.mismatch import AFTER, BEFORE, NUM_WORST, GapReport, WorstToken, corrected, gap_report
+from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.training.learner import Update
 from tests.trainers.tiny import TINY, run_of
 
@@ -43,14 +43,14 @@ def trajectory(prompt: str, sample: int, engine: list[float], tokenizer: Tokeniz
     return Trajectory(prompt, 3, sample, [sequence], "stop", "", float(sample), None)
 
 
-def rollouts(*engine: list[float], tokenizer: Tokenizer) -> Scored:
+def rollouts(*engine: list[float], tokenizer: Tokenizer) -> RolloutBatch:
     failed = trajectory("other", 0, [-1.0] * 4, tokenizer)
     failed.reward = None  # not in the batch: the trajectories of the batch are counted without it
     made = [trajectory("p", k, logp, tokenizer) for k, logp in enumerate(engine)]
-    return Scored([], [failed, *made], 0.0, 0.0)
+    return RolloutBatch([], [failed, *made], 0.0, 0.0)
 
 
-def batch_of(scored: Scored, trainer: float = -1.0) -> Batch:
+def batch_of(scored: RolloutBatch, trainer: float = -1.0) -> Batch:
     batch = pack(scored.usable)
     return batch.with_token(old_logp=torch.where(batch.action_mask, trainer, 0.0))
 
@@ -66,7 +66,7 @@ def reported(batch: Batch, correction: Any = "none") -> GapReport:
 def test_a_dialogue_shows_only_what_the_model_wrote(tokenizer: Tokenizer) -> None:
     scored = rollouts([-1.0, -1.5, -1.0, -3.0], [-1.0, -1.0, -0.75, -1.0], tokenizer=tokenizer)
     batch = batch_of(scored)
-    rows = observe.worst_rows(scored, reported(batch).worst, tokenizer)
+    rows = step_metrics.worst_rows(scored, reported(batch).worst, tokenizer)
     assert [(r["sample"], r["position"], r["text"], r["gap"]) for r in rows] == [
         (0, 3, "d", 2.0),
         (0, 1, "b", 0.5),
@@ -85,7 +85,7 @@ def test_a_dialogue_shows_only_what_the_model_wrote(tokenizer: Tokenizer) -> Non
         "gap": 0.5,
         "weight": None,
     }
-    assert ["step", *rows[1]] == list(COLUMNS)
+    assert ["step", *rows[1]] == list(WORST_TOKEN_COLUMNS)
     assert reported(batch).metrics["mismatch/by_position/0/tokens"] == 2
     assert "mismatch/by_position/7/tokens" not in reported(batch).metrics
 
@@ -118,7 +118,7 @@ def test_where_the_update_alone_has_log_probs_the_tokens_in_the_loss_are_shown(t
     mask[3] = False  # the "b"
     batch = batch.with_token(loss_mask=mask)
     update = Update({}, torch.where(mask, -1.0, 0.0), None)
-    recipe = Recipe(Algorithm.model_validate({"preset": "grpo", "kl": {"reference": "none"}}), num_updates=1)
+    recipe = AlgorithmPipeline(Algorithm.model_validate({"preset": "grpo", "kl": {"reference": "none"}}), num_updates=1)
     (only,) = recipe.mismatch(batch, batch, [update], 0).worst
     assert (only.position, only.gap) == (2, 1.0)
     assert recipe.mismatch(batch, batch, [update, update], 0) == GapReport(), "no log-probs before the first update"
@@ -129,7 +129,7 @@ def test_no_more_than_a_few_are_kept_and_their_surroundings_are_short() -> None:
     tokens = TokenSequence(
         np.arange(num), np.arange(num) > 0, -np.arange(num, dtype=np.float32), np.zeros(num, np.int32)
     )
-    batch = batch_of(Scored([], [Trajectory("p", 0, 0, [tokens], "stop", "", 1.0)], 0.0, 0.0), trainer=0.0)
+    batch = batch_of(RolloutBatch([], [Trajectory("p", 0, 0, [tokens], "stop", "", 1.0)], 0.0, 0.0), trainer=0.0)
     worst = reported(batch).worst
     assert [w.token for w in worst] == list(range(num - 1, num - 1 - NUM_WORST, -1))
     assert (worst[0].before, worst[0].after) == (list(range(num - 1 - BEFORE, num - 1)), [])
@@ -153,8 +153,8 @@ def test_a_character_of_several_tokens_is_the_last_ones_text(place: int, shown: 
     tokens = list("aéb".encode())
     worst = WorstToken(0, 0, tokens[place], tokens[:place], tokens[place + 1 :], -1.0, -2.0, -1.0, None)
     sequence = TokenSequence(np.array([0]), np.array([True]), np.zeros(1, np.float32), np.zeros(1, np.int32))
-    scored = Scored([], [Trajectory("p", 0, 0, [sequence], "stop", "", 1.0)], 0.0, 0.0)
-    (row,) = observe.worst_rows(scored, [worst], Bytes())
+    scored = RolloutBatch([], [Trajectory("p", 0, 0, [sequence], "stop", "", 1.0)], 0.0, 0.0)
+    (row,) = step_metrics.worst_rows(scored, [worst], Bytes())
     assert (row["before"], row["text"], row["after"]) == shown
 
 

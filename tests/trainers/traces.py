@@ -18,32 +18,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import ADVANTAGES
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.clips import CLIPS
-from burnish.algorithms.filters import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
-from burnish.algorithms.losses import LOSSES, Loss
-from burnish.algorithms.ratios import RATIOS
-from burnish.algorithms.shaping import SHAPERS
-from burnish.config.algorithm import Algorithm
-from burnish.config.load import from_preset
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.advantages.table import ADVANTAGES
+from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
+from burnish.algorithms.losses.policy_loss import Loss
+from burnish.algorithms.losses.sequence_losses import LOSSES
+from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.shaping.shapers import SHAPERS
+from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.loading import from_preset
+from burnish.config.model import Optimizer
 from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.value import ValueModel
-from burnish.rollout.scored import Scored
+from burnish.models.heads import ValueModel
+from burnish.rollout.scoring import RolloutBatch
 from burnish.trainers import rl
-from burnish.trainers.prepare import Recipe
-from burnish.trainers.process import ProcessRewards
+from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.process_rewards import ProcessRewards
 from burnish.trainers.state import first_state
-from burnish.training.critic import Critic
 from burnish.training.learner import Learner, Update
-from burnish.training.process import ProcessModel
 from burnish.training.reference import REFERENCES, Reference, make_reference
+from burnish.training.value_models import Critic, ProcessModel
 
 STEPS, EPOCHS, PROMPTS, MAX_TOKENS = (399, 400, 401), 2, 5, 8
 BARE: dict[str, Any] = {"ratio": "none", "clip": "none"}
@@ -205,7 +204,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         ),
         run=SimpleNamespace(display=SimpleNamespace(phase=lambda text: None, note=pytest.fail)),
         state=first_state(algorithm),
-        recipe=Recipe(algorithm, num_updates=EPOCHS),
+        recipe=AlgorithmPipeline(algorithm, num_updates=EPOCHS),
         learner=learner,
         reference=reference,
         critic=critic,
@@ -232,7 +231,7 @@ def run(algorithm: Algorithm, kind: str, steps: tuple[int, ...] = STEPS) -> Trac
         for step in steps:
             shaped = job.recipe.shape(rollouts(kind), step, MAX_TOKENS)
             learned = rl.learn(job, step, job.recipe.select(shaped, PROMPTS))
-            rl.settle(job, step, Scored([], [], 0.0, 0.0), learned)
+            rl.after_step(job, step, RolloutBatch([], [], 0.0, 0.0), learned)
     assert len(trace.updates) == len(steps) * EPOCHS
     trace.weights = flat(dict(job.learner.model.named_parameters()))
     return trace

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture

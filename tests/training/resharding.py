@@ -23,27 +23,26 @@ import torch.distributed.tensor.parallel
 from torch import distributed
 from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import NllLoss
-from burnish.config.optimizer import Optimizer
-from burnish.config.parallel import Parallel
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
+from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
-from burnish.core.local import local
+from burnish.core.sharded_tensors import local
 from burnish.data.supervised import Example
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
-from burnish.run.checkpoints import Checkpoints
-from burnish.run.contents import Snapshot
-from burnish.run.staging import HostCopy, leave
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.contents import Snapshot
+from burnish.run.checkpoint.saving import HostCopy, leave
 from burnish.trainers.sft import pack_examples
 from burnish.training.learner import Learner
-from burnish.training.parallel.distribute import distribute
-from burnish.training.parallel.join import join
-from burnish.training.parallel.join import leave as say_goodbye
+from burnish.training.parallel.distribute import distribute, join
+from burnish.training.parallel.distribute import leave as say_goodbye
 from burnish.training.parallel.ranks import SOLO, Ranks
-from burnish.training.shards import read_into, tensor_contents
+from burnish.training.sharded_checkpoint import read_into, tensor_contents
 
 RANKS = 4
 ALPHABET = "0123456789>"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.training.balance import karmarkar_karp
+from burnish.training.packing import karmarkar_karp
 
 
 def spreads(costs: list[float], parts: list[list[int]]) -> list[float]:

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses.value import explained_variance
-from burnish.algorithms.view import view_of
+from burnish.algorithms.losses.model_losses import explained_variance
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.models.value import ValueModel
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
-from burnish.training.critic import Critic
+from burnish.models.heads import ValueModel
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
+from burnish.training.value_models import Critic
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from burnish.algorithms.kl import full_kl
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.algorithm import Algorithm
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.terms.loss_terms import full_kl
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.training.learner import Learner

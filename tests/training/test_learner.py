@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import Loss, NllLoss, PolicyLoss
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
 from burnish.training.learner import Learner
 
 VOCAB = 11

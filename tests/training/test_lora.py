@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from burnish.algorithms.losses import NllLoss
-from burnish.config.lora import Lora
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.models.lora import adapter_weights, add_lora
-from burnish.models.value import ValueModel
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
-from burnish.training.critic import Critic
+from burnish.models.heads import ValueModel
+from burnish.models.lora.adapters import adapter_weights, add_lora
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
 from burnish.training.learner import Learner
 from burnish.training.reference import EmaReference, Reference, make_reference
+from burnish.training.value_models import Critic
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]

@@ -10,18 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from burnish.algorithms.losses import NllLoss, PolicyLoss
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.flops import Counts, backward, forward, packed_counts, recomputed
-from burnish.models.value import ValueModel
+from burnish.models.heads import ValueModel
 from burnish.training import meter as module
-from burnish.training.cost import cost_of
-from burnish.training.grad_norms import block_of
-from burnish.training.learner import Learner
-from burnish.training.meter import Meter, Reading
-from burnish.training.peak import half_peak, peak_flops
+from burnish.training.learner import Learner, block_of
+from burnish.training.meter import Meter, Reading, cost_of, half_peak, peak_flops
 
 SHAPES = [(0, 4, 3), (0, 4, 6), (1, 2, 5)]
 CPU = torch.device("cpu")

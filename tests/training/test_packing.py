@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.training.forward import Packing, element_positions, pieces
+from burnish.training.forward import Packing, element_positions, micro_batches_of
 from burnish.training.packing import Unit, group_units, micro_batches, single_units
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=15)
@@ -93,7 +93,7 @@ def test_what_is_computed_on_parts_goes_back_to_its_tokens(lengths: list[int], b
         torch.arange(n) * 3, offsets_from_lengths(torch.tensor(lengths)), {"loss_mask": mask}, {"group_ids": groups}
     )
     found = torch.full_like(batch.tokens, -1)
-    for piece in pieces(batch, Packing(budget, shares=shares), "loss_mask"):
+    for piece in micro_batches_of(batch, Packing(budget, shares=shares), "loss_mask"):
         assert bool((found[piece.positions] == -1).all())
         assert torch.equal(piece.batch.tokens[piece.wanted], batch.tokens[piece.positions])
         found[piece.positions] = batch.tokens[piece.positions]

@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.process import OutcomeLoss, outcome_contrast, outcome_cross_entropy, verdicts
+from burnish.algorithms.losses.model_losses import OutcomeLoss, outcome_contrast, outcome_cross_entropy, verdicts
 from burnish.config.errors import UserError
-from burnish.config.lora import Lora
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum
 from burnish.models.decoder import Decoder
-from burnish.models.lora import adapter_weights, add_lora
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
-from burnish.trainers.process import judged, mini_batches
-from burnish.training.process import ProcessModel, twin_of
+from burnish.models.lora.adapters import adapter_weights, add_lora
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
+from burnish.trainers.process_rewards import judged, mini_batches
 from burnish.training.reference import Reference
+from burnish.training.value_models import ProcessModel, twin_of
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from burnish.algorithms.losses import NllLoss
+from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
 from burnish.training.learner import Learner
 from burnish.training.reference import EmaReference, Reference, make_reference
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from burnish.run.checkpoints import Checkpoints, damage
-from burnish.training.shards import StoredTensors
+from burnish.run.checkpoint.checkpoints import Checkpoints, damage
+from burnish.training.sharded_checkpoint import StoredTensors
 from tests.training.resharding import LAYOUTS, PAIRS, RANKS
 
 CUT = [name for name in LAYOUTS if name != "alone"]

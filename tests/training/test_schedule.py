@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.training.schedule import factor
+from burnish.training.optimizers.factory import factor
 
 
 def factors(total: int, schedule: str, warmup: int, final: float) -> list[float]:

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.losses import Loss, PolicyLoss
-from burnish.algorithms.view import View, view_of
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import Loss, PolicyLoss
+from burnish.algorithms.losses.view import View, view_of
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.training.forward import Piece, element_positions, forward
+from burnish.training.forward import MicroBatch, element_positions, forward
 from burnish.training.learner import OF_A_LOSS, Learner, derivatives
 
 MakeModel = Callable[..., Decoder]
@@ -88,7 +88,7 @@ def oracle(model: Decoder, batch: Batch, loss: Loss) -> tuple[float, dict[str, f
     """Value, metrics and gradients with everything in one graph."""
     model = copy.deepcopy(model)
     wanted = batch.loss_mask.nonzero().squeeze(1)
-    outputs = forward(model, Piece(batch, wanted, wanted), loss.needs & OF_A_LOSS, TEMPERATURE)
+    outputs = forward(model, MicroBatch(batch, wanted, wanted), loss.needs & OF_A_LOSS, TEMPERATURE)
     value, sums = loss(view_of(batch, **outputs))
     value.backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.config.model import NewModel
-from burnish.config.reward import Reward
-from burnish.controller.roles import build_scorers
+from burnish.distributed.roles import build_scorers
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.score import new_scorer
+from burnish.models.heads import STATISTICS, new_scorer
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
-from burnish.rewards.scorer_options import ScorerOptions
+from burnish.rewards.reward_parts import ScorerOptions
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Failure, Result, ScoreRequest
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
-from burnish.training.scorer import STATISTICS, ModelScorer
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
+from burnish.training.reward_scorer import ModelScorer
 
 ALPHABET = "0123456789>"
 POSITIONS = 16

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.core.shards import Placed, Shard, alone, coarser, in_usual_order, overlap, reads, whole
-from burnish.run.contents import Part
-from burnish.run.staging import leave
-from burnish.training.shards import StoredTensors, shard_file
+from burnish.core.sharded_tensors import Placed, Shard, alone, coarser, in_usual_order, overlap, reads, whole
+from burnish.run.checkpoint.contents import Part
+from burnish.run.checkpoint.saving import leave
+from burnish.training.sharded_checkpoint import StoredTensors, shard_file
 
 # --- cutting -------------------------------------------------------------------------------------------------------------
 

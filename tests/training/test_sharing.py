@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.models.architecture import FAMILIES, Architecture
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.ops.trunks import Trunks, rows_of, spread
-from burnish.models.value import ValueModel
-from burnish.training.forward import Packing, pieces
+from burnish.models.families import FAMILIES
+from burnish.models.heads import ValueModel
+from burnish.models.kernels.shared_prefix import Trunks, rows_of, spread
+from burnish.training.forward import Packing, micro_batches_of
 from burnish.training.learner import Learner
-from burnish.training.sharing import shared_prefixes
+from burnish.training.packing import shared_prefixes
 
 VOCAB = 17
 
@@ -133,7 +134,7 @@ def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_is_shared_where_little_is_saved() -> None:
     batch = drawn([[40, 40], [40, 40]], prompt=2)
     assert int(shared_prefixes(batch).min()) >= 2
-    assert [piece.trunks for piece in pieces(batch, Packing(1000, shares=True), "loss_mask")] == [None]
+    assert [piece.trunks for piece in micro_batches_of(batch, Packing(1000, shares=True), "loss_mask")] == [None]
 
 
 def test_prefixes_are_those_of_the_tokens() -> None:

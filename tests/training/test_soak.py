@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from burnish.algorithms.losses import PolicyLoss
-from burnish.config.optimizer import Optimizer
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
-from burnish.models.activations import set_activations
+from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.learner import Learner
-from burnish.training.memory_use import memory_values
+from burnish.training.meter import memory_values
 
 EARLY, LATE = 13, 27
 BOUND = 2.0

@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.clips import CLIPS
-from burnish.algorithms.losses import LOSSES, Loss, NllLoss, PolicyLoss
-from burnish.algorithms.losses.value import ValueLoss
-from burnish.algorithms.ratios import RATIOS
-from burnish.algorithms.view import View
-from burnish.config.algorithm import Algorithm
-from burnish.config.slots import Aggregation
+from burnish.algorithms.losses.model_losses import ValueLoss
+from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
+from burnish.algorithms.losses.sequence_losses import LOSSES
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.algorithms.terms.spec import Aggregation
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.models.value import ValueModel
-from burnish.trainers.minibatches import weighted
-from burnish.trainers.prepare import policy_loss
+from burnish.models.heads import ValueModel
+from burnish.trainers.minibatches import policy_loss, weighted
 from tests.training.test_scopes import assert_same, learner, oracle, over_ranks
 
 MakeModel = Callable[..., Decoder]

@@ -9,28 +9,27 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.algorithms.steps import AGGREGATIONS, aggregate
+from burnish.algorithms.curriculum.prompt_selection import AGGREGATIONS, aggregate
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.load import from_preset
+from burnish.config.loading import from_preset
 from burnish.config.model import NewModel
-from burnish.config.reward import Reward
-from burnish.controller.roles import build_scorers
 from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.distributed.roles import build_scorers
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.score import new_scorer
+from burnish.models.heads import new_scorer
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.rewards import Rewards
-from burnish.rewards.scorer_options import ScorerOptions
+from burnish.rewards.reward_parts import ScorerOptions
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.record import restore_scores, scores_to_arrays
-from burnish.rollout.scored import apply_score
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
-from burnish.trainers.prepare import Recipe
-from burnish.training.scorer import ModelScorer
-from burnish.training.steps import step_ends
+from burnish.rollout.scoring import apply_score, restore_scores, scores_to_arrays
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
+from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.training.reward_scorer import ModelScorer
+from burnish.training.value_models import step_ends
 
 ALPHABET = "0123456789>"
 TOKENS = Tokenizer.from_characters(ALPHABET)
@@ -114,7 +113,7 @@ def test_rewards_of_steps_stand_where_the_steps_end_and_returns_begin_with_them(
     found = score(model_at, weight=2.0, aggregate="each")
     assert found.reward == pytest.approx(2 * 2.2)
     assert [position for position, _ in found.steps] == ENDS
-    recipe = Recipe(from_preset("reinforce"), num_updates=1)
+    recipe = AlgorithmPipeline(from_preset("reinforce"), num_updates=1)
     batch = recipe.prepare(recipe.shape(batch_of(found), 1, 8), cast(Any, None)).batch
     rewards, returns = batch.token["token_rewards"].tolist(), batch.token["advantages"].tolist()
     assert rewards[:11] == pytest.approx([0, 0, 0, 0, 0, 1.8, 0, 0, 1.2, 0, 1.4])

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.algorithms.kl import full_kl
+from burnish.algorithms.terms.loss_terms import full_kl
 from burnish.config.errors import UserError
-from burnish.config.load import load
+from burnish.config.loading import load
 from burnish.config.model import NewModel
 from burnish.config.schema import TrainConfig
-from burnish.controller.memory import planned
-from burnish.controller.roles import build_policy, check_teacher
 from burnish.core.batch import Batch
+from burnish.distributed.roles import build_policy, check_teacher
+from burnish.memory_plan.from_config import planned
 from burnish.models.architecture import from_nothing
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.ops.kl import Distribution, head_kl
+from burnish.models.kernels.logprob import Distribution, head_kl
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
-from burnish.training.forward import Packing, batch_outputs, pieces
+from burnish.training.forward import Packing, batch_outputs, micro_batches_of
 from burnish.training.reference import TeacherReference, make_reference
 
 CHARACTERS = "0123456789>"
@@ -74,7 +74,7 @@ def test_rows_for_tokens_that_do_not_exist_are_left_out_of_a_kl_over_the_vocabul
 ) -> None:
     policy, teacher = made(0), made(1, rows=32)
     reference = make_reference("teacher", policy.module, 1000, 1.0, path=saved(tmp_path / "teacher", teacher))
-    (piece,) = pieces(batch, Packing.of(policy.module, 1000), "loss_mask")
+    (piece,) = micro_batches_of(batch, Packing.of(policy.module, 1000), "loss_mask")
     found = reference.distribution(piece)
     assert found.weight.shape[0] == policy.module.arch.vocab_size == 13
     kl = policy.module.token_kl(batch.tokens, batch.offsets, piece.wanted, found)[2]

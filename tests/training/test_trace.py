@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.training.profile import NEXT, step_to_profile
-from burnish.training.trace import gaps, phases, summarise, text
+from burnish.training.profiler import NEXT, gaps, phases, step_to_profile, summarise, text
 
 
 def span(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.training.forward import Packing, groups_fit, pieces
+from burnish.training.forward import Packing, groups_fit, micro_batches_of
 from burnish.training.packing import whole_units
 from tests.training.test_scopes import RANDOM_SHAPES, SHAPES, GroupContrast, assert_same, learner, oracle, total
 
@@ -81,7 +81,7 @@ def test_a_group_with_a_sequence_out_of_the_loss_is_not_shown_without_it(
 
 def test_micro_batches_of_whole_groups_hold_whole_groups(make_batch: MakeBatch) -> None:
     batch = make_batch(SHAPES)
-    found = pieces(batch, Packing(17), "action_mask", whole_groups=True)
+    found = micro_batches_of(batch, Packing(17), "action_mask", whole_groups=True)
     groups = [set(piece.batch.sequence["group_ids"].tolist()) for piece in found]
     assert len(found) == 2
     assert sorted(group for part in groups for group in part) == [3, 7, 9]

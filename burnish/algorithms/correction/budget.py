@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from burnish.algorithms.correction.decoupled import PREFIX, decoupled_correction
+from burnish.algorithms.correction.corrections import PREFIX, decoupled_correction
 from burnish.algorithms.correction.gap import BOUND, Gap, gap_of, written_of
-from burnish.algorithms.correction.rejection import kept
-from burnish.algorithms.correction.weights import Corrected, bounded, raw_weights
+from burnish.algorithms.correction.weights_and_rejection import Corrected, bounded, kept, raw_weights
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from burnish.config.text import printable
+from burnish.config.yaml_text import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("burnish.cli.data.prepare", "write a published data set as parquet, with prompts and verifier"),

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.bucketing import bucket_rows
-    from burnish.data.outputs import summary, table
+    from burnish.data.curation.impact import bucket_rows
+    from burnish.data.curation.output_files import summary, table
 
     manifest, is_new = bucket_rows(args.source, args.out, args.scores, args.buckets, args.column, args.force, say)
     show("\n".join(summary(manifest, args.out, is_new)))

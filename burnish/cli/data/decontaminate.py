@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from burnish.cli.data.options import add_output
-from burnish.data.overlap import NGRAM
+from burnish.data.curation.decontamination import NGRAM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.decontamination import decontaminate
-    from burnish.data.outputs import summary, table
+    from burnish.data.curation.decontamination import decontaminate
+    from burnish.data.curation.output_files import summary, table
 
     manifest, is_new = decontaminate(
         args.source, args.out, tuple(args.against), args.ngram, args.data_dir, args.force, say

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.filtering import Criteria, filter_rows
-    from burnish.data.outputs import summary
+    from burnish.data.curation.filtering import Criteria, filter_rows
+    from burnish.data.curation.output_files import summary
 
     criteria = Criteria(
         pass_rate=None if args.pass_rate is None else tuple(args.pass_rate),
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def rates(manifest: dict[str, Any]) -> list[str]:
     """The rows by their pass rate, as a table."""
-    from burnish.data.outputs import table
+    from burnish.data.curation.output_files import table
 
     counts = manifest.get("pass_rates")
     if counts is None:

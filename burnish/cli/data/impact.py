@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.impact import Impact, select_by_impact
-    from burnish.data.outputs import summary, table
+    from burnish.data.curation.impact import Impact, select_by_impact
+    from burnish.data.curation.output_files import summary, table
 
     options = Impact(args.threshold, args.by, args.epochs)
     manifest, is_new = select_by_impact(args.run, args.out, options, args.data, args.force, say)

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.outputs import summary, table
-    from burnish.evaluation.pairing import Pairing, pair_up
+    from burnish.data.curation.output_files import summary, table
+    from burnish.evaluation.rejection_sampling import Pairing, pair_up
 
     options = Pairing(args.ratio, args.most)
     manifest, is_new = pair_up(args.source, args.out, options, args.prompts, args.force, say)

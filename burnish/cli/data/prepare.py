@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from burnish.cli.data import show
-from burnish.data.overlap import NGRAM
+from burnish.data.curation.decontamination import NGRAM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    from burnish.data.shapes import SHAPES
+    from burnish.data.published_sets import SHAPES
 
     add = parser.add_argument
     add("name", metavar="NAME", help="the data set whose shape the rows have (below)")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, and say what came of it."""
     from burnish.config.errors import UserError
-    from burnish.data.prepare import Wanted, prepare
+    from burnish.data.curation.prepare import Wanted, prepare
 
     if args.ngram < 2:
         raise UserError(f"--ngram {args.ngram}: expected 2 words or more")

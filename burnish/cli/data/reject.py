@@ -8,7 +8,7 @@ from burnish.cli.data.options import add_output, add_samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from burnish.rewards.tongues import SCRIPTS
+    from burnish.rewards.language_id import SCRIPTS
 
     add = parser.add_argument
     add_samples(parser)
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.outputs import summary, table
-    from burnish.evaluation.rejection import Rejection, reject
+    from burnish.data.curation.output_files import summary, table
+    from burnish.evaluation.rejection_sampling import Rejection, reject
 
     options = Rejection(
         most=args.most,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.rows import Row
-from burnish.data.tasks.base import Dice, first_on_side
+from burnish.data.row import Row
+from burnish.data.tasks.task import Dice, first_on_side
 
 NAME = "guess_number"
 MOST = 100  # numbers have two digits

@@ -6,31 +6,32 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from burnish.config.data import Source
 from burnish.config.errors import UserError, unknown
 from burnish.config.plugins import check_options
-from burnish.data.tasks import addition, countdown, guess_number, gym, sort_digits
-from burnish.data.tasks.base import Task
+from burnish.data.tasks import arithmetic, guess_number, reasoning_gym, sort_digits
+from burnish.data.tasks.task import Task
 
 TASKS: dict[str, type[Any]] = {
     sort_digits.NAME: sort_digits.SortDigits,
-    addition.NAME: addition.Addition,
-    countdown.NAME: countdown.Countdown,
+    arithmetic.ADDITION: arithmetic.Addition,
+    arithmetic.COUNTDOWN: arithmetic.Countdown,
     guess_number.NAME: guess_number.GuessNumberTask,
 }
 SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     sort_digits.NAME: sort_digits.score,
-    addition.NAME: addition.score,
-    countdown.NAME: countdown.score,
+    arithmetic.ADDITION: arithmetic.score_addition,
+    arithmetic.COUNTDOWN: arithmetic.score_countdown,
     guess_number.NAME: guess_number.score,
 }
 
 
 def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
     """The task of a name, with its options checked."""
-    if name.startswith(gym.PREFIX):
-        return gym.Gym(name, options, seed)
+    if name.startswith(reasoning_gym.PREFIX):
+        return reasoning_gym.Gym(name, options, seed)
     if name not in TASKS:
-        raise unknown("task", name, [*TASKS, gym.PREFIX + "<name>"])
+        raise unknown("task", name, [*TASKS, reasoning_gym.PREFIX + "<name>"])
     if "seed" in options:
         raise UserError(f"task {name!r}: seed is not an option; it follows from the run's seed")
     check_options(TASKS[name], options, f"task {name!r}")
@@ -66,8 +67,20 @@ def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int
 
 def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, Any]) -> float:
     """How good a completion is, by the checker of the task that made the row (`extra["task"]`)."""
-    if task_name.startswith(gym.PREFIX):
-        return gym.score(task_name, completion, answer, extra)
+    if task_name.startswith(reasoning_gym.PREFIX):
+        return reasoning_gym.score(task_name, completion, answer, extra)
     if task_name not in SCORES:
-        raise unknown("task", task_name, [*SCORES, gym.PREFIX + "<name>"])
+        raise unknown("task", task_name, [*SCORES, reasoning_gym.PREFIX + "<name>"])
     return SCORES[task_name](completion, answer, extra)
+
+
+# --- burnish.data.tasks.registry
+
+
+def alphabet_of(sources: list[Source], seed: int) -> str | None:
+    """The characters a generated task is written in, for the tokenizer of a new model."""
+    tasks = [make_task(s.task, s.options, seed) for s in sources if s.task is not None]
+    alphabets = [t.alphabet for t in tasks]
+    if not alphabets or any(a is None for a in alphabets):
+        return None
+    return "".join(dict.fromkeys("".join(a for a in alphabets if a is not None)))

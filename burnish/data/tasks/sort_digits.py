@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.rows import Row
-from burnish.data.tasks.base import Dice, check_span, first_on_side
+from burnish.data.row import Row
+from burnish.data.tasks.task import Dice, check_span, first_on_side
 
 NAME = "sort_digits"
 RIGHT = {4: 0.8, 5: 0.6, 6: 0.4, 7: 0.2}

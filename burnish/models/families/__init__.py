@@ -4,9 +4,8 @@ A family that is Llama with a flag or two is all in its row. One that differs in
 says how its config.json is read and written, what of it is not covered, and what its tensors are called.
 """
 
-from burnish.models.families.base import Family
+from burnish.models.families.family import Family, attention_bias, biases, window
 from burnish.models.families.gemma3 import GEMMA3
-from burnish.models.families.plain import attention_bias, biases, window
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", read=biases),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from burnish.models.families.base import Config, Family
+from burnish.models.families.family import Config, Family
 
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture

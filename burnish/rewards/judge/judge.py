@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.data.template import joined
-from burnish.rewards.judge.cache import Cache, key_of
-from burnish.rewards.judge.endpoint import Asker, Endpoint, JudgeFailed, RateLimit
-from burnish.rewards.judge.options import JudgeOptions, fill_template, without_markup
-from burnish.rewards.judge.parsing import parse, settle
-from burnish.rewards.pool import Outcome, Outcomes
-from burnish.rewards.process import Call
+from burnish.rewards.judge.endpoint import Asker, Cache, Endpoint, JudgeFailed, RateLimit, key_of
+from burnish.rewards.judge.options import JudgeOptions, fill_template, parse, settle, without_markup
 from burnish.rewards.types import Result, ScoreRequest, require_answer
+from burnish.rewards.worker import Call
+from burnish.rewards.worker_pool import Outcome, Outcomes
 
 SHOWN_CHARS = 2000
 AGAIN_TEMPERATURE = 0.7

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from burnish.config.errors import UserError
-from burnish.core.local import local
-from burnish.models.ops.device import use_kernels
+from burnish.core.sharded_tensors import local
+from burnish.models.kernels.device import use_kernels
 from burnish.training.optimizers.adamw import adam_moments, fused_adamw
-from burnish.training.optimizers.base import Optimizer
 from burnish.training.optimizers.offload import Spec
-from burnish.training.optimizers.parts import Part
-from burnish.training.optimizers.quantise import block_size, decode, encode
+from burnish.training.optimizers.optimizer import BaseOptimizer
+from burnish.training.optimizers.parameter_rows import Part
+from burnish.training.optimizers.rounding import block_size, decode, encode
 
 SMALL = 4096
 """Parameters of fewer numbers keep float32 moments."""
@@ -28,7 +28,7 @@ SHORTEST = 16
 """Rows that divide only into shorter blocks than this would need nearly as much memory for scales as for codes."""
 
 
-class Adam8bit(Optimizer):
+class Adam8bit(BaseOptimizer):
     """2 bytes of moments a parameter and 8 a block, where AdamW has 8 a parameter."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -85,7 +85,7 @@ class Adam8bit(Optimizer):
 
     def _update_by_kernel(self, part: Part) -> bool:
         """The same in one pass over the part; False where it does not lie as the kernel reads it."""
-        from burnish.training.optimizers import adam8bit_kernel as kernel
+        from burnish.training.optimizers import adam8bit_triton as kernel
 
         mean, root = ((part.state[key], part.state[f"{key}_scale"]) for key in ("exp_avg", "root"))
         gradient = part.gradient.contiguous()

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder, Layer
-from burnish.models.ops.split import Attend, MaybeTensor
-from burnish.training.parallel.shard import trunk_of
+from burnish.models.kernels.shared_prefix import Attend, MaybeTensor
+from burnish.training.parallel.fsdp import trunk_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.agents import gigpo, turn_returns
-from burnish.algorithms.advantages.critic import gae
-from burnish.algorithms.advantages.rewards import place_rewards
-from burnish.algorithms.advantages.turns import turns_of
+from burnish.algorithms.advantages.returns import gae, gigpo, turn_returns
+from burnish.algorithms.batch_columns import place_rewards, turns_of
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, TurnSpan, pack

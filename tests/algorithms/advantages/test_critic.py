@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages import length_adaptive_lambda, returns_to_go
-from burnish.algorithms.advantages.critic import gae
+from burnish.algorithms.advantages.returns import gae, length_adaptive_lambda, returns_to_go
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

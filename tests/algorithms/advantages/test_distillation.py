@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from burnish.algorithms.advantages.distillation import distillation
-from burnish.config.algorithm import Algorithm
-from burnish.config.load import from_preset
+from burnish.algorithms.advantages.returns import distillation
+from burnish.algorithms.spec import Algorithm
+from burnish.config.loading import from_preset
 from burnish.core.batch import Batch
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 
 
 class Says:
@@ -36,7 +36,7 @@ def prepared(f1: Batch, **slots: Any) -> Batch:
     batch = batch.with_sequence(
         reward=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64), trajectory_ids=torch.arange(4)
     )
-    recipe = Recipe(algorithm, num_updates=1)
+    recipe = AlgorithmPipeline(algorithm, num_updates=1)
     return recipe.prepare(batch, cast(Any, Says("policy")), cast(Any, Says("teacher"))).batch
 
 

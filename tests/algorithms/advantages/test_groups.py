@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages import ADVANTAGES
-from burnish.algorithms.advantages.groups import (
+from burnish.algorithms.advantages.group_relative import (
     gpg,
     grpo,
     grpo_passk,
@@ -22,6 +21,7 @@ from burnish.algorithms.advantages.groups import (
     rloo,
 )
 from burnish.algorithms.advantages.returns import raft
+from burnish.algorithms.advantages.table import ADVANTAGES
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import segment_sum

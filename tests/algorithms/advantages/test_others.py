@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.parts import gdpo
-from burnish.algorithms.advantages.preference import softmean, win_rate
-from burnish.algorithms.advantages.process import prime_rloo
+from burnish.algorithms.advantages.group_relative import gdpo, softmean, win_rate
+from burnish.algorithms.advantages.returns import prime_rloo
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.recurrence import recurrence, running_sum
+from burnish.algorithms.advantages.reverse_scan import recurrence, running_sum
 from burnish.core.segments import offsets_from_lengths
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=12)

@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages import (
-    ADVANTAGES,
+from burnish.algorithms.advantages.returns import (
     discounted_returns,
-    place_rewards,
+    none,
+    reinforce,
+    reinforce_plus_plus,
+    remax,
     returns_to_go,
-    sequence_rewards,
 )
-from burnish.algorithms.advantages.returns import none, reinforce, reinforce_plus_plus, remax
+from burnish.algorithms.advantages.table import ADVANTAGES
+from burnish.algorithms.batch_columns import place_rewards, sequence_rewards
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

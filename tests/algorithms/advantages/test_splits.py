@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import cutpoints
-from burnish.algorithms.advantages.splits import spo_chain, spo_tree
-from burnish.algorithms.filters import edges_left, tree_edges
+from burnish.algorithms.advantages.spo import cutpoints, spo_chain, spo_tree
+from burnish.algorithms.filters.filter_functions import edges_left, tree_edges
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 

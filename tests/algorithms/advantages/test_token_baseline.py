@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.token_baseline import otb
+from burnish.algorithms.advantages.returns import otb
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

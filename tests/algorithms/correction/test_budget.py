@@ -11,7 +11,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from burnish.algorithms.correction import decoupled_correction
 from burnish.algorithms.correction.budget import (
     PATIENCE,
     RUNGS,
@@ -25,9 +24,10 @@ from burnish.algorithms.correction.budget import (
     search,
     step,
 )
+from burnish.algorithms.correction.corrections import decoupled_correction
+from burnish.algorithms.correction.spec import BudgetCorrection as Budget
+from burnish.algorithms.correction.spec import DecoupledCorrection
 from burnish.config.errors import UserError
-from burnish.config.slots.correction import BudgetCorrection as Budget
-from burnish.config.slots.correction import DecoupledCorrection
 from burnish.core.batch import Batch
 
 ROWS, LENGTH = 128, 32

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.clips.ppo import ppo
-from burnish.algorithms.correction import bypass_correction, decoupled_correction
-from burnish.algorithms.ratios import token
-from burnish.algorithms.view import View, view_of
+from burnish.algorithms.correction.corrections import bypass_correction, decoupled_correction
+from burnish.algorithms.losses.view import View, view_of
+from burnish.algorithms.policy.ratios_and_clips import ppo, token
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
 GEOMETRIC = {"seq_mean_k1": (0.8, 1.25)}

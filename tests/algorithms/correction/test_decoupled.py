@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction import Corrected, decoupled_correction
+from burnish.algorithms.correction.corrections import decoupled_correction
+from burnish.algorithms.correction.weights_and_rejection import Corrected
 from burnish.core.batch import Batch
 
 Rows = Callable[[Batch, torch.Tensor], list[list[float]]]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.correction import CORRECTIONS, Corrected
-from burnish.algorithms.losses import PolicyLoss
-from burnish.algorithms.view import view_of
+from burnish.algorithms.correction.table import CORRECTIONS
+from burnish.algorithms.correction.weights_and_rejection import Corrected
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
 DUAL = {"clip_options": {"low": 0.2, "high": 0.2, "dual": 3.0}}

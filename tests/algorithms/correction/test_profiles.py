@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction import Compared, compared, gap_profiles, worst_tokens
-from burnish.algorithms.correction.profiles import _sums, _sums_in_order
+from burnish.algorithms.correction.profiles import Compared, _sums, _sums_in_order, compared, gap_profiles, worst_tokens
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 

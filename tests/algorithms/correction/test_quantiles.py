@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.quantiles import _between, _elsewhere, quantiles, row_quantiles
+from burnish.algorithms.correction.profiles import _between, _elsewhere, quantiles, row_quantiles
 
 SHARES = [0.25, 0.5, 0.75, 0.95, 0.99]
 

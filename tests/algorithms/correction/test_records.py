@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from burnish.algorithms.correction import CORRECTIONS as FUNCTIONS
-from burnish.algorithms.correction import Corrected, decoupled_correction, seed_correction
-from burnish.config.slots.base import Slot
-from burnish.config.slots.correction import CORRECTION_PRESETS, CORRECTIONS, CorrectionSlot, SeedCorrection, rejections
+from burnish.algorithms.correction.corrections import decoupled_correction, seed_correction
+from burnish.algorithms.correction.spec import (
+    CORRECTION_PRESETS,
+    CORRECTIONS,
+    CorrectionSlot,
+    SeedCorrection,
+    rejections,
+)
+from burnish.algorithms.correction.table import CORRECTIONS as FUNCTIONS
+from burnish.algorithms.correction.weights_and_rejection import Corrected
+from burnish.config.records import Slot
 from burnish.core.batch import Batch
 
 SLOT: TypeAdapter[Any] = TypeAdapter(CorrectionSlot)

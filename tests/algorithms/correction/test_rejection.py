@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction import decoupled_correction
+from burnish.algorithms.correction.corrections import decoupled_correction
 from burnish.algorithms.correction.gap import Gap, gap_of, written_of
-from burnish.algorithms.correction.rejection import kept, rejection, statistic
+from burnish.algorithms.correction.weights_and_rejection import kept, rejection, statistic
 from burnish.core.batch import Batch
 
 Rows = Callable[[Batch, torch.Tensor], list[list[float]]]

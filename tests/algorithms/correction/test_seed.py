@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.clips.ppo import ppo
-from burnish.algorithms.correction import Corrected, seed_correction, sequence_weights
-from burnish.algorithms.ratios import token
-from burnish.algorithms.view import view_of
+from burnish.algorithms.correction.corrections import seed_correction
+from burnish.algorithms.correction.weights_and_rejection import Corrected, sequence_weights
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.policy.ratios_and_clips import ppo, token
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
 PLAIN = [[1.051271, 0.951229, 1.105171, 1], [1, 1.105171], [0.951229, 1, 2], [1, 1, 0.904837, 1.105171]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.surprise import ENOUGH, surprise
+from burnish.algorithms.correction.diagnostics import ENOUGH, surprise
 from burnish.core.batch import Batch
 
 PLACES, VOCABULARY = 4000, 24

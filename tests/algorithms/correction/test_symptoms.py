@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from burnish.algorithms.correction.symptoms import symptoms
+from burnish.algorithms.correction.diagnostics import symptoms
 from burnish.core.batch import Batch
 
 Build = Callable[..., Batch]

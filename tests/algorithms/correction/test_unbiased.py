@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction import bypass_correction, decoupled_correction, seed_correction
-from burnish.algorithms.view import view_of
+from burnish.algorithms.correction.corrections import bypass_correction, decoupled_correction, seed_correction
+from burnish.algorithms.losses.view import view_of
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.filters import GROUP_FILTERS, difficulty_band, truncation, zero_signal
+from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, difficulty_band, truncation, zero_signal
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 

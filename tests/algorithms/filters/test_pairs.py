@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.filters.pairs import pair_counts, pairs
-from burnish.algorithms.view import view_of
-from burnish.config.algorithm import Algorithm
+from burnish.algorithms.filters.filter_functions import pair_counts, pairs
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.load import from_preset
+from burnish.config.loading import from_preset
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.prepare import Recipe
+from burnish.trainers.pipeline import AlgorithmPipeline
 
 
 def batch_of(groups: list[int], rewards: list[float], answers: list[list[int]] | None = None) -> Batch:
@@ -42,7 +42,7 @@ def batch_of(groups: list[int], rewards: list[float], answers: list[list[int]] |
 def test_the_best_and_the_worst_of_each_group_the_first_of_those_that_tie() -> None:
     batch = batch_of([5, 5, 5, 5, 2, 2, 2], [0.5, 1, 0, 1, 0.2, 0.8, 0.2])
     assert pairs(batch).tolist() == [5, 4, 1, 2]
-    recipe = Recipe(Algorithm.model_validate(ONLINE), num_updates=1)
+    recipe = AlgorithmPipeline(Algorithm.model_validate(ONLINE), num_updates=1)
     trimmed = recipe.trim(batch)
     chosen = dict(zip(trimmed.sequence["trajectory_ids"].tolist(), trimmed.sequence["chosen"].tolist(), strict=True))
     assert chosen == {1: True, 2: False, 5: True, 4: False}
@@ -108,7 +108,7 @@ class Table:
         return torch.tensor(values, dtype=torch.float64)
 
 
-def loss_of(recipe: Recipe, batch: Batch, now: Table, reference: Table) -> tuple[float, dict[str, float]]:
+def loss_of(recipe: AlgorithmPipeline, batch: Batch, now: Table, reference: Table) -> tuple[float, dict[str, float]]:
     """The loss of one update, through preparation, filters and mini-batches."""
     prepared, stats, *_ = recipe.prepare(batch, now, reference)  # type: ignore[arg-type]
     (mini,) = mini_batches(recipe.trim(prepared, stats), recipe.algorithm, 1, 1, 8)
@@ -122,7 +122,7 @@ def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: fl
     """logp_c=-10, logp_r=-14, ref_c=-11, ref_r=-12.5; a sample in the middle and a group of ties beside it change nothing."""
     algorithm = from_preset("online_dpo")
     tree: dict[str, Any] = algorithm.model_dump() | {"loss": {"name": "dpo", "beta": 0.1, "smoothing": smoothing}}
-    recipe = Recipe(Algorithm.model_validate(tree), num_updates=1)
+    recipe = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
     answers = [[10, 11], [20, 21, 22], [30], [40], [41]]
     batch = batch_of([0, 0, 0, 1, 1], [1, 0, 0.5, 1, 1], answers)
     now = Table({10: -4, 11: -6, 20: -7, 21: -5, 22: -2, 30: -1, 40: -1, 41: -1})
@@ -136,7 +136,7 @@ def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: fl
 
 def test_pairs_are_counted_among_the_samples_that_filters_before_left() -> None:
     tree = from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
-    recipe = Recipe(Algorithm.model_validate(tree), num_updates=1)
+    recipe = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
     batch = batch_of([0, 0, 0, 1, 1, 2, 2], [1, 1, 0, 1, 0, 1, 0], [[k] for k in range(10, 17)])
     batch = batch.with_sequence(truncated=torch.tensor([False, False, True, False, False, True, True]))
     stats: dict[str, float] = {}
@@ -153,8 +153,8 @@ def test_sppo_has_the_worked_loss_of_win_probabilities_and_of_rewards() -> None:
     now = Table({10: -0.7, 11: -0.6, 12: -0.9, 13: 0.0})
     ref = Table(dict.fromkeys(range(10, 14), -1.0))
     judged = batch.with_sequence(win_probability=torch.tensor([0.9, 0.2, 0.4, 0.7], dtype=torch.float64))
-    loss, _ = loss_of(Recipe(Algorithm.model_validate(tree), num_updates=1), judged, now, ref)
+    loss, _ = loss_of(AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1), judged, now, ref)
     assert loss == pytest.approx(0.295, abs=1e-6)
     by_reward = Algorithm.model_validate(tree | {"advantage": "softmean"})
-    loss, _ = loss_of(Recipe(by_reward, num_updates=1), batch, now, ref)
+    loss, _ = loss_of(AlgorithmPipeline(by_reward, num_updates=1), batch, now, ref)
     assert loss == pytest.approx(0.487531, abs=1e-6)

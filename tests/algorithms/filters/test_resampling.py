@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.filters import pf_ppo, resampling
-from burnish.algorithms.filters.resampling import pf_probabilities
+from burnish.algorithms.filters import filter_functions
+from burnish.algorithms.filters.filter_functions import pf_ppo, pf_probabilities
 from burnish.core.batch import Batch
 
 
@@ -100,7 +100,9 @@ def test_no_draw_leaves_its_group(pairs: list[tuple[int, float]]) -> None:
 
 @pytest.mark.parametrize("noise", [2.0**-54, 1 - 2.0**-53])
 def test_rounding_never_hands_a_draw_to_another_group(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
-    monkeypatch.setattr(resampling, "uniforms", lambda keys, draws: torch.full(keys.shape, noise, dtype=torch.float64))
+    monkeypatch.setattr(
+        filter_functions, "uniforms", lambda keys, draws: torch.full(keys.shape, noise, dtype=torch.float64)
+    )
     rewards = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
     batch = scored(rewards, [i // 3 for i in range(3000)])
     assert torch.equal(batch.sequence["group_ids"][pf_ppo(batch)], batch.sequence["group_ids"])

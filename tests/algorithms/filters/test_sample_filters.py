@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.filters import SAMPLE_FILTERS, cppo, loss_mask_from, overlong, positives_only, prob_mask
+from burnish.algorithms.filters.filter_functions import (
+    SAMPLE_FILTERS,
+    cppo,
+    loss_mask_from,
+    overlong,
+    positives_only,
+    prob_mask,
+)
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths

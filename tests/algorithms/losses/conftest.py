@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.view import view_of
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
 

@@ -9,14 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses.classification import bce
-from burnish.algorithms.losses.mixed import mixed_offpolicy
-from burnish.algorithms.losses.preference import dpo, ipo, kto, orpo, simpo
-from burnish.algorithms.losses.regression import dro, omd_sq, sppo_sq
-from burnish.algorithms.losses.supervised import nll
-from burnish.algorithms.view import view_of
-from burnish.config.slots.losses import OTHER_LOSSES
+from burnish.algorithms.losses.sequence_losses import (
+    bce,
+    dpo,
+    dro,
+    ipo,
+    kto,
+    mixed_offpolicy,
+    nll,
+    omd_sq,
+    orpo,
+    simpo,
+    sppo_sq,
+)
+from burnish.algorithms.losses.spec import OTHER_LOSSES
+from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from burnish.algorithms.losses.mixed import mixed_offpolicy
-from burnish.config.slots.losses import MixedLoss
+from burnish.algorithms.losses.sequence_losses import mixed_offpolicy
+from burnish.algorithms.losses.spec import MixedLoss
 from burnish.core.batch import Batch
 
 

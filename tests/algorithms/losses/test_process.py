@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from burnish.algorithms.losses.process import outcome_contrast, outcome_cross_entropy
+from burnish.algorithms.losses.model_losses import outcome_contrast, outcome_cross_entropy
 
 Q = torch.tensor([0.4 - 0.2 + 0.6 + 0.2, -0.3 + 0.1, 0.2 + 0.5 - 0.4, -0.6 + 0.1 + 0.2 + 0.3], dtype=torch.float64)
 RIGHT = torch.tensor([1, 0, 0, 1])

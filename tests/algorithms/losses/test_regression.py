@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.regression import dro, omd_sq, sppo_sq
-from burnish.algorithms.losses.sequences import sequence_log_ratio
-from burnish.algorithms.view import view_of
+from burnish.algorithms.losses.sequence_losses import dro, omd_sq, sequence_log_ratio, sppo_sq
+from burnish.algorithms.losses.view import view_of
 from burnish.core.batch import Batch
 
 R = torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.scoring import ScorerLoss
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.model_losses import ScorerLoss
+from burnish.algorithms.losses.view import View
 
 
 def view_of_scores(scores: list[float], margins: list[float] | None = None, order: list[int] | None = None) -> View:

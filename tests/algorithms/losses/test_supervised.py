@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.losses.supervised import nll
+from burnish.algorithms.losses.sequence_losses import nll
 from burnish.core.batch import Batch
 
 

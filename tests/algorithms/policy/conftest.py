@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import PolicyLoss
-from burnish.algorithms.view import View, view_of
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.losses.view import View, view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

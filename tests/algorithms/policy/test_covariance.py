@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.clips.covariance import clip_cov, covariances, kl_cov
-from burnish.algorithms.ratios import token
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import clip_cov, covariances, kl_cov, token
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]

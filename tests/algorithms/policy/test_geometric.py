@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.clips.geometric import log_geo
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import log_geo
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.clips.importance import dppo_kl, dppo_tv, is_weight
-from burnish.algorithms.losses import PolicyLoss
-from burnish.algorithms.ratios import token
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import dppo_kl, dppo_tv, is_weight, token
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]

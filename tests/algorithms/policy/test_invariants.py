@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import NllLoss, PolicyLoss
-from burnish.algorithms.view import View, view_of
+from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
+from burnish.algorithms.losses.view import View, view_of
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.clips.ppo import no_clip, ppo
-from burnish.algorithms.ratios import seq_token, sequence, token
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import no_clip, ppo, seq_token, sequence, token
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.ratios import RATIOS, seq_prod, seq_token, sequence, token
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import RATIOS, seq_prod, seq_token, sequence, token
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

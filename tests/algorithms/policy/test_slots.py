@@ -9,21 +9,20 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from burnish.algorithms.clips import CLIPS
-from burnish.algorithms.losses import LOSSES
-from burnish.algorithms.ratios import RATIOS
-from burnish.config.slots import Plugin, policy
-from burnish.config.slots.base import Slot
-from burnish.config.slots.policy import Clip, CovarianceClip, NoClip, NoRatio, PpoClip, mismatch, scope_of
+from burnish.algorithms.losses.sequence_losses import LOSSES
+from burnish.algorithms.policy import spec
+from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.policy.spec import Clip, CovarianceClip, NoClip, NoRatio, PpoClip, mismatch, scope_of
+from burnish.config.records import Plugin, Slot
 
 
 def name_of(record: type[Slot]) -> str:
     return cast(str, record.model_fields["name"].default)
 
 
-RATIO = {name_of(r): r() for r in policy.RATIOS}
-CLIP: dict[str, Any] = {name_of(r): r() for r in policy.CLIPS}
-LOSS = {name_of(r): r() for r in policy.LOSSES}
+RATIO = {name_of(r): r() for r in spec.RATIOS}
+CLIP: dict[str, Any] = {name_of(r): r() for r in spec.CLIPS}
+LOSS = {name_of(r): r() for r in spec.LOSSES}
 
 
 def test_records_and_functions_have_the_same_names() -> None:
@@ -32,7 +31,7 @@ def test_records_and_functions_have_the_same_names() -> None:
     assert set(LOSS) <= set(LOSSES)
 
 
-@pytest.mark.parametrize("record", policy.CLIPS, ids=name_of)
+@pytest.mark.parametrize("record", spec.CLIPS, ids=name_of)
 def test_options_are_the_functions_parameters_with_the_same_defaults(record: type[Clip]) -> None:
     parameters = inspect.signature(CLIPS[name_of(record)]).parameters.values()
     taken = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
@@ -95,9 +94,9 @@ def test_the_scope_is_the_widest_of_the_slots(ratio: str, clip: Clip, scope: str
         (PpoClip, {"dual": 1.0}),
         (CovarianceClip, {"low_cov": 5.0}),
         (CovarianceClip, {"share": 0.0}),
-        (policy.ImportanceWeightClip, {"low": 1.0}),
-        (policy.ImportanceWeightClip, {"cap": 0.2}),
-        (policy.SoftClip, {"tau_negative": 0.0}),
+        (spec.ImportanceWeightClip, {"low": 1.0}),
+        (spec.ImportanceWeightClip, {"cap": 0.2}),
+        (spec.SoftClip, {"tau_negative": 0.0}),
     ],
 )
 def test_options_that_make_no_sense_are_refused(record: type[Slot], options: dict[str, float]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.clips.soft import soft
-from burnish.algorithms.view import View
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.policy.ratios_and_clips import soft
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]

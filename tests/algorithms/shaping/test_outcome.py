@@ -8,10 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from burnish.algorithms.shaping import SHAPERS
-from burnish.algorithms.shaping.outcome import signed, stop_properly, t1_penalty
+from burnish.algorithms.shaping import spec as records
+from burnish.algorithms.shaping.shapers import SHAPERS, signed_reward, stop_properly, t1_penalty
 from burnish.config.errors import UserError
-from burnish.config.slots import shaping as records
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 
@@ -68,10 +67,10 @@ def test_mixed_scripts_are_read_from_a_reward_part() -> None:
 
 def test_signed_rewards_come_from_the_accuracy_alone() -> None:
     batch = ended([PLAIN] * 3, [0.3, 5.0, -1.0], accuracy=[1.0, 0.0, 0.5])
-    assert signed(batch, 1).tolist() == [1, -1, -1]
-    assert signed(batch, 1, right=0.1, wrong=-0.3).tolist() == [0.1, -0.3, -0.3]
+    assert signed_reward(batch, 1).tolist() == [1, -1, -1]
+    assert signed_reward(batch, 1, right=0.1, wrong=-0.3).tolist() == [0.1, -0.3, -0.3]
     with pytest.raises(UserError, match="shaper signed needs"):
-        signed(ended([PLAIN], [1.0], accuracy=[float("nan")]), 1)
+        signed_reward(ended([PLAIN], [1.0], accuracy=[float("nan")]), 1)
 
 
 def test_every_shaper_says_whether_it_is_dense_and_changes_nothing_it_was_given() -> None:

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.shaping.ngrams import repeat_share, window_hashes
-from burnish.algorithms.shaping.repetition import in_repeats, repetition, repetition_dense
+from burnish.algorithms.shaping.shapers import in_repeats, repeat_share, repetition, repetition_dense, window_hashes
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.data.tasks.base import final_answer, first_on_side, is_held_out
-from burnish.data.tasks.countdown import evaluate
+from burnish.data.tasks.arithmetic import evaluate
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
+from burnish.data.tasks.task import final_answer, first_on_side, is_held_out
 
 BUILT_IN = ("sort_digits", "addition", "countdown")
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.config.reward import Reward
-from burnish.rewards.judge.cache import Cache
+from burnish.rewards.judge.endpoint import Cache
 from burnish.rewards.judge.options import TEMPLATE, JudgeOptions, fill_template
-from burnish.rewards.rewards import Rewards
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import Score, ScoreRequest
 from tests.rewards.judge.server import Body, Endpoint, Reply, serving
 
@@ -230,8 +230,8 @@ def test_a_torn_line_is_dropped_and_what_follows_is_kept(tmp_path: Path) -> None
 
 KILLED = """
 import sys
-from burnish.config.reward import Reward
-from burnish.rewards.rewards import Rewards
+from burnish.config.data import Reward
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.types import ScoreRequest
 options = {"url": sys.argv[1], "model": "m", "cache": sys.argv[2], "concurrency": 1}
 with Rewards(Reward(parts=[{"name": "judge", "options": options}])) as rewards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from burnish.rewards.judge.parsing import check_parser, parse, settle
+from burnish.rewards.judge.options import check_parser, parse, settle
 
 
 @pytest.mark.parametrize(

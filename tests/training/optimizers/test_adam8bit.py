@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer as Config
+from burnish.config.model import Optimizer as Config
 from burnish.training.optimizers.adam8bit import Adam8bit
-from burnish.training.optimizers.quantise import block_size, decode, encode
+from burnish.training.optimizers.rounding import block_size, decode, encode
 from tests.training.optimizers.toys import regression
 
 

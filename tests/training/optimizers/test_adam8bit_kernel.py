@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.optimizer import Optimizer as Config
-from burnish.training.optimizers import adam8bit, quantise
+from burnish.config.model import Optimizer as Config
+from burnish.training.optimizers import adam8bit, rounding
 from burnish.training.optimizers.adam8bit import Adam8bit
 from burnish.training.optimizers.rounding import seed_for
 from tests.kernels import DEVICE, kernel
@@ -24,12 +24,12 @@ if importlib.util.find_spec("triton"):
     import triton
     import triton.language as tl
 
-    from burnish.training.optimizers.adam8bit_kernel import noise
+    from burnish.training.optimizers.adam8bit_triton import triton_noise
 
     @triton.jit
     def _draw(first_ptr, second_ptr, seed, num, SIZE: tl.constexpr):
         at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-        first, second = noise(seed, at)
+        first, second = triton_noise(seed, at)
         tl.store(first_ptr + at, first, mask=at < num)
         tl.store(second_ptr + at, second, mask=at < num)
 
@@ -53,7 +53,7 @@ def trained(shape: tuple[int, int], by_kernel: bool, updates: int, monkeypatch: 
     def same_noise(like: Tensor, bits: int, _: torch.Generator) -> Tensor:
         return (drawn.pop(0) & ((1 << bits) - 1)).view(like.shape)
 
-    monkeypatch.setattr(quantise, "noise", same_noise)
+    monkeypatch.setattr(rounding, "noise", same_noise)
     for update in range(1, updates + 1):
         weight.grad = (spread * torch.randn(shape, generator=generator)).to(DEVICE)
         if not by_kernel:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.optimizer import Optimizer
+from burnish.config.model import Optimizer
 from burnish.training.optimizers.adamw import AdamW
 
 CONFIG = Optimizer(lr=1e-4)

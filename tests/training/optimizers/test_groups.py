@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer as Config
+from burnish.config.model import Optimizer as Config
 from burnish.models.decoder import Decoder
-from burnish.training.optimizers.make import make_optimizer
+from burnish.training.optimizers.factory import make_optimizer
 
 MakeModel = Callable[..., Decoder]
 

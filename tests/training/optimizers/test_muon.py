@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer as Config
+from burnish.config.model import Optimizer as Config
 from burnish.models.decoder import Decoder
-from burnish.training.optimizers.adamw import AdamW
-from burnish.training.optimizers.layout import fused_matrices
-from burnish.training.optimizers.make import make_optimizer
-from burnish.training.optimizers.muon import MOMENTUM, NEWTON_SCHULZ, Fused, Muon, orthogonalised
+from burnish.training.optimizers.adamw import MOMENTUM, NEWTON_SCHULZ, AdamW, Muon, orthogonalised
+from burnish.training.optimizers.factory import make_optimizer
+from burnish.training.optimizers.settings import Fused, fused_matrices
 
 CONFIG = Config(name="muon", lr=0.1)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses import NllLoss
-from burnish.config.optimizer import Optimizer as Config
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.config.model import Optimizer as Config
 from burnish.core.batch import Batch
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.run.contents import write_contents
-from burnish.run.staging import leave
+from burnish.run.checkpoint.contents import write_contents
+from burnish.run.checkpoint.saving import leave
 from burnish.training.learner import Learner
 
 MakeBatch = Callable[..., Batch]

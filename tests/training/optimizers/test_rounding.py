@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.optimizer import Optimizer as Config
+from burnish.config.model import Optimizer as Config
 from burnish.training.optimizers.adamw import AdamW
 from burnish.training.optimizers.rounding import generator_for, to_bfloat16
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.config.optimizer import Optimizer as Config
+from burnish.config.model import Optimizer as Config
 from burnish.training.optimizers.adam8bit import Adam8bit
-from burnish.training.optimizers.adamw import AdamW
-from burnish.training.optimizers.base import Optimizer
-from burnish.training.optimizers.muon import Muon
+from burnish.training.optimizers.adamw import AdamW, Muon
+from burnish.training.optimizers.optimizer import BaseOptimizer
 
-CLASSES: dict[str, type[Optimizer]] = {"adamw": AdamW, "adam8bit": Adam8bit, "muon": Muon}
+CLASSES: dict[str, type[BaseOptimizer]] = {"adamw": AdamW, "adam8bit": Adam8bit, "muon": Muon}
 VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     f"{name}-{kind}": (dtype, {"name": name, **options})
     for name in CLASSES
@@ -30,7 +29,7 @@ SHAPES = {"embedding.weight": (40, 128), "layers.0.down.weight": (96, 160), "lay
 """A table, a matrix of a layer (both large enough for moments of a byte) and a vector."""
 
 
-def make(dtype: torch.dtype, options: Mapping[str, Any], seed: int = 0, device: str = "cpu") -> Optimizer:
+def make(dtype: torch.dtype, options: Mapping[str, Any], seed: int = 0, device: str = "cpu") -> BaseOptimizer:
     """An optimizer of new parameters."""
     generator = torch.Generator().manual_seed(seed)
     parameters = {
@@ -41,7 +40,7 @@ def make(dtype: torch.dtype, options: Mapping[str, Any], seed: int = 0, device: 
     return CLASSES[config.name](parameters, config)
 
 
-def feed(optimizer: Optimizer, update: int) -> None:
+def feed(optimizer: BaseOptimizer, update: int) -> None:
     """Gradients that depend on the number of the update alone."""
     generator = torch.Generator().manual_seed(1000 + update)
     for parameter in optimizer.parameters.values():
@@ -50,7 +49,7 @@ def feed(optimizer: Optimizer, update: int) -> None:
     optimizer.absorb()
 
 
-def stepped(optimizer: Optimizer, updates: range) -> Optimizer:
+def stepped(optimizer: BaseOptimizer, updates: range) -> BaseOptimizer:
     for update in updates:
         optimizer.zero_grad()
         feed(optimizer, update)
@@ -58,11 +57,11 @@ def stepped(optimizer: Optimizer, updates: range) -> Optimizer:
     return optimizer
 
 
-def weights(optimizer: Optimizer) -> dict[str, Tensor]:
+def weights(optimizer: BaseOptimizer) -> dict[str, Tensor]:
     return {name: parameter.detach().clone().cpu() for name, parameter in optimizer.parameters.items()}
 
 
-def saved(optimizer: Optimizer) -> dict[str, Tensor]:
+def saved(optimizer: BaseOptimizer) -> dict[str, Tensor]:
     return {name: tensor.clone().cpu() for name, tensor in optimizer.tensors().items()}
 
 

@@ -9,20 +9,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.aggregation import aggregation_weights
-from burnish.algorithms.losses import Loss, NllLoss, PolicyLoss
-from burnish.algorithms.losses.value import ValueLoss
-from burnish.algorithms.view import View
-from burnish.config.lora import Base, Lora
-from burnish.config.optimizer import Optimizer
-from burnish.config.parallel import Parallel
+from burnish.algorithms.losses.model_losses import ValueLoss
+from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
+from burnish.algorithms.losses.view import View
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Base, Lora, Optimizer
+from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.models.activations import set_activations
-from burnish.models.architecture import FAMILIES, Architecture
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.lora import add_lora
-from burnish.models.value import ValueModel
+from burnish.models.families import FAMILIES
+from burnish.models.heads import ValueModel
+from burnish.models.lora.adapters import add_lora
 from burnish.training.forward import AskReference
 from burnish.training.learner import Learner
 from burnish.training.parallel.distribute import distribute

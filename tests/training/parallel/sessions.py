@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from burnish.config.data import Source
-from burnish.config.load import load
-from burnish.config.lora import Lora
+from burnish.config.loading import load
+from burnish.config.model import Lora
 from burnish.config.preference import PreferConfig
 from burnish.config.schema import SftConfig
-from burnish.controller.roles import build_policy
-from burnish.trainers import preference_session
-from burnish.trainers.sft_session import execute
+from burnish.distributed.roles import build_policy
+from burnish.trainers import preference_run
+from burnish.trainers.sft import execute
 from burnish.training.learner import Learner
 
 RECIPE = """
@@ -100,7 +100,7 @@ def prefer(folder: Path, name: str, overrides: list[str]) -> None:
     recipe = folder / "preference.yaml"
     folder_of_run = [f"run.directory={folder}", f"run.name={name.replace(' ', '_')}"]
     loaded = load(PreferConfig, recipe, [*folder_of_run, *overrides])
-    preference_session.execute(loaded.config, loaded.resolved, loaded.base, name)
+    preference_run.execute(loaded.config, loaded.resolved, loaded.base, name)
 
 
 def run_until_told_to_stop(folder: Path, name: str, overrides: list[str], is_told: bool) -> None:

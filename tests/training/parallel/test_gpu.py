@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.config.optimizer import Optimizer
-from burnish.config.parallel import Parallel
+from burnish.config.model import Optimizer
+from burnish.config.placement import Parallel
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.learner import Learner
-from burnish.training.parallel.gather import full_parameters
-from burnish.training.parallel.join import join, leave
+from burnish.training.parallel.distribute import join, leave
+from burnish.training.parallel.fsdp import full_parameters, shard
 from burnish.training.parallel.ranks import SOLO, Ranks
-from burnish.training.parallel.shard import shard
 from tests.training.parallel.cases import LOSSES, Case, make_batch
 
 WAYS = ("alone", "cut", "offloaded")

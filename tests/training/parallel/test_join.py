@@ -9,12 +9,12 @@ import pytest
 
 from burnish.cli.main import main
 from burnish.config.errors import UserError
-from burnish.config.load import load
-from burnish.config.parallel import Parallel
+from burnish.config.loading import load
+from burnish.config.placement import Parallel
 from burnish.config.schema import SftConfig
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.training.parallel.join import join
+from burnish.training.parallel.distribute import join
 from burnish.training.parallel.ranks import SOLO
 from burnish.training.parallel.sequence import split_rows
 from burnish.training.parallel.tensor import check, part_of

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.models.adapters import WEIGHTS
-from burnish.models.weights import file_tensors, stored_tensors
+from burnish.models.lora.directory import WEIGHTS
+from burnish.models.weight_loading import file_tensors, stored_tensors
 from burnish.run.metrics import MEASURED, read
 from tests.training.parallel import sessions
 from tests.training.parallel.cases import CASES

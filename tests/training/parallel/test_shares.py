@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.config.parallel import Parallel
+from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.training.parallel.ranks import SOLO
-from burnish.training.parallel.shares import shares
+from burnish.training.parallel.ranks import SOLO, shares
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=24)
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.lora import Lora
+from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.lora import add_lora
-from burnish.models.row_order import heights, order_of, row_order
-from burnish.models.value import ValueModel
-from burnish.training.parallel.tensor import _reorder, cut_layers, part_of
-from burnish.training.parallel.tensor_lora import local_spans
+from burnish.models.heads import ValueModel
+from burnish.models.lora.adapters import add_lora
+from burnish.models.weight_layout import heights, order_of, row_order
+from burnish.training.parallel.tensor import _reorder, cut_layers, local_spans, part_of
 
 ARCH = Architecture("llama", 11, 16, 1, 4, 2, 4, 24, 32)
 

@@ -24,9 +24,8 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
-from burnish.training.parallel.distribute import distribute
-from burnish.training.parallel.gather import full_parameters
-from burnish.training.parallel.join import join, leave
+from burnish.training.parallel.distribute import distribute, join, leave
+from burnish.training.parallel.fsdp import full_parameters
 from tests.training.parallel import sessions
 from tests.training.parallel.cases import CASES, make_model, parallel_of, train
 

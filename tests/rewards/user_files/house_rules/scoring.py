@@ -1,6 +1,6 @@
 """A reward inside a package, with a relative import."""
 
-from .digits import ODD
+from tests.rewards.user_files.house_rules.digits import ODD
 
 
 def odd_digits(completions, **kwargs):

@@ -1,0 +1,384 @@
+"""Slot `advantage`: how rewards become advantages."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from burnish.config.records import Slot
+
+Singleton = Literal["raw", "zero"]
+Ddof = Literal[0, 1]
+EPS = 1e-6
+
+
+def _no_division(by: str, eps: float, ddof: int = 1) -> None:
+    """Refuse the details of a division that is not made."""
+    if by == "none" and (eps != EPS or ddof != 1):
+        raise ValueError("eps and ddof belong to the deviation, and nothing is divided by one here: leave them out")
+
+
+class AdvantageRecord(Slot):
+    """One choice for the slot `advantage`."""
+
+    reads_reward: ClassVar[bool] = True
+    """Whether the reward of a sample, as shaped and with KL in it, makes any difference."""
+    is_shift_free: ClassVar[bool] = False
+    """Whether the same number added to all rewards of a group leaves it as it is."""
+    by_token: ClassVar[bool] = False
+    """Whether every token gets the return from there on, so that rewards of single tokens count where they stand."""
+
+
+class GrpoAdvantage(AdvantageRecord):
+    """Reward relative to its group, optionally divided by a standard deviation."""
+
+    formula: ClassVar[str] = (
+        "A_i = (r_i - mean_g) / (std_g + eps), the same on every token; a constant group gives exactly 0"
+    )
+    paper: ClassVar[str] = "DeepSeekMath (2402.03300); std: none is Dr.GRPO (2503.20783)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["grpo"] = "grpo"
+    std: Literal["group", "none", "batch"] = "group"
+    """Divide by the group's sample deviation, by nothing (Dr.GRPO), or by that of all rewards in the batch."""
+    eps: float = Field(1e-6, ge=0)
+    """Added to the deviation before dividing."""
+    singleton: Singleton = "raw"
+    """The advantage of a group of one: its raw reward, or zero."""
+    ddof: Ddof = 1
+    """The variance is divided by the number of samples less this."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GrpoAdvantage:
+        _no_division(self.std, self.eps, self.ddof)
+        return self
+
+
+class ReinforceAdvantage(AdvantageRecord):
+    """Discounted return-to-go minus a constant."""
+
+    formula: ClassVar[str] = "A_it = sum_{s>=t} gamma^(s-t) r_is - baseline, over the tokens the model wrote"
+    paper: ClassVar[str] = "Williams (1992)"
+    by_token: ClassVar[bool] = True
+    name: Literal["reinforce"] = "reinforce"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per written token."""
+    baseline: float | Literal["ema"] = 0.0
+    """What is taken off every return: a constant, or `ema`, a moving average (0.9) of the mean reward, after shaping, of earlier steps."""
+
+
+class RlooAdvantage(AdvantageRecord):
+    """Reward minus the mean reward of the other samples of the prompt."""
+
+    formula: ClassVar[str] = "A_i = r_i - mean_{j != i} r_j; a constant group gives exactly 0"
+    paper: ClassVar[str] = "RLOO (2402.14740)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["rloo"] = "rloo"
+    singleton: Singleton = "raw"
+    """The advantage of a group of one: its raw reward, or zero."""
+
+
+class RemaxAdvantage(AdvantageRecord):
+    """Return-to-go minus the reward of the prompt's greedy answer."""
+
+    formula: ClassVar[str] = "A_it = sum_{s>=t} r_is - reward of the greedy answer"
+    paper: ClassVar[str] = "ReMax (2310.10505)"
+    needs: ClassVar[tuple[str, ...]] = ("greedy",)
+    name: Literal["remax"] = "remax"
+
+
+class ReinforcePlusPlusAdvantage(AdvantageRecord):
+    """Return-to-go, whitened over the whole batch."""
+
+    formula: ClassVar[str] = "A = whiten(sum_{s>=t} gamma^(s-t) r_is) over all written tokens"
+    paper: ClassVar[str] = "REINFORCE++ (2501.03262)"
+    by_token: ClassVar[bool] = True
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per written token."""
+    ddof: Ddof = 1
+    """The variance is divided by the number of tokens less this: 1 as in verl, 0 as in OpenRLHF."""
+
+
+class ReinforcePlusPlusBaselineAdvantage(AdvantageRecord):
+    """Reward relative to its group, whitened over the whole batch."""
+
+    formula: ClassVar[str] = "A = whiten(r_i - mean_g) over all written tokens"
+    paper: ClassVar[str] = "REINFORCE++-baseline (2501.03262)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    ddof: Ddof = 1
+    """The variance is divided by the number of tokens less this: 1 as in verl, 0 as in OpenRLHF."""
+    singleton: Singleton = "raw"
+    """What a group of one has before whitening: its raw reward, or zero."""
+
+
+class OpoAdvantage(AdvantageRecord):
+    """Reward minus the group's mean reward weighted by length: the baseline of least variance on-policy."""
+
+    formula: ClassVar[str] = "A_i = r_i - sum_g |o_j| r_j / sum_g |o_j|; a constant group gives exactly 0"
+    paper: ClassVar[str] = "OPO (2505.23585)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["opo"] = "opo"
+    singleton: Singleton = "raw"
+    """The advantage of a group of one: its raw reward, or zero."""
+
+
+class GpgAdvantage(AdvantageRecord):
+    """Reward relative to its group, scaled up for the samples whose group has no signal."""
+
+    formula: ClassVar[str] = "A_i = N/(N-M) (r_i - mean_g), M of the N samples being in constant groups"
+    paper: ClassVar[str] = "GPG (2504.02546)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["gpg"] = "gpg"
+    normalise: Literal["none", "std"] = "none"
+    """Divide by nothing, or by the group's sample deviation."""
+    eps: float = Field(1e-6, ge=0)
+    """Added to the deviation before dividing."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GpgAdvantage:
+        _no_division(self.normalise, self.eps)
+        return self
+
+
+class GrpoPasskAdvantage(AdvantageRecord):
+    """Only the single best sample of a prompt gets a signal: by how much it beats the second best."""
+
+    formula: ClassVar[str] = "A_best = (r_best - r_second) / (std_g + eps), 0 for all others and where the best tie"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["grpo_passk"] = "grpo_passk"
+    std: Literal["group", "none"] = "group"
+    """Divide by the group's sample deviation, or by nothing."""
+    eps: float = Field(1e-6, ge=0)
+    """Added to the deviation before dividing."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GrpoPasskAdvantage:
+        _no_division(self.std, self.eps)
+        return self
+
+
+class RaftAdvantage(AdvantageRecord):
+    """Learns from samples with a positive reward only."""
+
+    formula: ClassVar[str] = "A_i = max(r_i, 0)"
+    paper: ClassVar[str] = "RAFT++ of Minimal-RL (2504.11343)"
+    name: Literal["raft"] = "raft"
+
+
+class ReinforceRejAdvantage(AdvantageRecord):
+    """The reward itself, without the prompts whose samples are all alike."""
+
+    formula: ClassVar[str] = "A_i = r_i, but 0 in a constant group"
+    paper: ClassVar[str] = "Reinforce-Rej of Minimal-RL (2504.11343)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    name: Literal["reinforce_rej"] = "reinforce_rej"
+
+
+class GaeAdvantage(AdvantageRecord):
+    """Generalised advantage estimation from a critic's values."""
+
+    formula: ClassVar[str] = "A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V"
+    paper: ClassVar[str] = "GAE (1506.02438); lam_critic: VC-PPO (2503.01491); length_adaptive: VAPO (2504.05118)"
+    needs: ClassVar[tuple[str, ...]] = ("critic",)
+    by_token: ClassVar[bool] = True
+    name: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per written token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """How far the actor looks past the critic: 1 to the end of the answer, 0 to the next token."""
+    lam_critic: float | None = Field(None, ge=0, le=1)
+    """The same for the critic's targets; null means the actor's."""
+    length_adaptive: float | None = Field(None, gt=0)
+    """Replaces the actor's lam by 1 - 1/(this times the answer's length), at least 0; null leaves it."""
+    whiten: bool = True
+    """Whiten the advantages over all written tokens."""
+    ddof: Ddof = 1
+    """The variance of whitening is divided by the number of tokens less this."""
+
+    @model_validator(mode="after")
+    def _all_act(self) -> GaeAdvantage:
+        if self.length_adaptive is not None and self.lam != 1.0:
+            raise ValueError("gae: length_adaptive takes the place of lam, so give one of the two")
+        if not self.whiten and self.ddof != 1:
+            raise ValueError("gae: ddof belongs to the whitening, which is off: leave it out")
+        return self
+
+
+class GdpoAdvantage(AdvantageRecord):
+    """Every part of the reward normalised in its group on its own, then added up and whitened."""
+
+    formula: ClassVar[str] = "A = whiten(sum_k weight_k (r_k - mean_g r_k) / (std_g r_k + eps)) over all written tokens"
+    paper: ClassVar[str] = "GDPO (2601.05242)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    reads_reward: ClassVar[bool] = False
+    name: Literal["gdpo"] = "gdpo"
+    std: Literal["group", "none"] = "group"
+    """Divide each part by its sample deviation in the group, or by nothing."""
+    eps: float = Field(1e-6, ge=0)
+    """Added to the deviation before dividing."""
+    weights: dict[str, float] = Field({})
+    """The weight of reward parts by name; a part that is not named has weight 1."""
+    ddof: Ddof = 1
+    """The variance of whitening is divided by the number of tokens less this."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> GdpoAdvantage:
+        _no_division(self.std, self.eps)
+        return self
+
+
+class OtbAdvantage(AdvantageRecord):
+    """Return-to-go minus the optimal baseline of each position in the group."""
+
+    formula: ClassVar[str] = (
+        "A_t = G_t - sum_g G_t W_t / sum_g W_t, W_t = running sum of 1 - 2 pi_t + sum_v pi_v^2 over written tokens"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("old", "sum_p2", "groups")
+    by_token: ClassVar[bool] = True
+    name: Literal["otb"] = "otb"
+    tail: Literal["raw", "zero"] = "raw"
+    """Where one answer is longer than all others of its group: its raw return, or zero."""
+
+
+class SoftmeanAdvantage(AdvantageRecord):
+    """Reward above the soft mean of its group."""
+
+    formula: ClassVar[str] = "A_i = r_i - (1/beta) log mean_g exp(beta r)"
+    paper: ClassVar[str] = "Kimi k1.5 (2501.12599) with beta = 1/tau; reward form of SPPO (2405.00675)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["softmean"] = "softmean"
+    beta: float = Field(1.0, gt=0)
+    """How soft: near 0 the mean of the group, large its maximum."""
+
+
+class WinRateAdvantage(AdvantageRecord):
+    """The chance of beating another sample of the prompt, above one half."""
+
+    formula: ClassVar[str] = "A_i = mean_{j != i} P(i beats j) - 1/2; P from the rewards is 1, 1/2 for a tie, or 0"
+    paper: ClassVar[str] = "SPPO (2405.00675)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["win_rate"] = "win_rate"
+
+
+class PrimeRlooAdvantage(AdvantageRecord):
+    """Leave-one-out returns of implicit process rewards, plus the leave-one-out outcome."""
+
+    formula: ClassVar[str] = (
+        "A_it = sum_{s>=t} (p_is - mean_{j != i} mean_t p_jt) + (r_i - mean_{j != i} r_j), then whitened"
+    )
+    paper: ClassVar[str] = "PRIME (2502.01456)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "process", "accuracy")
+    name: Literal["prime_rloo"] = "prime_rloo"
+    process_coef: float = Field(5.0, ge=0)
+    """Weight of the process rewards' part."""
+    outcome_coef: float = Field(5.0, ge=0)
+    """Weight of the outcome's part."""
+    norm: Literal["none", "batch"] = "batch"
+    """Leave process rewards as they are, or divide them by their largest absolute return in the batch."""
+    whiten: bool = True
+    """Whiten the advantages over all written tokens."""
+    ddof: Ddof = 1
+    """The variance of whitening is divided by the number of tokens less this."""
+
+
+class GigpoAdvantage(AdvantageRecord):
+    """An agent's episode relative to its group, plus each turn relative to all turns from the same state."""
+
+    formula: ClassVar[str] = "A = (R - mean_g)/F + omega (Rs_k - mean over the group's turns in the same state)/F"
+    paper: ClassVar[str] = "GiGPO (2505.10978)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "states")
+    name: Literal["gigpo"] = "gigpo"
+    omega: float = Field(1.0, ge=0)
+    """Weight of the turn's part."""
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount per turn in the turn's return Rs."""
+    normalise: Literal["none", "std"] = "none"
+    """F: 1, or the sample deviation + 1e-6."""
+
+
+class SpoChainAdvantage(AdvantageRecord):
+    """The rise in Monte-Carlo value over the segment a token is in."""
+
+    formula: ClassVar[str] = "A(tokens of segment k) = V(border k+1) - V(border k); V(end) = reward"
+    paper: ClassVar[str] = "SPO (2505.23564)"
+    needs: ClassVar[tuple[str, ...]] = ("borders",)
+    of_rollouts: ClassVar[tuple[str, ...]] = ("below", "every", "rollouts")
+    name: Literal["spo_chain"] = "spo_chain"
+    below: float = Field(0.9, gt=0, le=1)
+    """Tokens that were sampled with a smaller probability are cut points."""
+    every: int = Field(5, ge=1)
+    """A segment begins with every so-manieth cut point."""
+    rollouts: int = Field(9, ge=1)
+    """Answers that are continued from each border; their mean reward is its value."""
+
+
+class SpoTreeAdvantage(AdvantageRecord):
+    """The value of a node in a tree of rollouts above that of its parent."""
+
+    formula: ClassVar[str] = "A = V(child) - V(parent); V(leaf) = reward, V(node) = mean of its children"
+    paper: ClassVar[str] = "SPO (2505.23564)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "tree")
+    of_rollouts: ClassVar[tuple[str, ...]] = ("branches", "segment")
+    name: Literal["spo_tree"] = "spo_tree"
+    branches: list[PositiveInt] = Field(default_factory=lambda: [6, 6], min_length=1)
+    """Continuations of each node, level by level, below the rollout.n that a prompt has: 6 samples and [6, 6] are a tree 6-6-6."""
+    segment: int = Field(30, ge=1)
+    """Tokens of an edge; one of the last level goes on to the end of its answer."""
+    normalise: Literal["none", "std"] = "none"
+    """Divide by nothing, or by the siblings' population deviation + 1e-8."""
+
+
+class DistillationAdvantage(AdvantageRecord):
+    """Every token judged by a teacher: the KL to it in the reward, where it stands, beside the outcome or alone."""
+
+    formula: ClassVar[str] = (
+        "A_it = -kl.reward.coef KL_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1"
+    )
+    paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543), On-policy distillation (Thinking Machines, 2025)"
+    name: Literal["distillation"] = "distillation"
+    outcome: float = Field(0.0, ge=0)
+    """Weight of the reward relative to its group; 0 learns from the teacher alone."""
+
+
+class NoAdvantage(AdvantageRecord):
+    """Zeros, for losses that make their own signal."""
+
+    formula: ClassVar[str] = "A = 0"
+    reads_reward: ClassVar[bool] = False
+    name: Literal["none"] = "none"
+
+
+ADVANTAGES: tuple[type[AdvantageRecord], ...] = (
+    GrpoAdvantage,
+    ReinforceAdvantage,
+    RlooAdvantage,
+    RemaxAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    OpoAdvantage,
+    GpgAdvantage,
+    GrpoPasskAdvantage,
+    RaftAdvantage,
+    ReinforceRejAdvantage,
+    GaeAdvantage,
+    GdpoAdvantage,
+    OtbAdvantage,
+    SoftmeanAdvantage,
+    WinRateAdvantage,
+    PrimeRlooAdvantage,
+    GigpoAdvantage,
+    SpoChainAdvantage,
+    SpoTreeAdvantage,
+    DistillationAdvantage,
+    NoAdvantage,
+)

@@ -1,0 +1,1 @@
+"""Slot `curriculum`: which prompts a step draws."""

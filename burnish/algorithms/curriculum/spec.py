@@ -1,0 +1,101 @@
+"""Slot `curriculum`: which prompts a step draws; and the length budgets that prompts may ask for."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from burnish.config.records import Record, Slot, choice
+
+
+class NoCurriculum(Slot):
+    """The sampler's own order."""
+
+    name: Literal["none"] = "none"
+
+
+class PrioritisedCurriculum(Slot):
+    """Draws prompts that are rarely answered right more often, with replacement."""
+
+    formula: ClassVar[str] = (
+        "P(i) = (1 - s_i) / sum_j (1 - s_j), s_i the moving success rate of prompt i, 0 before its first visit; "
+        "uniform when every s is 1"
+    )
+    paper: ClassVar[str] = "Kimi k1.5 (2501.12599), prioritised sampling"
+    needs: ClassVar[tuple[str, ...]] = ("accuracy",)
+    name: Literal["prioritised"] = "prioritised"
+    ema: float = Field(0.5, gt=0, le=1)
+    """Weight of a visit's accuracy in the success rate; 1 remembers the last visit only."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps, in which all prompts are drawn alike."""
+
+
+class EasyToHardCurriculum(Slot):
+    """Draws from one bucket of equally many prompts after another, from the easiest to the hardest."""
+
+    formula: ClassVar[str] = (
+        "prompts in order of a difficulty column, cut into equal buckets; step s draws from bucket "
+        "min(buckets - 1, floor(buckets (s - warmup_steps - 1) / steps))"
+    )
+    paper: ClassVar[str] = "Kimi k1.5 (2501.12599), curriculum sampling"
+    name: Literal["easy_to_hard"] = "easy_to_hard"
+    column: str = Field(min_length=1)
+    """Column of the rows that holds a number, larger for harder."""
+    buckets: int = Field(4, ge=2)
+    """How many buckets; no more than prompts."""
+    steps: int = Field(100, ge=1)
+    """Steps after the warm-up in which the buckets take their turns; later steps stay with the hardest."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps, in which all prompts are drawn alike."""
+
+    @model_validator(mode="after")
+    def _turns(self) -> EasyToHardCurriculum:
+        if self.steps < self.buckets:
+            raise ValueError(
+                f"easy_to_hard: steps={self.steps} leaves no step for some of the {self.buckets} buckets; raise steps"
+            )
+        return self
+
+
+class HardOnlyCurriculum(Slot):
+    """From a step on draws only prompts that were nearly never answered right until then, while the rate falls."""
+
+    formula: ClassVar[str] = (
+        "from step start: prompts with right / total < below, as counted before it; "
+        "lr(s) = lr (1 + (lr_final - 1) min(1, (s - start) / steps))"
+    )
+    paper: ClassVar[str] = "Open-Reasoner-Zero (2503.24290), annealing"
+    needs: ClassVar[tuple[str, ...]] = ("accuracy",)
+    name: Literal["hard_only"] = "hard_only"
+    start: int = Field(ge=2)
+    """The first step of the annealing; the steps before it count right answers."""
+    below: float = Field(4 / 64, gt=0, le=1)
+    """A prompt is hard when a smaller share of its answers so far was right; one never drawn is not known to be."""
+    lr_final: float = Field(0.3, gt=0, le=1)
+    """Where the learning rate ends, as a share of what it is without annealing."""
+    steps: int = Field(100, ge=1)
+    """Steps from `start` in which it gets there."""
+
+
+CURRICULA: tuple[type[Slot], ...] = (NoCurriculum, PrioritisedCurriculum, EasyToHardCurriculum, HardOnlyCurriculum)
+CurriculumSlot = choice(*CURRICULA, plugin=False)
+
+
+class LengthBudget(Record):
+    """Prompts that say how many tokens to think for (LCPO, 2503.04697): n uniform in low..high, the same for a row all run."""
+
+    low: int = Field(100, ge=1)
+    """Fewest tokens asked for."""
+    high: int = Field(4000, ge=1)
+    """Most tokens asked for."""
+    text: str = " Think for {n} tokens."
+    """Put behind what the user says last; `{n}` becomes the number."""
+
+    @model_validator(mode="after")
+    def _span(self) -> LengthBudget:
+        if self.low > self.high:
+            raise ValueError(f"budget.low={self.low} is more than budget.high={self.high}")
+        if "{n}" not in self.text:
+            raise ValueError(f"budget.text {self.text!r} has no {{n}} in it, so no prompt would say its budget")
+        return self

@@ -1,0 +1,198 @@
+"""Slot `filters`: which groups are used, which samples stay in the loss, which are taken again; and the refill."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from burnish.config.records import Record, Slot
+
+REFILLED = "; with refill.rounds above 1 this is dynamic sampling: more prompts are drawn for those dropped"
+
+
+class FilterRecord(Slot):
+    """One choice for the slot `filters`."""
+
+    of_groups: ClassVar[bool] = False
+    """Whether it keeps or drops whole groups before advantages, so that a refill can replace them."""
+    reads_reward: ClassVar[bool] = False
+    """Whether the shaped reward makes any difference to it."""
+    of_answers: ClassVar[bool] = False
+    """Whether it takes whole answers out of the loss, or puts them in twice."""
+
+
+# --- groups, before advantages -----------------------------------------------------------------------------------------
+
+
+class ZeroSignalFilter(FilterRecord):
+    """Drops groups whose rewards are all equal: they have no gradient, and would only dilute the mean."""
+
+    formula: ClassVar[str] = "keep group g iff max_g x > min_g x or its size is 1, x the metric" + REFILLED
+    paper: ClassVar[str] = "DAPO (2503.14476), dynamic sampling"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    of_groups: ClassVar[bool] = True
+    reads_reward: ClassVar[bool] = True
+    name: Literal["zero_signal"] = "zero_signal"
+    metric: Literal["reward", "accuracy"] = "reward"
+    """What must differ within the group: the reward as shaped, or right and wrong."""
+
+
+class DifficultyBandFilter(FilterRecord):
+    """Drops groups that are too easy or too hard to learn from."""
+
+    formula: ClassVar[str] = "keep group g iff low <= mean_g accuracy <= high" + REFILLED
+    paper: ClassVar[str] = "Online difficulty filtering, Bae et al. (2504.03380); PRIME (2502.01456)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "accuracy")
+    of_groups: ClassVar[bool] = True
+    name: Literal["difficulty_band"] = "difficulty_band"
+    low: float = Field(0.2, ge=0, le=1)
+    """The smallest mean accuracy kept."""
+    high: float = Field(0.8, ge=0, le=1)
+    """The largest mean accuracy kept."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DifficultyBandFilter:
+        if self.low > self.high:
+            raise ValueError(f"difficulty_band keeps nothing: low {self.low} is above high {self.high}")
+        if self.low == 0 and self.high == 1:
+            raise ValueError("difficulty_band from 0 to 1 keeps everything: leave the filter out")
+        return self
+
+
+class TruncationFilter(FilterRecord):
+    """Drops groups that contain a truncated sample."""
+
+    formula: ClassVar[str] = "keep group g iff none of its samples is truncated" + REFILLED
+    paper: ClassVar[str] = "PRIME (2502.01456)"
+    of_groups: ClassVar[bool] = True
+    name: Literal["truncation"] = "truncation"
+
+
+# --- samples, after advantages -----------------------------------------------------------------------------------------
+
+
+class OverlongFilter(FilterRecord):
+    """Takes truncated samples out of the loss; they still count in their group's statistics."""
+
+    formula: ClassVar[str] = "loss_mask of a truncated sequence := 0, after advantages"
+    paper: ClassVar[str] = "DAPO (2503.14476)"
+    of_answers: ClassVar[bool] = True
+    name: Literal["overlong"] = "overlong"
+
+
+class PositivesOnlyFilter(FilterRecord):
+    """Trains on samples with a positive reward alone."""
+
+    formula: ClassVar[str] = "loss_mask of a sequence with r <= 0 := 0, after advantages"
+    paper: ClassVar[str] = "RAFT++, A minimalist approach to LLM reasoning (2504.11343)"
+    reads_reward: ClassVar[bool] = True
+    of_answers: ClassVar[bool] = True
+    name: Literal["positives_only"] = "positives_only"
+
+
+class CppoFilter(FilterRecord):
+    """Prunes the samples of each group that have the least to say, and saves their backward pass."""
+
+    formula: ClassVar[str] = "per group keep the max(1, floor(G (1 - prune))) samples of largest |A|"
+    paper: ClassVar[str] = "CPPO (2503.22342)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    of_answers: ClassVar[bool] = True
+    name: Literal["cppo"] = "cppo"
+    prune: float = Field(0.5, gt=0, lt=1)
+    """The share of each group that is left out."""
+
+
+class ProbMaskFilter(FilterRecord):
+    """Trains only on tokens where the old policy had a choice."""
+
+    formula: ClassVar[str] = "loss_mask_t := loss_mask_t and exp(old_t) < below"
+    paper: ClassVar[str] = "SPO (2505.23564), probability mask"
+    needs: ClassVar[tuple[str, ...]] = ("old",)
+    name: Literal["prob_mask"] = "prob_mask"
+    below: float = Field(0.9, gt=0, le=1)
+    """Tokens of this probability or more leave the loss."""
+
+
+class TreeEdgesFilter(FilterRecord):
+    """Trains on a few edges of each tree that have an advantage; one that is replayed goes on with others."""
+
+    formula: ClassVar[str] = (
+        "of the edges with A != 0, in an order drawn once: those from most * use to most * (use + 1)"
+    )
+    paper: ClassVar[str] = "SPO-tree (2505.23564)"
+    needs: ClassVar[tuple[str, ...]] = ("tree",)
+    name: Literal["tree_edges"] = "tree_edges"
+    most: int = Field(32, ge=1)
+    """Edges of one tree that are in the loss of a step, at most."""
+
+
+# --- resampling, after advantages --------------------------------------------------------------------------------------
+
+
+class PfPpoFilter(FilterRecord):
+    """Draws each group's samples again with replacement, favouring rewards a learned scorer is sure of."""
+
+    formula: ClassVar[str] = "G draws a group, p_i proportional to w_i + 1e-8; power: w = |r|^power"
+    paper: ClassVar[str] = "PF-PPO, policy filtration (2409.06957)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    reads_reward: ClassVar[bool] = True
+    of_answers: ClassVar[bool] = True
+    name: Literal["pf_ppo"] = "pf_ppo"
+    mode: Literal["power", "best_worst", "best_random", "best"] = "power"
+    """The weights: |r|^power; 1 for best and worst, else 0; 0.4 for the best and 0.1 for others; the best only."""
+    power: float = Field(2.0, ge=0)
+    """The exponent of mode power."""
+
+    @model_validator(mode="after")
+    def _power_acts(self) -> PfPpoFilter:
+        if self.mode != "power" and self.power != 2.0:
+            raise ValueError(f"pf_ppo.power has no effect with mode {self.mode}: use mode power, or leave it out")
+        return self
+
+
+class PairsFilter(FilterRecord):
+    """Keeps the best and the worst sample of each group, as a pair for a loss that compares two answers."""
+
+    formula: ClassVar[str] = (
+        "per group chosen = argmax r, rejected = argmin r; none where they are equal, in reward or in every token"
+    )
+    paper: ClassVar[str] = "Online DPO (2402.04792)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    reads_reward: ClassVar[bool] = True
+    name: Literal["pairs"] = "pairs"
+
+
+FILTERS: tuple[type[FilterRecord], ...] = (
+    ZeroSignalFilter,
+    DifficultyBandFilter,
+    TruncationFilter,
+    OverlongFilter,
+    PositivesOnlyFilter,
+    CppoFilter,
+    ProbMaskFilter,
+    TreeEdgesFilter,
+    PfPpoFilter,
+    PairsFilter,
+)
+
+
+class Refill(Record):
+    """Drawing more prompts in a step for the groups that group filters drop (DAPO, 2503.14476; PRIME, 2502.01456)."""
+
+    rounds: int = Field(1, ge=1)
+    """The most rounds of generation in a step; 1 never refills."""
+    oversample: int = Field(1, ge=1)
+    """Prompts drawn in a round, as a multiple of rollout.prompts; surplus groups are dropped."""
+    enough: float = Field(1.0, gt=0, le=1)
+    """The share of rollout.prompts groups that ends the rounds."""
+    short: Literal["error", "partial", "fill"] = "partial"
+    """When the rounds are over and groups are missing: stop, train on what there is, or take refused groups too (PRIME)."""
+
+    @model_validator(mode="after")
+    def _all_act(self) -> Refill:
+        if self.rounds == 1 and self.enough != 1.0 and self.short != "error":
+            raise ValueError("refill.enough ends the rounds early, and there is only one: raise refill.rounds")
+        if self.rounds == 1 and self.oversample == 1 and self.short == "fill":
+            raise ValueError("refill.short=fill would put every refused group back: raise refill.rounds or oversample")
+        return self

@@ -1,0 +1,1 @@
+"""Slots `ratio` and `clip`."""

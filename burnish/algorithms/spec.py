@@ -1,0 +1,376 @@
+"""An algorithm as a value: one choice per slot. The table of named ones is `burnish.algorithms.presets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from burnish.algorithms.advantages.spec import ADVANTAGES, AdvantageRecord, GrpoAdvantage
+from burnish.algorithms.correction.spec import CORRECTIONS, BypassCorrection, CorrectionSlot, NoCorrection
+from burnish.algorithms.curriculum.spec import CURRICULA, CurriculumSlot, NoCurriculum
+from burnish.algorithms.filters.spec import FILTERS, Refill
+from burnish.algorithms.losses.spec import OTHER_LOSSES, PREFERENCE_LOSSES, PairLoss
+from burnish.algorithms.policy.spec import CLIPS, LOSSES, RATIOS, PpoClip, SurrogateLoss, TokenRatio, mismatch
+from burnish.algorithms.shaping.spec import SHAPERS
+from burnish.algorithms.terms.spec import (
+    REFERENCES,
+    Aggregation,
+    Auxiliary,
+    Entropy,
+    IterateReference,
+    Kl,
+    KlLoss,
+    KlReward,
+)
+from burnish.config.model import Critic, ProcessModel
+from burnish.config.records import Plugin, Record, Slot, choice, tagged
+
+# --- The slots of an algorithm: every choice of every slot, as records.
+
+__all__ = [
+    "TABLE",
+    "AdvantageSlot",
+    "Aggregation",
+    "AggregationSlot",
+    "Auxiliary",
+    "ClipSlot",
+    "CorrectionSlot",
+    "CurriculumSlot",
+    "Entropy",
+    "FilterSlot",
+    "Kl",
+    "KlLoss",
+    "KlReward",
+    "LossSlot",
+    "Plugin",
+    "RatioSlot",
+    "Record",
+    "Refill",
+    "ShaperSlot",
+    "Slot",
+]
+
+TABLE: dict[str, tuple[type[Slot], ...]] = {
+    "advantage": ADVANTAGES,
+    "ratio": RATIOS,
+    "clip": CLIPS,
+    "loss": (*LOSSES, *OTHER_LOSSES),
+    "reference": REFERENCES,
+    "filters": FILTERS,
+    "shaping": SHAPERS,
+    "curriculum": CURRICULA,
+    "correction": CORRECTIONS,
+}
+
+if TYPE_CHECKING:  # the unions are made at run time
+    AdvantageSlot: TypeAlias = Any
+    RatioSlot: TypeAlias = Any
+    ClipSlot: TypeAlias = Any
+    LossSlot: TypeAlias = Any
+    FilterSlot: TypeAlias = Any
+    ShaperSlot: TypeAlias = Any
+else:
+    AdvantageSlot = choice(*TABLE["advantage"])
+    RatioSlot = choice(*TABLE["ratio"], plugin=False)
+    ClipSlot = choice(*TABLE["clip"], plugin=False)
+    LossSlot = choice(*TABLE["loss"])
+    FilterSlot = choice(*TABLE["filters"])
+    ShaperSlot = choice(*TABLE["shaping"])
+AggregationSlot = Annotated[Aggregation, BeforeValidator(tagged)]
+
+
+# --- Section `replay`: groups of earlier steps that are learnt from again.
+
+
+class Replay(Record):
+    """Groups of earlier steps are learnt from again beside the new ones (PF-PPO, 2409.06957; SPO-tree, 2505.23564)."""
+
+    share: float = Field(0.5, gt=0)
+    """Old groups in a step, as a multiple of rollout.prompts, rounded up; fewer while there are not so many."""
+    uses: int = Field(2, ge=2)
+    """Steps in whose loss a group may be, the first one included."""
+    max_age: int = Field(4, ge=1)
+    """Most steps between the weights that wrote a group's oldest token and those that are trained."""
+    capacity: int = Field(1024, ge=1)
+    """Most groups held, in memory and in every checkpoint; the oldest leave first."""
+    pick: Literal["random", "newest", "oldest"] = "random"
+    """Which of them come back in a step: any, those nearest to the policy of now, or those that will be too old first."""
+
+    @model_validator(mode="after")
+    def _all_act(self) -> Replay:
+        if self.uses > self.max_age + 1:
+            raise ValueError(
+                f"replay.uses={self.uses} cannot be reached: a group comes back once a step, and after max_age={self.max_age} steps never"
+            )
+        return self
+
+
+class Algorithm(Record):
+    """One choice per slot. `algorithm: grpo` names a preset; its slots can be overridden one by one."""
+
+    preset: str = "grpo"
+    """The row of the table this started from."""
+    advantage: AdvantageSlot = GrpoAdvantage()
+    """How rewards become advantages."""
+    ratio: RatioSlot = TokenRatio()
+    """The importance ratio between the current policy and the one that sampled."""
+    clip: ClipSlot = PpoClip()
+    """What bounds the ratio."""
+    loss: LossSlot = SurrogateLoss()
+    """What is minimised."""
+    aggregation: AggregationSlot = Aggregation(name="seq-mean-token-mean")
+    """How tokens are averaged: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
+    kl: Kl = Kl()
+    """Staying near a reference."""
+    entropy: Entropy = Entropy()
+    """Entropy: a bonus, fixed or steered, and which tokens it lets through."""
+    auxiliary: Auxiliary = Auxiliary()
+    """Losses beside the policy's."""
+    filters: list[FilterSlot] = Field(default_factory=list)
+    """Group and sample filters, in order."""
+    refill: Refill = Refill()
+    """Generating again where group filters left too few groups (dynamic sampling)."""
+    replay: Replay | None = None
+    """Learning from groups of earlier steps again; null learns from each once."""
+    shaping: list[ShaperSlot] = Field(default_factory=list)
+    """What is done to rewards before anything looks at them, in order."""
+    curriculum: CurriculumSlot = NoCurriculum()
+    """Which prompts are drawn when."""
+    correction: CorrectionSlot = NoCorrection()
+    """What is done about the gap between the policy that samples and the one that is trained; metrics alone by default."""
+    critic: Critic | None = None
+    """A learned value of every token; gae needs one, nothing else uses it."""
+    process: ProcessModel | None = None
+    """An implicit process reward model, trained online; prime_rloo needs one, nothing else uses it."""
+
+    def choices(self) -> Iterator[tuple[str, Slot]]:
+        """Every slot record with the slot it fills."""
+        for name in ("advantage", "ratio", "clip", "loss", "correction", "curriculum"):
+            yield name, getattr(self, name)
+        yield "kl.reference", self.kl.reference
+        for name in ("filters", "shaping"):
+            for one in getattr(self, name):
+                yield name, one
+
+    def needs(self, what: str) -> list[str]:
+        """The choices that need something of the rest of the system; a correction that only measures needs nothing."""
+        idle = None if self.correction.acts else self.correction
+        return [c.name for _, c in self.choices() if what in c.needs and c is not idle]
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Algorithm:
+        for check in (_policy, _reference, _critic, _process, _aggregation, _filters, _shaping, _correction, _replay):
+            check(self)
+        return self
+
+
+def _policy(a: Algorithm) -> None:
+    """Whether loss, ratio, clip and advantage go together."""
+    if reason := mismatch(a.ratio, a.clip, a.loss):
+        raise ValueError(reason)
+    if "greedy" in a.advantage.needs and a.shaping:
+        raise ValueError(
+            f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
+        )
+    _branching(a)
+    if isinstance(a.loss, Plugin):
+        return
+    accepted = a.loss.advantages
+    if accepted is not None and a.advantage.name not in accepted:
+        raise ValueError(
+            f"loss {a.loss.name} goes with advantage {' or '.join(accepted)}, not {a.advantage.name}: set algorithm.advantage={accepted[0]}"
+        )
+    if accepted is None and a.advantage.name == "none":
+        raise ValueError(f"loss {a.loss.name} multiplies the advantage, and advantage none is 0 everywhere")
+    if a.kl.reward.coef > 0 and a.advantage.name == "reinforce" and a.advantage.gamma == 0:
+        raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
+
+
+def _branching(a: Algorithm) -> None:
+    """Whether nothing takes apart what an advantage compares along an answer or within a tree."""
+    name, kl = a.advantage.name, a.kl.reward.coef > 0
+    if "borders" in a.advantage.needs and (a.shaping or kl):
+        raise ValueError(
+            f"advantage {name} compares with the rewards of answers continued from its borders, which are not shaped and have no KL in "
+            "them: remove algorithm.shaping and set algorithm.kl.reward.coef=0 (algorithm.kl.loss goes with it)"
+        )
+    is_tree = "tree" in a.advantage.needs
+    if is_tree and kl:
+        raise ValueError(
+            f"advantage {name} compares answers that share their beginnings, and KL in the reward would count those with each of them: "
+            "set algorithm.kl.reward.coef=0 (algorithm.kl.loss goes with it)"
+        )
+    for one in a.filters:
+        if is_tree and not isinstance(one, Plugin) and one.of_answers:
+            raise ValueError(
+                f"filter {one.name} leaves out whole answers, and an answer of a tree also trains edges that others pass: use tree_edges"
+            )
+        if "tree" in one.needs and not is_tree:
+            raise ValueError(f"filter {one.name} chooses edges of trees, and advantage {name} has none: use spo_tree")
+
+
+def _reference(a: Algorithm) -> None:
+    """Whether the reference is there exactly when something uses it."""
+    terms = a.kl.loss.coef > 0 or a.kl.reward.coef > 0
+    user = "kl has a coefficient above 0" if terms else f"loss {a.loss.name} compares with a reference"
+    required, name = terms or "reference" in a.loss.needs, a.kl.reference.name
+    if required and name == "none":
+        raise ValueError(f"{user} but kl.reference is none: set algorithm.kl.reference=frozen")
+    anchored = not isinstance(a.loss, Plugin) and a.loss.anchored
+    if not required and not anchored and name != "none":
+        raise ValueError(
+            "kl.reference is loaded but both kl coefficients are 0: set algorithm.kl.loss.coef or algorithm.kl.reference=none"
+        )
+    if anchored and name == "teacher":
+        raise ValueError(
+            f"loss {a.loss.name} is anchored at kl.reference, which would be the teacher instead of the policy it started from: "
+            "use another loss with a teacher"
+        )
+    if a.kl.reward.estimator.endswith("+"):
+        raise ValueError(
+            "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
+        )
+    current = isinstance(a.kl.reference, IterateReference) and a.kl.reference.every == 1
+    if a.kl.loss.estimator == "full" and a.kl.loss.coef > 0 and current:
+        raise ValueError(
+            "kl.loss.estimator=full asks the reference during an update, and one that is the policy itself (iterate, every 1) has moved "
+            "by then: set estimator=k2, or kl.reference.every above 1"
+        )
+    advantage = a.advantage
+    if a.kl.reward.coef > 0 and isinstance(advantage, AdvantageRecord) and not advantage.reads_reward:
+        reader = f"loss {a.loss.name}" if a.advantage.name == "none" else f"advantage {a.advantage.name}"
+        raise ValueError(f"kl.reward changes the reward, which {reader} does not read: set algorithm.kl.reward.coef=0")
+    if a.kl.reward.center == "sequence" and isinstance(advantage, AdvantageRecord) and advantage.is_shift_free:
+        raise ValueError(
+            f"kl.reward.center=sequence takes the same off every sample, which advantage {a.advantage.name} takes off anyway: use token"
+        )
+
+
+def _correction(a: Algorithm) -> None:
+    """Whether the correction counts the gap once, in the place it is made for."""
+    if not isinstance(a.correction, BypassCorrection):
+        return
+    if a.correction.loss == "reinforce" and (a.ratio.name, a.clip.name, a.loss.name) != ("none", "none", "logprob"):
+        raise ValueError(
+            "correction.loss=reinforce weights log-probs and takes the place of ratio, clip and loss: "
+            "set algorithm.ratio=none, algorithm.clip=none and algorithm.loss=logprob, or correction.loss=ppo_clip"
+        )
+    if a.correction.loss == "ppo_clip" and a.ratio.name == "none":
+        raise ValueError(
+            f"correction bypass with ppo_clip bounds the ratio to the engine's policy, and loss {a.loss.name} has none: "
+            "set algorithm.correction.loss=reinforce"
+        )
+    if not isinstance(a.loss, Plugin) and a.loss.anchored and a.kl.reference.name != "none":
+        raise ValueError(
+            f"loss {a.loss.name} is anchored on the reference, so correction bypass has no anchor to give it"
+        )
+
+
+def _critic(a: Algorithm) -> None:
+    """Whether there is a critic exactly when the advantage uses one."""
+    if "critic" in a.advantage.needs and a.critic is None:
+        raise ValueError(
+            f"advantage {a.advantage.name} needs a critic: set algorithm.critic={{}} (or algorithm=ppo, which has one)"
+        )
+    if a.critic is not None and "critic" not in a.advantage.needs:
+        raise ValueError(
+            f"algorithm.critic would be trained for nothing: advantage {a.advantage.name} does not use values (gae does)"
+        )
+
+
+def _process(a: Algorithm) -> None:
+    """Whether there is a process reward model exactly when the advantage uses one."""
+    if "process" in a.advantage.needs and a.process is None:
+        raise ValueError(
+            f"advantage {a.advantage.name} needs a process reward model: set algorithm.process={{}} (or algorithm=prime, which has one)"
+        )
+    if a.process is not None and "process" not in a.advantage.needs:
+        raise ValueError(
+            f"algorithm.process would be trained for nothing: advantage {a.advantage.name} does not use process rewards (prime_rloo does)"
+        )
+
+
+def _aggregation(a: Algorithm) -> None:
+    """Whether the aggregation can be obeyed."""
+    if a.aggregation.horizon is not None and a.aggregation.name != "seq-mean-token-sum-norm":
+        raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {a.aggregation.name}")
+    choices = [c for c in (a.clip, a.loss) if not isinstance(c, Plugin) and c.level == "sequence"]
+    one = choices[0].name if choices else None
+    if one is not None and a.entropy.top_share is not None:
+        raise ValueError(f"entropy.top_share picks tokens, but {one} is one number a sequence: remove one of the two")
+    if one is not None and a.aggregation.name != "seq-mean-token-mean":
+        raise ValueError(
+            f"{one} is one number a sequence and its plain mean is taken: set algorithm.aggregation=seq-mean-token-mean"
+        )
+
+
+def _shaping(a: Algorithm) -> None:
+    """Whether something reads what the shapers make."""
+    advantage = a.advantage
+    if not isinstance(advantage, AdvantageRecord):
+        return
+    is_read = advantage.reads_reward or any(isinstance(f, Plugin) or f.reads_reward for f in a.filters)
+    if a.shaping and not is_read:
+        raise ValueError(
+            f"algorithm.shaping changes the reward, which advantage {a.advantage.name} does not read: remove it"
+        )
+    dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense]
+    discounted = getattr(advantage, "gamma", 1.0) != 1.0
+    if dense and (not advantage.by_token or discounted):
+        able = [r.model_fields["name"].default for r in ADVANTAGES if r.by_token]
+        raise ValueError(
+            f"{dense[0]} rewards single tokens by returns of its own: it needs an advantage with a return for every token "
+            f"and gamma 1 ({', '.join(able)}), not {advantage.name}"
+        )
+
+
+def _filters(a: Algorithm) -> None:
+    """Whether filters and refill can act."""
+    names = [f.name for f in a.filters]
+    if twice := [n for n in names if names.count(n) > 1]:
+        raise ValueError(f"filter {twice[0]} is given twice")
+    if "cppo" in names and a.advantage.name == "none":
+        raise ValueError("filter cppo keeps the largest advantages, and advantage none is 0 everywhere")
+    if "pairs" in names:
+        _pairs(a, names)
+    active = a.refill != Refill()
+    if active and not any(not isinstance(f, Plugin) and f.of_groups for f in a.filters):
+        able = [r.model_fields["name"].default for r in FILTERS if r.of_groups]
+        raise ValueError(
+            f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add one of {', '.join(able)}"
+        )
+
+
+def _pairs(a: Algorithm, filters: list[str]) -> None:
+    """Whether the pairs that the filter makes are compared, and stay pairs."""
+    if isinstance(a.loss, Plugin) or not isinstance(a.loss, PairLoss):
+        able = [r.model_fields["name"].default for r in PREFERENCE_LOSSES if issubclass(r, PairLoss)]
+        raise ValueError(
+            f"filter pairs is for a loss that compares two answers, and loss {a.loss.name} does not: set algorithm.loss to one of {', '.join(able)}"
+        )
+    if filters[-1] != "pairs":
+        raise ValueError(
+            f"filter {filters[-1]} could take one of two answers away: put pairs last in algorithm.filters"
+        )
+    if a.correction.acts or isinstance(a.correction, BypassCorrection):
+        raise ValueError(
+            f"loss {a.loss.name} compares two answers, whoever wrote them: algorithm.correction would weigh tokens for nothing, set it to none"
+        )
+
+
+def _replay(a: Algorithm) -> None:
+    """Whether the loss knows that a policy of before wrote what comes back."""
+    if a.replay is None or isinstance(a.loss, Plugin):
+        return
+    weighs = a.correction.acts and getattr(a.correction, "weights", "token") is not None
+    if a.loss.name == "logprob" and not weighs:
+        raise ValueError(
+            "algorithm.replay brings samples of older policies back, and loss logprob has no ratio to count that with: "
+            "set algorithm.loss=surrogate with algorithm.ratio=token, or algorithm.correction=decoupled_token_is"
+        )
+    if a.loss.name == "mixed_offpolicy":
+        raise ValueError(
+            "algorithm.replay would bring demonstrations back with their groups, and loss mixed_offpolicy takes them from a file: remove one"
+        )

@@ -1,0 +1,1 @@
+"""Aggregation, KL, entropy and auxiliary terms of a loss."""

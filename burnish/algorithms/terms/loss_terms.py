@@ -1,0 +1,204 @@
+"""Slot `aggregation`: per-token losses to one number, as weights fixed on the whole mini-batch.
+
+Since the weights hold every denominator, the loss is a plain weighted sum, and its gradient is the same for any split
+of the mini-batch into micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.batch_columns import sampled_tokens
+from burnish.config.errors import UserError
+from burnish.core.batch import Batch
+from burnish.core.segments import broadcast, contiguous_count, segment_count, segment_mean
+
+
+def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
+    """[N] float64 weights such that the loss is sum(weights * loss per token); 0 outside the loss mask."""
+    each = weights_of_sequences(batch, mode, horizon)
+    return torch.repeat_interleave(each, batch.lengths).masked_fill_(~batch.loss_mask, 0)
+
+
+def weights_of_sequences(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
+    """[S] float64 the weight of every token in the loss of each sequence.
+
+    token-mean: 1 / all tokens. token-sum: 1. seq-mean-token-sum: 1 / sequences. seq-mean-token-mean: 1 / (sequences x
+    the sequence's tokens). seq-mean-token-sum-norm: 1 / (sequences x horizon), horizon a constant (Dr.GRPO). Only
+    tokens in the loss, and sequences with at least one of them, are counted.
+    """
+    counts = contiguous_count(batch.loss_mask, batch.offsets)  # [S]
+    tokens, sequences = max(int(counts.sum()), 1), max(int((counts > 0).sum()), 1)
+    ones = torch.ones(counts.shape, dtype=torch.float64, device=counts.device)
+    if mode == "seq-mean-token-mean":
+        return ones / sequences / counts.clamp(min=1)
+    if mode == "token-mean":
+        return ones / tokens
+    if mode == "token-sum":
+        return ones
+    if mode == "seq-mean-token-sum":
+        return ones / sequences
+    if mode == "seq-mean-token-sum-norm":
+        if horizon is None:
+            raise ValueError("seq-mean-token-sum-norm divides by a constant horizon, and none was given")
+        return ones / sequences / horizon
+    raise ValueError(f"unknown aggregation {mode!r}")
+
+
+# --- Slot `kl`: estimates of KL(policy || reference), the reward they are taken off, and what moves coefficient and reference.
+#
+# With d = logp - ref of the sampled token: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1 (Schulman, 2020). On-policy
+# the gradient of k2 is the gradient of the KL, that of k1 is zero in expectation and that of k3 is biased; `X+` has the
+# value of X and the gradient of k2.
+
+
+def kl_estimate(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate. k3 clamps its exponent to +-20 and itself to 10, with no gradient where that acts."""
+    d = logp - ref
+    if estimator.endswith("+"):
+        value, slope = kl_estimate(logp, ref, estimator[:-1]), 0.5 * d**2
+        return value.detach() + slope - slope.detach()
+    if estimator == "k1":
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator == "k2":
+        return 0.5 * d**2
+    if estimator == "k3":
+        x = (-d).clamp(-20, 20)
+        return (x.exp() - x - 1).clamp(-10, 10)
+    raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """[..., V] to [...]: sum_v p_v (log p_v - log q_v), exact, with gradient; arithmetic in float32 at least."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_p, log_q = logits.to(dtype).log_softmax(-1), ref_logits.to(dtype).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+# --- in the reward -----------------------------------------------------------------------------------------------------
+
+
+def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center: str = "none") -> tuple[Tensor, float]:
+    """[N] rewards minus coef * KL(old || ref) at the tokens the model wrote, and the mean over sequences of that KL.
+
+    `center` takes its mean off first, which leaves the relative signal: `token` the mean over all written tokens from
+    each (T1, 2501.11651: then longer answers do not pay more); `sequence` the mean over sequences of their summed KL from
+    each sum, in equal shares over its tokens. These means and the KL returned, which is never centred, are of the policy's
+    own samples alone: at the tokens of a demonstration the estimate is of nothing. nan where there is no sample.
+    """
+    mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
+    kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
+    kl = torch.where(mask, kl, torch.zeros_like(kl))
+    length = segment_count(ids, num, mask)
+    sampled = mask & sampled_tokens(batch)
+    own = segment_count(ids, num, sampled)
+    mean = segment_mean(kl, ids, num, mask)[own > 0].mean()
+    centre = _centre(torch.where(sampled, kl, 0.0).sum(), own, length, ids, center)
+    return rewards - coef * torch.where(mask, kl - centre, torch.zeros_like(kl)), float(mean)
+
+
+def _centre(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
+    """What is taken off each token's KL; `total` is that of the policy's own samples, `own` [S] their tokens, `length` [S] those of
+    demonstrations too."""
+    if center == "none":
+        return total.new_zeros(())
+    if center == "token":
+        return total / own.sum().clamp(min=1)
+    if center == "sequence":
+        mean = total / (own > 0).sum().clamp(min=1)
+        return broadcast(mean / length.clamp(min=1), ids)
+    raise ValueError(f"center is {center!r}; expected none, token or sequence")
+
+
+def adapt_coefficient(coef: float, kl: float, target: float, horizon: float, count: int) -> float:
+    """The coefficient after a batch of `count` sequences whose mean KL was `kl`: larger above the target, smaller below.
+
+    coef (1 + e count / horizon), e = clip(kl / target - 1, -0.2, 0.2), and never below 0. Ziegler et al. (1909.08593).
+    """
+    if target <= 0 or horizon <= 0:
+        raise ValueError(f"an adaptive KL coefficient needs target > 0 and horizon > 0, not {target} and {horizon}")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return max(0.0, coef * (1 + error * count / horizon))
+
+
+# --- the reference -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def ema_update(reference_tensors: Iterable[Tensor], tensors: Iterable[Tensor], eta: float) -> None:
+    """reference <- (1 - eta) reference + eta tensor, in place; eta 1 is a copy and eta 0 leaves it, both exactly.
+
+    The reference must be float32 at least: in a half type most of what eta = 0.01 adds is rounded away.
+    """
+    for reference, tensor in zip(reference_tensors, tensors, strict=True):
+        if torch.finfo(reference.dtype).bits < 32:
+            raise ValueError(f"a moving average in {reference.dtype} loses what is added to it; keep it in float32")
+        reference.lerp_(tensor.to(reference), eta)
+
+
+# --- Slot `auxiliary`: imitation beside the policy loss, as weights of -logp fixed on the whole mini-batch.
+
+
+def positive_nll_weights(batch: Batch, mu: float) -> Tensor:
+    """[N] float64 weights w such that sum(w * -logp) is mu times the mean NLL of the tokens of right answers.
+
+    w = mu / (tokens in the loss of all sequences whose accuracy is 1); zeros where there is none. Shaping the reward
+    does not change which answers are right. VAPO (2504.05118).
+    """
+    accuracy = batch.sequence["accuracy"]
+    if bool(accuracy.isnan().any()):
+        raise UserError(
+            f"auxiliary.positive_nll imitates right answers, but nobody judged {int(accuracy.isnan().sum())} of "
+            f"{accuracy.numel()}: use a reward that says right or wrong, or set correct_at of its part to the value from which an answer is right"
+        )
+    tokens = (batch.loss_mask & broadcast(accuracy == 1, batch.sequence_ids)).to(torch.float64)
+    return mu * tokens / tokens.sum().clamp(min=1)
+
+
+# --- Slot `entropy`: what moves the bonus, which tokens learn, and how much reward is left to gain by giving entropy up.
+
+
+def adaptive_coefficient(coef: float, entropy: float, target: float, delta: float) -> tuple[float, bool]:
+    """The next coefficient and whether the bonus applies: up by delta at or below the target, down (to 0) above it.
+
+    The bonus applies only at or below the target. Skywork-OR1 (2505.22312).
+    """
+    low = entropy <= target
+    return (coef + delta if low else max(0.0, coef - delta)), low
+
+
+def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
+    """[M] bool: the tokens whose entropy is in the top `share` of those given.
+
+    The threshold is the (1 - share) quantile, so that about share * M tokens are at or above it and at least one is.
+    Tokens that tie with the threshold are all kept, also where rounding sets them apart: samples of a prompt begin with
+    the same entropy, and which of them stay must not depend on what they were computed beside. High-entropy minority
+    tokens (2506.01939).
+    """
+    num = entropy.numel()
+    if num == 0:
+        return torch.zeros_like(entropy, dtype=torch.bool)
+    # The smallest value at or above the interpolated quantile; less a hair, for products such as 0.3 * 10 = 3.0000000000000004.
+    rank = math.ceil((1 - share) * (num - 1) - 1e-9)
+    threshold = entropy.kthvalue(rank + 1).values
+    return entropy >= threshold - 1e-6 * (1 + threshold.abs())
+
+
+def entropy_ceiling(entropy: Tensor, reward: Tensor) -> tuple[float, float, float]:
+    """(a, b, b - a) of the least-squares fit R = -a exp(H) + b: the reward predicted for an entropy of 0.
+
+    One point a step of a run. Entropy mechanism (2505.22617).
+    """
+    x, y = entropy.double().exp(), reward.double()
+    spread = x - x.mean()
+    if float((spread**2).sum()) == 0:
+        raise ValueError("the entropy ceiling is the end of a line: it needs at least two different entropies")
+    a = -float((spread * y).sum() / (spread**2).sum())
+    b = float(y.mean() + a * x.mean())
+    return a, b, b - a

@@ -1,0 +1,193 @@
+"""Aggregation, and the terms beside the policy loss: KL, entropy, supervised ones."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from burnish.config.records import Record, Slot, choice
+
+
+class Aggregation(Slot):
+    """How the per-token losses become one number; counts are those of the whole mini-batch."""
+
+    formula: ClassVar[str] = "L = sum_t weight_t L_t, the weights fixed before the mini-batch is split"
+    name: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    """What is averaged and what is summed."""
+    horizon: int | None = Field(None, ge=1)
+    """The constant divisor of `seq-mean-token-sum-norm`; null means rollout.max_tokens."""
+
+
+# --- the reference -----------------------------------------------------------------------------------------------------
+
+
+class NoReference(Slot):
+    """No reference: nothing is loaded."""
+
+    name: Literal["none"] = "none"
+
+
+class FrozenReference(Slot):
+    """The weights the run started from."""
+
+    formula: ClassVar[str] = "ref = the policy before the first step"
+    name: Literal["frozen"] = "frozen"
+
+
+class EmaReference(Slot):
+    """A moving average of the policy, in float32."""
+
+    formula: ClassVar[str] = "ref <- (1 - eta) ref + eta policy, after every optimizer step"
+    paper: ClassVar[str] = "T1 (2501.11651)"
+    name: Literal["ema"] = "ema"
+    eta: float = Field(0.01, gt=0, le=1)
+    """How much of the policy goes in at each update; 1 makes it a copy."""
+
+
+class HardSyncReference(Slot):
+    """A copy of the policy, renewed now and then."""
+
+    formula: ClassVar[str] = "ref <- policy, once in every steps"
+    paper: ClassVar[str] = "DeepSeek-R1 (2501.12948)"
+    name: Literal["hard_sync"] = "hard_sync"
+    every: int = Field(400, ge=1)
+    """Steps between two copies."""
+
+
+class IterateReference(Slot):
+    """The policy at the start of the current iteration; the optimizer's state starts anew with each."""
+
+    formula: ClassVar[str] = "ref <- policy, and the optimizer starts anew, before each iteration of so many steps"
+    paper: ClassVar[str] = "Kimi k1.5 (2501.12599)"
+    name: Literal["iterate"] = "iterate"
+    every: int = Field(1, ge=1)
+    """Steps in an iteration."""
+
+
+class TeacherReference(Slot):
+    """Another model, usually a larger one, that the policy learns from: KL to it is distillation."""
+
+    formula: ClassVar[str] = "ref = the model of a directory with the policy's tokenizer"
+    paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543)"
+    name: Literal["teacher"] = "teacher"
+    path: str | None = None
+    """A Hugging Face directory whose tokenizer is the policy's, token for token; null is the model the run starts from."""
+
+
+REFERENCES: tuple[type[Slot], ...] = (
+    NoReference,
+    FrozenReference,
+    EmaReference,
+    HardSyncReference,
+    IterateReference,
+    TeacherReference,
+)
+ReferenceSlot: Any = choice(*REFERENCES, plugin=False)
+
+
+# --- KL ----------------------------------------------------------------------------------------------------------------
+
+Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+
+
+class KlTerm(Record):
+    """One use of a KL estimate."""
+
+    coef: float = Field(0.0, ge=0)
+    """Its weight; 0 turns it off."""
+
+
+class KlLoss(KlTerm):
+    """A KL estimate in the loss, with gradient."""
+
+    estimator: Estimator | Literal["full"] = "k3"
+    """k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1 with d = logp - ref; a plus means value of it, gradient of k2; full is no
+    estimate but the KL over the whole vocabulary at every token, from both models in one pass."""
+    top: int | None = Field(None, ge=1)
+    """With estimator full: look at so many tokens, those the policy finds likeliest, one by one and at all others as one; null
+    looks at every token."""
+    is_corrected: bool = False
+    """Multiply it by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
+
+    @model_validator(mode="after")
+    def _one_gradient(self) -> KlLoss:
+        if self.top is not None and self.estimator != "full":
+            raise ValueError(f"top belongs to estimator full; {self.estimator} looks at the sampled token alone")
+        if self.is_corrected and self.estimator == "full":
+            raise ValueError("is_corrected weighs the token that was sampled, and estimator=full sums over all of them")
+        if self.is_corrected and self.estimator.endswith("+"):
+            raise ValueError(
+                f"is_corrected makes the gradient of {self.estimator[:-1]} unbiased by itself; with {self.estimator}, which "
+                f"borrows that of k2, it would count twice: set estimator={self.estimator[:-1]} or is_corrected=false"
+            )
+        return self
+
+
+class KlReward(KlTerm):
+    """A KL estimate in the reward, without gradient."""
+
+    estimator: Estimator = "k1"
+    """As in the loss, but with no gradient a plus would change nothing."""
+    center: Literal["none", "token", "sequence"] = "none"
+    """Take its mean off first: over all tokens from each token (T1), or over sequences from each sequence's sum."""
+
+
+class KlTarget(Record):
+    """Ziegler's controller: the coefficient in the reward follows how far the KL is from a target."""
+
+    target: float = Field(0.1, gt=0)
+    """The mean KL of a token to hold."""
+    horizon: int = Field(10000, ge=1)
+    """Sequences in which a KL 20% or more off the target moves the coefficient by 20%."""
+
+
+class Kl(Record):
+    """Keeping the policy near a reference (Schulman's estimators)."""
+
+    loss: KlLoss = KlLoss()
+    """Added to the loss, with gradient."""
+    reward: KlReward = KlReward()
+    """Taken off each token's reward, without gradient."""
+    adaptive: KlTarget | None = None
+    """Move reward.coef with the KL, from its value here; null keeps it fixed."""
+    reference: ReferenceSlot = NoReference()
+    """Which policy to stay near: none, the weights the run started from, or one that follows."""
+
+    @model_validator(mode="after")
+    def _something_to_adapt(self) -> Kl:
+        if self.adaptive is not None and self.reward.coef == 0:
+            raise ValueError("kl.adaptive multiplies kl.reward.coef, which is 0 and would stay 0: set kl.reward.coef")
+        return self
+
+
+# --- entropy and supervised terms --------------------------------------------------------------------------------------
+
+
+class EntropyTarget(Record):
+    """Skywork-OR1's controller (2505.22312): the coefficient rises while entropy is low and falls while it is not."""
+
+    target: float = Field(0.2, gt=0)
+    """The mean entropy of a token to hold; the bonus applies only at or below it."""
+    delta: float = Field(0.005, gt=0)
+    """What a step adds to the coefficient or takes off it."""
+
+
+class Entropy(Record):
+    """Entropy bonus."""
+
+    coef: float = Field(0.0, ge=0)
+    """Weight of the mean entropy taken off the loss; where it starts, if adaptive."""
+    adaptive: EntropyTarget | None = None
+    """Move the coefficient with the entropy; null keeps it fixed."""
+    top_share: float | None = Field(None, gt=0, lt=1)
+    """Learn only from this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
+
+
+class Auxiliary(Record):
+    """Supervised terms added to the policy loss."""
+
+    positive_nll: float = Field(0.0, ge=0)
+    """Weight of the mean NLL of right answers (VAPO, 2504.05118: 0.1)."""
+    sft: float = Field(0.0, ge=0)
+    """Weight of the mean NLL of demonstrations."""

@@ -1,0 +1,301 @@
+"""Algorithms in words: what a slot holds, what two of them differ in, and docs/algorithms.md (`python -m burnish.config.algorithm_guide`).
+
+The page is read off the presets and the slot records; only the table of problems is written here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from burnish.algorithms.curriculum.spec import LengthBudget
+from burnish.algorithms.filters.spec import Refill
+from burnish.algorithms.presets import PRESETS
+from burnish.algorithms.presets.group_baselines import Preset
+from burnish.algorithms.spec import TABLE, Algorithm, Replay
+from burnish.algorithms.terms.spec import Aggregation, Auxiliary, Entropy, Kl, KlLoss, KlReward
+from burnish.config.loading import from_preset
+from burnish.config.model import Critic, ProcessModel
+from burnish.config.records import Record, Slot
+from burnish.config.schema_walk import REQUIRED, default_of, label, walk
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+BASE = "grpo"
+"""The preset that others are compared with."""
+OFF = "-"
+SLOTS = tuple(name for name in Algorithm.model_fields if name != "preset")
+
+
+# --- one slot, two algorithms ------------------------------------------------------------------------------------------
+
+
+def brief(value: Any) -> str:
+    """A slot in a few words: its name and the options that are not its defaults; `-` for what is off."""
+    if isinstance(value, list):
+        return ", ".join(brief(v) for v in value) or OFF
+    if isinstance(value, Kl):
+        return _brief_kl(value)
+    if value is None or getattr(value, "name", "") == "none":
+        return OFF
+    options = ", ".join(f"{key}={_shown(v)}" for key, v in changed(value))
+    name = getattr(value, "name", "")
+    if not name:
+        return options or ("on" if isinstance(value, Critic | ProcessModel | Replay) else OFF)
+    return f"{name}({options})" if options else str(name)
+
+
+def changed(record: Record, default: Record | None = None) -> Iterator[tuple[str, Any]]:
+    """The options of a record that differ from their defaults; those of a section inside it by dotted key."""
+    for key, value in record:
+        usual = default_of(type(record), key) if default is None else getattr(default, key)
+        if key == "name" or value == usual:
+            continue
+        if isinstance(value, Record):
+            inside = changed(value, usual if isinstance(usual, type(value)) else None)
+            yield from [(f"{key}.{k}", v) for k, v in inside] or [(key, "on")]
+        else:
+            yield key, value
+
+
+def differences(first: Algorithm, second: Algorithm) -> list[tuple[str, str, str]]:
+    """The slots two algorithms differ in, with what each has there."""
+    pairs = [(slot, getattr(first, slot), getattr(second, slot)) for slot in SLOTS]
+    return [(slot, brief(a), brief(b)) for slot, a, b in pairs if a != b]
+
+
+def from_base(algorithm: Algorithm) -> str:
+    """What an algorithm changes in GRPO, on a line."""
+    changes = differences(from_preset(BASE), algorithm)
+    return "; ".join(f"{slot}: {'none' if new == OFF else new}" for slot, _, new in changes)
+
+
+def _brief_kl(kl: Kl) -> str:
+    uses = []
+    if kl.loss.coef > 0:
+        uses.append(_use("loss", kl.loss) + (" times the ratio" if kl.loss.is_corrected else ""))
+    if kl.reward.coef > 0:
+        centred = f" centred by {kl.reward.center}" if kl.reward.center != "none" else ""
+        uses.append(_use("reward", kl.reward) + centred + (" steered" if kl.adaptive is not None else ""))
+    reference = brief(kl.reference)
+    return OFF if reference == OFF else " ".join([*([", ".join(uses)] if uses else []), f"to {reference}"])
+
+
+def _use(where: str, term: KlLoss | KlReward) -> str:
+    return f"{term.coef:g} {term.estimator} in {where}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# --- problems ----------------------------------------------------------------------------------------------------------
+
+
+class Remedy(NamedTuple):
+    """What answers a problem: the method, the overrides that set it on a GRPO recipe, the presets that have it."""
+
+    problem: str
+    method: str
+    overrides: tuple[str, ...]
+    presets: tuple[str, ...] = ()
+
+
+COLLAPSE = "entropy collapses, answers become alike"
+LENGTH = "answers grow longer without getting better"
+NO_SIGNAL = "prompts that are always or never solved teach nothing"
+RATIOS = "token ratios are unstable (mixtures of experts, long answers)"
+REFERENCE = "the reference is left far behind and holds the policy back"
+RARE = "right answers are rare"
+CUT = "truncation makes rewards noisy"
+REPEATS = "answers repeat themselves or mix scripts"
+VARIANCE = "advantages are noisy"
+CRITIC = "a critic is biased at the start, or over long answers"
+SAYS_LITTLE = "one reward at the end says little about single tokens"
+COST = "most of the compute goes into samples that teach little"
+
+PROBLEMS: tuple[Remedy, ...] = (
+    Remedy(COLLAPSE, "clip-higher", ("algorithm.clip.high=0.28",), ("dapo", "vapo")),
+    Remedy(COLLAPSE, "no gradient at tokens of high covariance", ("algorithm=clip_cov",), ("clip_cov",)),
+    Remedy(COLLAPSE, "a penalty on moving those tokens", ("algorithm=kl_cov",), ("kl_cov",)),
+    Remedy(COLLAPSE, "entropy bonus", ("algorithm.entropy.coef=0.001",), ("t1",)),
+    Remedy(COLLAPSE, "entropy bonus, steered to a target", ("algorithm.entropy={coef: 0.001, adaptive: {target: 0.2}}",)),
+    Remedy(COLLAPSE, "learning from high-entropy tokens only", ("algorithm.entropy.top_share=0.2",)),
+    Remedy(COLLAPSE, "a higher temperature", ("rollout.temperature=1.2",), ("t1",)),
+    Remedy("wrong answers grow long, extreme prompts count more", "no division by length or deviation", ("algorithm=dr_grpo",), ("dr_grpo",)),
+    Remedy("long answers' tokens count less", "one mean over all tokens", ("algorithm.aggregation=token-mean",), ("dapo",)),
+    Remedy(CUT, "truncated answers leave the loss", ("algorithm.filters=[overlong]",)),
+    Remedy(CUT, "a penalty that grows before the limit", ("algorithm.shaping=[{name: soft_overlong, cache: 128}]",), ("dapo",)),
+    Remedy(CUT, "truncated answers lose reward", ("algorithm.shaping=[{name: stop_properly, coef: 0.5}]",)),
+    Remedy(NO_SIGNAL, "drop such groups", ("algorithm.filters=[zero_signal]",), ("scale_rl", "reinforce_rej")),
+    Remedy(NO_SIGNAL, "drop them and sample others (dynamic sampling)", ("algorithm.filters=[zero_signal]", "algorithm.refill.rounds=10"), ("dapo",)),
+    Remedy(NO_SIGNAL, "keep prompts of middling difficulty", ("algorithm.filters=[{name: difficulty_band, low: 0.2, high: 0.8}]", "algorithm.refill.rounds=4"), ("bae", "prime")),
+    Remedy(NO_SIGNAL, "draw rarely solved prompts more often", ("algorithm.curriculum=prioritised",), ("kimi_k15",)),
+    Remedy(NO_SIGNAL, "end on the prompts that stayed unsolved", ("algorithm.curriculum={name: hard_only, start: 401}",), ("orz",)),
+    Remedy(LENGTH, "a reward for being shorter than one's siblings", ("algorithm.shaping=[{name: kimi_length, warmup_steps: 100}]",), ("kimi_k15", "long2short")),
+    Remedy(LENGTH, "a length asked for in the prompt", ("algorithm=lcpo", "data.budget={}"), ("lcpo", "lcpo_max")),
+    Remedy(LENGTH, "a reward that falls with length when right", ("algorithm.shaping=[cosine]",), ("demystify",)),
+    Remedy(LENGTH, "a context that grows in stages", ("rollout.stages=[{start: 201, max_tokens: 2048}]",), ("deepscaler",)),
+    Remedy(REPEATS, "a penalty on repeated n-grams", ("algorithm.shaping=[repetition]",), ("demystify",)),
+    Remedy(REPEATS, "-1 for broken answers", ("algorithm.shaping=[t1_penalty]",), ("t1",)),
+    Remedy(REPEATS, "a reward for one language", ("reward.parts=[math, {name: language, options: {target: en}}]",), ("r1",)),
+    Remedy(RATIOS, "one ratio a sequence", ("algorithm=gspo",), ("gspo", "gspo_token", "luspo")),
+    Remedy(RATIOS, "geometric mean of clipped ratios", ("algorithm=gmpo",), ("gmpo",)),
+    Remedy(RATIOS, "a gate instead of a clip", ("algorithm=sapo",), ("sapo",)),
+    Remedy(RATIOS, "a trust region on probabilities", ("algorithm=dppo_tv",), ("dppo_tv", "dppo_kl")),
+    Remedy(RATIOS, "drifted sequences with negative advantage leave the loss", ("algorithm.clip.drift=0.5",)),
+    Remedy("the clip takes rare but pivotal tokens out of the loss", "the clipped ratio as a weight", ("algorithm=cispo",), ("cispo", "scale_rl")),
+    Remedy(REFERENCE, "copy the policy now and then", ("algorithm.kl.reference={name: hard_sync, every: 400}",), ("r1_zero", "r1")),
+    Remedy(REFERENCE, "a moving average", ("algorithm.kl.reference={name: ema, eta: 0.01}",), ("t1",)),
+    Remedy(REFERENCE, "no reference", ("algorithm.kl.loss.coef=0", "algorithm.kl.reference=none"), ("dapo", "orz")),
+    Remedy("the KL estimate's gradient is biased", "value of k3, gradient of k2", ("algorithm.kl.loss.estimator=k3+",)),
+    Remedy(CRITIC, "train the critic alone first", ("algorithm=ppo", "algorithm.critic.warmup_steps=50"), ("vc_ppo", "vapo")),
+    Remedy(CRITIC, "one lambda for the critic, another for the policy", ("algorithm=vc_ppo",), ("vc_ppo",)),
+    Remedy(CRITIC, "a lambda that follows the length", ("algorithm=vapo",), ("vapo",)),
+    Remedy(SAYS_LITTLE, "rewards of tokens, learnt from outcomes", ("algorithm=prime",), ("prime",)),
+    Remedy(SAYS_LITTLE, "values where the policy was unsure, by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
+    Remedy(SAYS_LITTLE, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
+    Remedy(SAYS_LITTLE, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
+    Remedy(SAYS_LITTLE, "an agent's turns that begin in the same state, compared", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
+    Remedy(RARE, "imitate right answers beside the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
+    Remedy(RARE, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
+    Remedy(RARE, "demonstrations beside the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
+    Remedy(RARE, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
+    Remedy(VARIANCE, "leave the own reward out of the baseline", ("algorithm.advantage=rloo",), ("rloo",)),
+    Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),
+    Remedy(VARIANCE, "a baseline for every position", ("algorithm.advantage=otb",), ("otb",)),
+    Remedy(VARIANCE, "a greedy answer as baseline, without groups", ("algorithm.advantage=remax", "rollout.n=1"), ("remax",)),
+    Remedy("several rewards drown each other", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
+    Remedy(COST, "prune samples of small advantage", ("algorithm.filters=[{name: cppo, prune: 0.5}]",), ("cppo",)),
+    Remedy(COST, "train on right answers alone", ("algorithm=raft_plus_plus",), ("raft_plus_plus",)),
+    Remedy(COST, "learn from groups of earlier steps again", ("algorithm.replay={share: 0.5, uses: 2}",), ("pf_ppo", "spo_tree")),
+)  # fmt: skip
+
+
+# --- the page ----------------------------------------------------------------------------------------------------------
+
+INTRO = """\
+# Algorithms
+
+Written by `python -m burnish.config.algorithm_guide` from the presets and slots in `burnish/config/`; a test compares the two.
+
+An algorithm is one choice a slot. `algorithm: dapo` takes a row of the table below; every slot of it can be changed on its own, in the
+recipe or on the command line. `burnish algorithms` prints the table, `burnish algorithms dapo` one row with its formulas and YAML,
+`burnish algorithms --diff grpo dapo` what two rows differ in. Each row that can run has a recipe of its name in `recipes/`, and
+
+    burnish train recipes/dapo.yaml --shrink
+
+goes through all of its slots in seconds, with a tiny model on a built-in task. Its first lines say what was made smaller.
+"""
+SECTIONS: tuple[tuple[str, type[Record]], ...] = (
+    ("algorithm.aggregation", Aggregation),
+    ("algorithm.kl", Kl),
+    ("algorithm.entropy", Entropy),
+    ("algorithm.auxiliary", Auxiliary),
+    ("algorithm.refill", Refill),
+    ("algorithm.replay", Replay),
+    ("algorithm.critic", Critic),
+    ("algorithm.process", ProcessModel),
+    ("data.budget", LengthBudget),
+)
+
+
+def page() -> str:
+    """docs/algorithms.md."""
+    parts = [INTRO, problems_table(), presets_table(), slots_text()]
+    return "\n".join(parts)
+
+
+def problems_table() -> str:
+    """Problem, method, setting."""
+    lines = ["## From the problem to the setting", ""]
+    lines += ["Settings are overrides on a recipe of `grpo`; those with `algorithm=` take a whole preset.", ""]
+    lines += ["| problem | method | setting | used by |", "|---|---|---|---|"]
+    last = ""
+    for remedy in PROBLEMS:
+        settings = " ".join(f"`{_cell(shlex.quote(text))}`" for text in remedy.overrides)
+        named = ", ".join(f"`{name}`" for name in remedy.presets)
+        lines.append(f"| {remedy.problem if remedy.problem != last else ''} | {remedy.method} | {settings} | {named} |")
+        last = remedy.problem
+    return "\n".join(lines) + "\n"
+
+
+def presets_table() -> str:
+    """The whole table of presets."""
+    lines = [
+        f"## Presets ({len(PRESETS)})",
+        "",
+        f"What a preset changes is against `{BASE}`.",
+        "",
+    ]
+    lines += ["| preset | published in | answers | changes | |", "|---|---|---|---|---|"]
+    for name, preset in PRESETS.items():
+        algorithm = from_preset(name)
+        recipe = f"[recipe](../recipes/{name}.yaml)"
+        answers = "; ".join(text for text in (preset.solves, preset.note) if text)
+        cells = [f"`{name}`", published(preset), answers, from_base(algorithm), recipe]
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def slots_text() -> str:
+    """Every choice of every slot, and the sections beside them, with formula, paper and options."""
+    lines = ["## Slots", ""]
+    for slot, records in TABLE.items():
+        lines += [f"### {'algorithm.kl' if slot == 'reference' else 'algorithm'}.{slot}", ""]
+        for record in records:
+            lines += _record_text(f"`{label(record)}`: ", record)
+        lines.append("")
+    for key, section in SECTIONS:
+        lines += [f"### {key}", "", *_record_text("", section), ""]
+    return "\n".join(lines)
+
+
+def published(preset: Preset) -> str:
+    """A preset's title and paper, the title once."""
+    return preset.paper if preset.paper.startswith(preset.title) else f"{preset.title}: {preset.paper}"
+
+
+def about(record: type[Record]) -> list[str]:
+    """What a record is for, its formula and its paper."""
+    lines = [(record.__doc__ or "").strip().splitlines()[0]]
+    if issubclass(record, Slot):
+        lines += [text for text in (record.formula, record.paper) if text]
+    return lines
+
+
+def _record_text(head: str, record: type[Record]) -> list[str]:
+    """A record and its options as list items; `head` is the name of a choice, empty for a section."""
+    sentences = about(record)[:1]
+    if issubclass(record, Slot):
+        sentences += [f"`{record.formula}`."] if record.formula else []
+        sentences += [f"{record.paper}."] if record.paper else []
+        sentences += [f"Needs {', '.join(record.needs)}."] if record.needs else []
+    lines = [f"- {head}{' '.join(sentences)}"]
+    for key in walk(record, choice=head):
+        if key.is_leaf and key.choice == head:  # what a choice inside a section takes stands under its own slot
+            default = "required" if key.default is REQUIRED else f"default {_default(key.default)}"
+            lines.append(f"  - `{key.path}` ({key.shape.expected}; {default}): {key.doc}")
+    return lines
+
+
+def _default(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else repr(value)
+        if isinstance(value, str) and " " in value
+        else str(value)
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(PAGE.parents[1])}")

@@ -1,0 +1,204 @@
+"""Whether the rest of a run provides what its algorithm needs; what is missing is refused with what to set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from burnish.algorithms.advantages.spec import ADVANTAGES, DistillationAdvantage
+from burnish.algorithms.terms.spec import TeacherReference
+from burnish.config.data import RewardPart
+from burnish.config.plugins import is_plugin
+
+if TYPE_CHECKING:
+    from burnish.config.schema import TrainConfig
+
+
+# --- Whether demonstrations are there exactly where the algorithm uses them: imitated beside the policy loss, or inside the groups.
+
+
+def check_demonstrations_fit(config: TrainConfig) -> None:
+    """Refuse demonstrations that nothing uses, and uses of them that have none."""
+    data, algorithm = config.data, config.algorithm
+    if algorithm.auxiliary.sft > 0 and not data.demonstrations:
+        raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, and there are none")
+    if algorithm.auxiliary.sft == 0 and data.demonstrations_per_update != 32:
+        raise ValueError("data.demonstrations_per_update has no effect without data.demonstrations and auxiliary.sft")
+    from_file = bool(data.demonstrations_per_group) and data.demonstration_column is None
+    if data.demonstrations and algorithm.auxiliary.sft == 0 and not from_file:
+        raise ValueError(
+            "data.demonstrations are not used: set algorithm.auxiliary.sft to their coefficient, or algorithm=luffy and "
+            "data.demonstrations_per_group=1 to put them into the groups"
+        )
+    if data.demonstrations_per_group:
+        _check_groups(config)
+    elif algorithm.needs("demonstrations"):
+        raise ValueError(
+            f"loss {algorithm.loss.name} is for groups with demonstrations in them: set data.demonstrations_per_group=1, and "
+            "data.demonstrations or data.demonstration_column"
+        )
+    elif data.demonstration_column is not None:
+        raise ValueError("data.demonstration_column has no effect without data.demonstrations_per_group")
+
+
+def _check_groups(config: TrainConfig) -> None:
+    """Whether demonstrations can stand beside the policy's samples."""
+    data, algorithm, what = config.data, config.algorithm, "data.demonstrations_per_group"
+    if not data.demonstrations and data.demonstration_column is None:
+        raise ValueError(
+            f"{what} puts demonstrations into groups: give data.demonstrations or data.demonstration_column"
+        )
+    if not algorithm.needs("demonstrations"):
+        raise ValueError(
+            f"{what}: loss {algorithm.loss.name} would take demonstrations for samples of the policy: set "
+            "algorithm.loss=mixed_offpolicy with algorithm.ratio=none and algorithm.clip=none (or algorithm=luffy)"
+        )
+    if config.environment.name != "single_turn":
+        raise ValueError(
+            f"{what}: a demonstration is one answer, and environment {config.environment.name} may ask for several: use single_turn"
+        )
+    if data.budget is not None:
+        raise ValueError(f"{what}: data.budget asks for lengths that demonstrations were not written to: remove one")
+
+
+# --- Whether a run that learns from a teacher has one, and something to learn from it.
+
+
+def check_distillation_fits(config: TrainConfig) -> None:
+    """Refuse a distillation without a teacher, and rewards that it does not read."""
+    algorithm, advantage = config.algorithm, config.algorithm.advantage
+    teacher = algorithm.kl.reference
+    if not isinstance(advantage, DistillationAdvantage):
+        return
+    if not isinstance(teacher, TeacherReference):
+        raise ValueError(
+            f"advantage distillation learns from a teacher, and algorithm.kl.reference is {teacher.name}: set "
+            "algorithm.kl.reference={name: teacher, path: <a model directory>}"
+        )
+    if advantage.outcome == 0:
+        if teacher.path is None:
+            raise ValueError(
+                "the policy would be its own teacher and learn nothing: set algorithm.kl.reference.path to a model directory"
+            )
+        if algorithm.shaping:
+            raise ValueError(
+                f"algorithm.shaping: {algorithm.shaping[0].name} changes the reward, which advantage distillation with outcome=0 does "
+                "not read: remove it, or set algorithm.advantage.outcome"
+            )
+    elif min(stage.n for stage in config.rollout.all_stages()) < 2:
+        raise ValueError(
+            "advantage distillation with an outcome compares samples of one prompt: set rollout.n to 2 or more"
+        )
+
+
+TEXT_ONLY = ("format", "think_format", "language")
+"""Rewards that look at how an answer is written: they say nothing about right or wrong."""
+NO_VERDICT = (*TEXT_ONLY, "model")
+"""All rewards that say nothing about right or wrong: the score of a model has no zero."""
+
+
+def is_verdict(part: RewardPart) -> bool:
+    """Whether a part is known to tell correct from wrong answers before it is called: a built-in verifier, or one with `correct_at`."""
+    graded = part.name in (*NO_VERDICT, "judge") or is_plugin(part.name)
+    return part.correct_at is not None or not graded
+
+
+def may_judge(part: RewardPart) -> bool:
+    """Whether a part may tell correct from wrong answers: also a function or a judge, which say so with each value."""
+    return is_verdict(part) or part.name not in NO_VERDICT
+
+
+def always_judges(config: TrainConfig) -> bool:
+    """Whether every scored sample of a run has a verdict. False is no proof of the opposite: a function or an environment may give verdicts too."""
+    if config.environment.name != "single_turn":  # any other may give the reward itself
+        return False
+    return any(is_verdict(p) and p.sources is None and not is_plugin(p.name) for p in config.reward.parts)
+
+
+def check_algorithm_fits(config: TrainConfig) -> None:
+    """Whether the rest of the run provides what the algorithm needs."""
+    algorithm, late = config.algorithm, [stage.start for stage in config.rollout.stages]
+    paired = any(f.name == "pairs" for f in algorithm.filters)
+    if getattr(algorithm.loss, "command", "train") == "prefer" and not paired:
+        online = (
+            "" if algorithm.loss.name == "kto" else "; or add pairs to algorithm.filters, which makes pairs of samples"
+        )
+        raise ValueError(
+            f"loss {algorithm.loss.name} learns from preferences, not from rollouts: use `burnish prefer` with "
+            f"preference.loss={algorithm.loss.name} (recipes/{algorithm.loss.name}.yaml){online}"
+        )
+    if algorithm.loss.name == "nll" and all(f.name != "positives_only" for f in algorithm.filters):
+        raise ValueError(
+            "loss nll imitates every sample, right or wrong: add positives_only to algorithm.filters, or use `burnish sft` on data"
+        )
+    source = config.rollout.source
+    oldest = getattr(source, "max_staleness", 1 if source.name == "ahead" else 0)
+    if algorithm.replay is not None and algorithm.replay.max_age <= oldest:
+        raise ValueError(
+            f"rollout.source={source.name} gives samples that are up to {oldest} steps old, so algorithm.replay.max_age={algorithm.replay.max_age} "
+            f"lets none come back: set it above {oldest}"
+        )
+    needs_groups = algorithm.needs("groups")
+    if needs_groups and min(stage.n for stage in config.rollout.all_stages()) < 2:
+        raise ValueError(f"{', '.join(needs_groups)} compares samples of one prompt and needs rollout.n of 2 or more")
+    for name in [*algorithm.needs("borders"), *algorithm.needs("tree")]:
+        check_branching_fits(config, name)
+    if algorithm.needs("budget") and config.data.budget is None:
+        raise ValueError(
+            f"{', '.join(algorithm.needs('budget'))} rewards the length a prompt asks for, but no prompt asks: set data.budget={{}}"
+        )
+    if config.data.budget is not None and not algorithm.needs("budget"):
+        raise ValueError(
+            "data.budget asks for a length that nothing rewards: add lcpo_exact or lcpo_max to algorithm.shaping"
+        )
+    judged = [
+        *algorithm.needs("accuracy"),
+        *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
+    ]
+    if judged and not any(may_judge(part) for part in config.reward.parts):
+        raise ValueError(
+            f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in config.reward.parts)} says neither: "
+            "add a reward part that judges the answer, or set correct_at of one to the value from which an answer is correct"
+        )
+    check_demonstrations_fit(config)
+    check_distillation_fits(config)
+    check_steps_fit(config)
+    if late and late[-1] > config.training.steps:
+        raise ValueError(f"rollout.stages: one starts at step {late[-1]}, but training.steps={config.training.steps}")
+    if algorithm.critic is not None and algorithm.critic.warmup_steps >= config.training.steps:
+        raise ValueError(
+            f"algorithm.critic.warmup_steps={algorithm.critic.warmup_steps} leaves the policy none of training.steps={config.training.steps}"
+        )
+
+
+def check_branching_fits(config: TrainConfig, name: str) -> None:
+    """Whether answers can be continued from their middle, as `name` needs."""
+    if config.environment.name != "single_turn":
+        raise ValueError(
+            f"{name} continues answers from their middle, and environment {config.environment.name} cannot be brought back to there: "
+            "use environment=single_turn"
+        )
+    if config.data.demonstrations_per_group:
+        raise ValueError(
+            f"{name} compares answers that share their beginnings, and a demonstration shares none: set data.demonstrations_per_group=0"
+        )
+    if config.rollout.stop:
+        raise ValueError(
+            f"{name} continues answers from their middle, and an engine does not see a rollout.stop string that begins before it: "
+            "remove rollout.stop (the model's end tokens end an answer anyway)"
+        )
+    if config.rollout.source.name == "async":
+        raise ValueError(
+            f"{name} compares answers continued from the same tokens, and rollout.source=async takes new weights in the middle of them: "
+            "use sync or ahead"
+        )
+
+
+def check_steps_fit(config: TrainConfig) -> None:
+    """Whether rewards of single steps have an advantage that looks at where they stand."""
+    each = any(part.name == "model" and part.options.get("aggregate") == "each" for part in config.reward.parts)
+    if each and not getattr(config.algorithm.advantage, "by_token", True):
+        able = [record.model_fields["name"].default for record in ADVANTAGES if record.by_token]
+        raise ValueError(
+            f"reward part model with aggregate=each rewards single steps, and advantage {config.algorithm.advantage.name} counts their sum "
+            f"alone: use one with a return for every token ({', '.join(able)}), or aggregate last, min, prod or mean"
+        )

@@ -1,0 +1,314 @@
+"""A configuration from a YAML file and dotted overrides, and back to YAML.
+
+`extends: other.yaml` (relative to the file) starts from another recipe. Overrides are `a.b.c=value`, the value being
+YAML; a more specific key always wins over a shorter one, so their order does not matter. `algorithm: dapo` names a
+preset whose slots can be overridden one by one. The order of precedence is: defaults, preset, extended file, file, `--shrink`,
+overrides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from burnish.algorithms.presets import preset
+from burnish.algorithms.spec import Algorithm
+from burnish.config.errors import UserError, nearest
+from burnish.config.records import Record, Slot
+from burnish.config.schema_walk import Shape, default_of, field_shape, plain, root_shape
+from burnish.config.shrink import shrink
+from burnish.config.validation_errors import user_error
+from burnish.config.verl_keys import translate
+from burnish.config.yaml_text import parse, render
+
+# --- Configuration as plain trees: laying one over another, setting one dotted key, laying defaults under.
+#
+# Merging is deep, with one exception: a slot whose `name` changes (or an algorithm whose `preset` changes) drops the
+# options of the old choice, since they mean nothing to the new one. Lists are replaced whole. No tree is changed in place.
+
+Tree = Any
+"""Dictionaries, lists and scalars, as YAML gives them."""
+
+
+def merge(shape: Shape | None, base: Tree, over: Tree) -> Tree:
+    """`over` laid on `base`, both of them values of the place `shape` describes."""
+    base, over = _long(shape, base), _long(shape, over)
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    if shape is not None and shape.short:
+        old, new = base.get(shape.short), over.get(shape.short)
+        base = base if old is None or new is None or old == new else _kept(shape, base)
+    result = dict(base)
+    for key, value in over.items():
+        child = shape.child(key) if shape is not None else None
+        result[key] = merge(child, base[key], value) if key in base else value
+    return result
+
+
+def set_key(shape: Shape | None, tree: Tree, parts: Sequence[str], value: Tree, done: str = "") -> Tree:
+    """The tree with `value` merged in at a dotted key; `done` is the part of the key already walked, for errors."""
+    if not parts:
+        return merge(shape, tree, value)
+    part, rest = parts[0], parts[1:]
+    here = f"{done}.{part}" if done else part
+    if isinstance(tree, list) or (shape is not None and shape.form == "list" and part.isdecimal()):
+        return _set_item(shape, tree, parts, value, done)
+    if shape is not None and shape.form == "list":
+        shape = shape.item  # one section standing for a list of one
+    tree = {} if tree is None else _long(shape, tree)
+    if not isinstance(tree, dict):
+        raise UserError(f"{here} cannot be set: {done} is {tree!r}, not a section")
+    if shape is not None and part == shape.short and not rest:
+        return merge(shape, tree, {part: value})
+    child = shape.child(part) if shape is not None else None
+    return {**tree, part: set_key(child, tree.get(part), rest, value, here)}
+
+
+def _set_item(shape: Shape | None, tree: Tree, parts: Sequence[str], value: Tree, done: str) -> list[Any]:
+    part, rest = parts[0], parts[1:]
+    items = list(tree) if isinstance(tree, list) else [] if tree is None else [tree]
+    if not part.isdecimal():
+        key = ".".join([done, "0", *parts])
+        raise UserError(f"{done} is a list, so {done}.{part} needs an index: the first item's is {key}")
+    index = int(part)
+    if index > len(items):
+        raise UserError(f"{done}.{part}: {done} has {len(items)} items, so the next index is {len(items)}")
+    if index == len(items):
+        items.append(None)
+    item = shape.item if shape is not None else None
+    items[index] = set_key(item, items[index], rest, value, f"{done}.{part}")
+    return items
+
+
+def complete(kind: type[Record], tree: Tree) -> Tree:
+    """The tree with the defaults that belong to a *position* laid under it, and the algorithm's preset.
+
+    Needed because a section that is given in part must keep the rest of its own default: `sft.optimizer.eps=1e-9` keeps
+    the learning rate of `sft`, not that of the optimizer's type.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    if issubclass(kind, Algorithm):
+        tree = _on_preset(tree)
+    result = dict(tree)
+    for name, shape, default in _fields(kind):
+        if isinstance(default, Record):
+            result[name] = merge(shape, plain(default), result.get(name, {}))
+        elif isinstance(default, (list, dict)) and default and name not in result:
+            result[name] = _plain_members(default)
+        if name in result:
+            result[name] = _complete_inside(shape, result[name])
+    return result
+
+
+@cache
+def _fields(kind: type[Record]) -> tuple[tuple[str, Shape, Any], ...]:
+    """A record's keys, what each holds and its default, which is only read: found once, a configuration has hundreds."""
+    return tuple((name, field_shape(kind, name), default_of(kind, name)) for name in kind.model_fields)
+
+
+def _complete_inside(shape: Shape, value: Tree) -> Tree:
+    value = _long(shape, value)
+    if shape.form == "record":
+        return complete(shape.records[0], value)
+    if shape.item is not None and shape.item.records:
+        if isinstance(value, list):
+            return [_complete_inside(shape.item, v) for v in value]
+        if isinstance(value, dict) and shape.form == "mapping":
+            return {k: _complete_inside(shape.item, v) for k, v in value.items()}
+    return value
+
+
+def _on_preset(tree: dict[str, Any]) -> dict[str, Any]:
+    name = tree.get("preset", Algorithm.model_fields["preset"].default)
+    if not isinstance(name, str):
+        return tree  # the schema says what is wrong with it
+    return merge(root_shape(Algorithm), preset(name), tree)
+
+
+def _plain_members(default: Any) -> Tree:
+    members = default.items() if isinstance(default, dict) else enumerate(default)
+    values = {k: plain(v) if isinstance(v, Record) else v for k, v in members}
+    return values if isinstance(default, dict) else list(values.values())
+
+
+def _long(shape: Shape | None, value: Tree) -> Tree:
+    """A bare word written out: `grpo` as `{name: grpo}`."""
+    return {shape.short: value} if shape is not None and shape.short and isinstance(value, str) else value
+
+
+def _kept(shape: Shape, base: dict[str, Any]) -> dict[str, Any]:
+    """What survives a change of name: nothing of a slot or a preset, all but `options` of a section that has them."""
+    if issubclass(shape.records[0], (Slot, Algorithm)):
+        return {}
+    return {k: v for k, v in base.items() if k != "options"}
+
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+class Loaded(NamedTuple, Generic[Kind]):
+    """A configuration, the same as plain values, and the folder its relative paths are tried from first."""
+
+    config: Kind
+    resolved: dict[str, Any]
+    base: Path
+
+
+def load(kind: type[Kind], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[Kind]:
+    """The configuration of a file (or of nothing) with overrides on top; everything wrong with it is one UserError."""
+    return _overridden(kind, complete(kind, {} if path is None else read(kind, path)), path, overrides)
+
+
+def load_tree(kind: type[Kind], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()) -> Loaded[Kind]:
+    """The configuration of a tree that was made of a file."""
+    return _overridden(kind, complete(kind, tree), path, overrides)
+
+
+def load_small(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[Kind], list[str]]:
+    """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it that no override changes back."""
+    tree, changes = shrink(load(kind, path).resolved)
+    given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
+    return _overridden(kind, tree, path, overrides), [change for change in changes if not change.startswith(given)]
+
+
+def _overridden(kind: type[Kind], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]) -> Loaded[Kind]:
+    shape = root_shape(kind)
+    for key, value in sorted((_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
+        tree = set_key(shape, tree, key, value)
+    tree, notes = translate(tree)
+    for note in notes:
+        log.warning("note: %s", note)
+    try:
+        config = kind.model_validate(_follow_rollout(complete(kind, tree)))
+    except ValidationError as error:
+        raise user_error(error, kind, str(path) if path else "configuration") from error
+    return Loaded(config, plain_values(config), Path.cwd() if path is None else path.resolve().parent)
+
+
+def from_preset(name: str) -> Algorithm:
+    """A row of the preset table as an algorithm."""
+    return Algorithm.model_validate(complete(Algorithm, {"preset": name}))
+
+
+def dump(config: Record) -> str:
+    """The whole configuration as YAML, which loads to an equal one."""
+    return render(plain_values(config))
+
+
+def plain_values(config: Record) -> dict[str, Any]:
+    """A configuration as dictionaries, lists and scalars."""
+    return _untuple(config.model_dump())
+
+
+def completed(kind: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the defaults of keys that did not exist when it was written.
+
+    One that this version does not accept is returned as it is, so that the keys that differ can be named.
+    """
+    try:
+        return plain_values(kind.model_validate(tree))
+    except ValidationError:
+        return tree
+
+
+def read(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a YAML file laid over the one it extends."""
+    resolved = path.resolve()
+    if resolved in seen:
+        raise UserError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, resolved))}")
+    tree = parse(_text(path), str(path))
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
+    if "stages" in tree and "stages" not in kind.model_fields:
+        raise UserError(f"{path} is a recipe of stages: `burnish stages {path}` runs it")
+    if "extends" not in tree:
+        return tree
+    parent = tree.pop("extends")
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
+    # The extended file is completed first: a slot it gives without its name has the default's, which the file may change.
+    extended = complete(kind, read(kind, path.parent / parent, (*seen, resolved)))
+    return merge(root_shape(kind), extended, tree)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such file{nearest(path.name, beside)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a YAML file: byte {error.start} is not UTF-8 text") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _override(shape: Shape, text: str) -> tuple[list[str], Any]:
+    """`a.b.c=value` as its key's parts and its value."""
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override {text!r}: expected key=value, such as rollout.n=16 or algorithm.clip.high=0.28")
+    if text.startswith("-"):
+        raise UserError(f"override {text!r}: a key has no dashes before it; write {text.lstrip('-')}")
+    if _holds_text(shape, parts):
+        return _short(shape, parts), _as_text(raw)
+    return _short(shape, parts), parse(raw, f"override {text!r}")
+
+
+def _as_text(raw: str) -> str | None:
+    """The words of a key that holds text, as they are: `{prompt}` and `7` are text there, though YAML disagrees."""
+    try:
+        value = parse(raw, "")
+    except UserError:
+        return raw
+    return value if value is None or isinstance(value, str) else raw
+
+
+def _holds_text(shape: Shape, parts: list[str]) -> bool:
+    place: Shape | None = shape
+    for part in parts:
+        place = _step(place, part)
+    return place is not None and place.is_text
+
+
+def _short(shape: Shape, parts: list[str]) -> list[str]:
+    """`algorithm.preset=x` as `algorithm=x`, so that a choice sorts before its own options."""
+    place: Shape | None = shape
+    for part in parts[:-1]:
+        place = _step(place, part)
+    return parts[:-1] if place is not None and place.short == parts[-1] else parts
+
+
+def _step(place: Shape | None, part: str) -> Shape | None:
+    if place is not None and place.form == "list" and not part.isdecimal():
+        place = place.item
+    return None if place is None else place.child(part)
+
+
+def _follow_rollout(tree: dict[str, Any]) -> dict[str, Any]:
+    """Validation modes that leave max_tokens unset take rollout's, here, so that the saved configuration says so."""
+    validation, rollout = tree.get("validation"), tree.get("rollout")
+    if not isinstance(validation, dict) or not isinstance(rollout, dict) or "max_tokens" not in rollout:
+        return tree
+    modes = validation.get("modes")
+    if not isinstance(modes, dict):
+        return tree
+    followed = {"max_tokens": rollout["max_tokens"]}
+    filled = {name: followed | mode if isinstance(mode, dict) else mode for name, mode in modes.items()}
+    return {**tree, "validation": {**validation, "modes": filled}}
+
+
+def _untuple(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _untuple(v) for k, v in value.items()}
+    return [_untuple(v) for v in value] if isinstance(value, (list, tuple)) else value

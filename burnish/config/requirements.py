@@ -1,0 +1,164 @@
+"""The files, folders and plug-ins that a config names: which they are, where they are, and what is not there."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from burnish.algorithms.terms.spec import TeacherReference
+from burnish.config.data import Source
+from burnish.config.errors import UserError, hub_hint
+from burnish.config.loading import Loaded
+from burnish.config.plugins import is_plugin_file, is_plugin_module, is_reference, plugin_source
+from burnish.config.preference import PreferConfig, RewardModelConfig
+from burnish.config.records import Record
+from burnish.config.schema import SftConfig, TrainConfig
+
+AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
+
+
+def check_files(loaded: Loaded[Any]) -> None:
+    """Every file, folder and plug-in that a stage names and no stage makes must be there."""
+    for problem in missing_files(loaded):
+        raise UserError(problem)
+
+
+def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
+    """What a config names and no stage makes, and is not there."""
+    yield from missing_models(loaded)
+    yield from missing_inputs(loaded)
+
+
+def missing_models(loaded: Loaded[Any]) -> Iterator[str]:
+    """Those of them that are directories of models."""
+    looked = f"(looked from {loaded.base} and from here)"
+    for key, value in directories_of(loaded.config):
+        if not is_reference(value) and not places(value, loaded.base, Path.is_dir):
+            yield f"{key}: no directory {value} {looked}{hub_hint(value, roots=(loaded.base, Path()))}"
+
+
+def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
+    """Those of them that are data files and plug-ins."""
+    looked = f"(looked from {loaded.base} and from here)"
+    for source in sources_of(loaded.config):
+        path = source.path
+        if path is not None and not is_reference(path) and not places(path, loaded.base, Path.is_file):
+            yield f"no such file: {path} {looked}{hub_hint(path, is_data=True, roots=(loaded.base, Path()))}"
+    for text in plugins_of(loaded.resolved):
+        if plugin_source(text, loaded.base) is None:
+            yield f"plug-in {text!r}: no such {'file' if is_plugin_file(text) else 'module'} {looked}"
+
+
+def directories_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
+    """The models a config names, with the keys that name them."""
+    found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
+    if isinstance(config, TrainConfig):
+        algorithm = config.algorithm
+        if isinstance(algorithm.kl.reference, TeacherReference):
+            found["algorithm.kl.reference.path"] = algorithm.kl.reference.path
+        if algorithm.process is not None:
+            found["algorithm.process.path"] = algorithm.process.path
+        for index, part in enumerate(config.reward.parts):
+            if part.name in ("model", "judge"):
+                found[f"reward.parts[{index}] ({part.name}): options.path"] = part.options.get("path")
+    return ((key, value) for key, value in found.items() if isinstance(value, str))
+
+
+def sources_of(config: AnyConfig) -> list[Source]:
+    """Everything a config reads rows from."""
+    return list(_sources(config))
+
+
+def _sources(value: Any) -> Iterator[Source]:
+    if isinstance(value, Source):
+        yield value
+    elif isinstance(value, Record):
+        for _, inner in value:
+            yield from _sources(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _sources(inner)
+
+
+def plugins_of(resolved: dict[str, Any]) -> list[str]:
+    """The plug-ins a resolved config names: `file.py:name` anywhere, `package.module:name` at the keys that take a plug-in."""
+    return [text for text in _texts(resolved) if is_plugin_file(text)] + list(_modules(resolved))
+
+
+def _modules(tree: Any) -> Iterator[str]:
+    """`plugin` of a data source, `sampler`, and `name` of a reward part, slot or environment. Any other text, such as the name of a
+    data source or an option, may look like a module and be none."""
+    if isinstance(tree, dict):
+        keys = ("plugin", "sampler") if "plugin" in tree else ("name", "sampler")
+        for key, value in tree.items():
+            if key in keys and isinstance(value, str) and is_plugin_module(value):
+                yield value
+            elif key not in ("options", "run"):
+                yield from _modules(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _modules(value)
+
+
+def plugin_files(resolved: dict[str, Any], base: Path) -> dict[str, Path]:
+    """The files of the plug-ins a config names that are there, by their path or module."""
+    found = {spec.rpartition(":")[0]: plugin_source(spec, base) for spec in sorted(plugins_of(resolved))}
+    return {name: file for name, file in found.items() if file is not None}
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _texts(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value)
+
+
+def places(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
+    """The places a path or glob stands for, from the recipe's folder and from here, that are what they should be."""
+    roots = [str(base / path), path]
+    return [Path(one) for root in roots for one in (glob.glob(root, recursive=True) or [root]) if fits(Path(one))]
+
+
+# --- Packages beyond the core install that a config asks for: which of them are not here, and how to get them.
+
+GYM = "reasoning-gym/"
+
+
+def missing_extras(config: AnyConfig) -> Iterator[str]:
+    """What a config needs and this Python does not have, each with the command that installs it."""
+    for key, module, install in dict.fromkeys(_needed(config)):
+        if not _is_installed(module):
+            yield f"{key} needs {module}, which is not installed: pip install {install}"
+
+
+def _needed(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
+    """The key that asks for a package, the module it imports, and what to install."""
+    for name in config.run.trackers:
+        yield f"run.trackers={name}", name, "'burnish[track]'"
+    for source in sources_of(config):
+        if source.task is not None and source.task.startswith(GYM):
+            yield f"task {source.task}", "reasoning_gym", "'burnish[tasks]'"
+    if not isinstance(config, TrainConfig):
+        return
+    for part in config.reward.parts:
+        if "math" in (part.name, part.options.get("checker")):
+            yield f"reward {part.name}", "math_verify", "'burnish[math]'"
+    if config.placement.name == "ray":
+        yield "placement=ray", "ray", "'burnish[ray]'"
+    if config.rollout.engine == "vllm" and (config.rollout.vllm is None or config.rollout.vllm.url is None):
+        yield "rollout.engine=vllm", "vllm", "vllm (docs/engines.md)"
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be found; one that a program has blocked (`sys.modules[name] = None`) cannot."""
+    try:
+        return find_spec(module) is not None
+    except ValueError:
+        return False

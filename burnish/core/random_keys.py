@@ -1,0 +1,98 @@
+"""Counter-based random keys: randomness as a function of what it is for, never of when or beside whom it is drawn.
+
+A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). Each position of a sample
+then takes its own number from the key (`burnish.core.random_keys`). The mixing function is the finaliser of SplitMix64
+(Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche. Pure Python: no torch, no numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: SplitMix64's increment
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MULTIPLIER_2 = 0x94D049BB133111EB
+
+STREAMS = {"train": 1, "eval": 2, "baseline": 3}
+
+
+def mix(x: int) -> int:
+    """SplitMix64's finaliser on an unsigned 64-bit integer."""
+    x &= MASK
+    x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK
+    x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK
+    return x ^ (x >> 31)
+
+
+def fold(*parts: int | str) -> int:
+    """One unsigned 64-bit key from a sequence of integers and strings; order matters."""
+    x = 0
+    for part in parts:  # `mix`, written out: a step has hundreds of thousands of them
+        x = (x + GOLDEN + (hash_text(part) if isinstance(part, str) else part)) & MASK
+        x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK
+        x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK
+        x ^= x >> 31
+    return x
+
+
+@lru_cache(maxsize=1 << 14)  # the samples of a prompt have its id in common
+def hash_text(text: str) -> int:
+    """A stable 64-bit hash of a string (unlike `hash`, the same in every process and on every machine)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def sample_key(seed: int, stream: str, prompt_id: str, visit: int, sample: int) -> int:
+    """The key of one sample: a prompt drawn again (a new visit) gets new noise, the same draw always the same."""
+    return fold(seed, STREAMS[stream], prompt_id, visit, sample)
+
+
+def unit(key: int) -> float:
+    """A number in [0, 1) from a key, with 53 random bits."""
+    return (mix(key) >> 11) * 2.0**-53
+
+
+def permutation(size: int, *key: int | str) -> list[int]:
+    """A permutation of range(size) that depends on the key alone, the same on every machine."""
+    state = fold(*key)
+    return sorted(range(size), key=lambda i: (mix((state + (i + 1) * GOLDEN) & MASK), i))
+
+
+# --- Uniform numbers for sampling, a pure function of (key, position), vectorised over rows.
+#
+# The torch twin of `burnish.core.random_keys`: integer arithmetic on int64 wraps, so every device gives the same bits.
+
+
+def signed(value: int) -> int:
+    """An unsigned 64-bit integer as the int64 with the same bits."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(x: Tensor) -> Tensor:
+    # torch shifts int64 arithmetically; the masks make the shifts logical.
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(MULTIPLIER_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(MULTIPLIER_2)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in (0, 1), float64, for int64 `keys` and the position each is drawn for."""
+    if keys.device.type == "cpu":  # the same bits; for a few rows numpy's calls cost a tenth of torch's
+        return torch.from_numpy(_uniforms_numpy(keys.numpy(), positions.numpy()))
+    bits = _mix(keys + (positions + 1) * signed(GOLDEN))
+    # 52 bits and a half fill a float64's 53: one bit more and the half would round the last number up to 1.
+    return (((bits >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def _uniforms_numpy(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    x = keys.view(np.uint64) + (positions.view(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
+    x ^= x >> np.uint64(31)
+    return ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

@@ -1,0 +1,1 @@
+"""The `burnish data` commands: filtering, decontamination, selection."""

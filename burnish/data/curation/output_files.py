@@ -1,0 +1,165 @@
+"""What a `burnish data` command writes: rows as jsonl or parquet, and a manifest beside them.
+
+The output is a function of the sources' bytes and the options. The manifest has the checksums of both ends, so the same
+command again finds its output up to date and leaves it alone; a file that no such command wrote is never replaced unless
+that is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from burnish.config.errors import UserError
+from burnish.data.files import Record
+from burnish.run.durable_files import atomic_write, sha256
+
+FORMAT = 1
+"""Counts changes of what the commands write: a file of another number is made again."""
+SUFFIXES = (".jsonl", ".parquet")
+NUM_SHOWN = 5
+REPORT_EVERY_S = 2.0
+Report = Callable[[str], None]
+"""Says how far a command is."""
+T = TypeVar("T")
+
+
+@dataclass
+class Kept:
+    """Rows on their way through the steps of a command: those still there, and why the others are not."""
+
+    records: list[Record]
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """Places of the first rows dropped for each reason."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else the manifest tells."""
+
+    def drop(self, reason: str, where: str) -> None:
+        """Count a row that is left out."""
+        self.dropped[reason] += 1
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < NUM_SHOWN:
+            shown.append(place(where))
+
+
+def place(where: str) -> str:
+    """Where a row stands, without the folder of its file."""
+    return Path(where).name
+
+
+def quiet(text: str) -> None:
+    """A report nobody wants."""
+
+
+def counted(things: Sequence[T], what: str, report: Report) -> Iterator[T]:
+    """The things, with a word every few seconds on how many there have been."""
+    last = time.monotonic()
+    for index, thing in enumerate(things):
+        if time.monotonic() - last > REPORT_EVERY_S:
+            last = time.monotonic()
+            report(f"{index:,} of {len(things):,} {what}")
+        yield thing
+
+
+def write_output(
+    out: Path, asked: dict[str, Any], make: Callable[[Report], Kept], force: bool = False, report: Report = quiet
+) -> tuple[dict[str, Any], bool]:
+    """Have the rows made and write them with their manifest; gives the manifest, and whether anything had to be written."""
+    if out.suffix not in SUFFIXES:
+        raise UserError(f"{out}: the output is {' or '.join(SUFFIXES)}; give it one of these endings")
+    asked = json.loads(json.dumps({"format": FORMAT, **asked}))
+    old = read_manifest(out)
+    if old is not None and old.get("asked") == asked and out.is_file() and sha256(out) == old["output"]["sha256"]:
+        return old, False
+    if old is None and out.exists() and not force:
+        raise UserError(f"{out} exists and was not written by this command; give --force to replace it")
+    kept = make(report)
+    if not kept.records:
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in kept.dropped.items())
+        raise UserError(f"no row is left for {out}: {reasons or 'there was none'}; nothing was written")
+    content = encoded(kept.records, out.suffix)
+    manifest = {
+        "asked": asked,
+        "output": {"file": out.name, "sha256": hashlib.sha256(content).hexdigest(), "rows": len(kept.records)},
+        "left_out": dict(sorted(kept.dropped.items())),
+        "first_left_out": dict(sorted(kept.examples.items())),
+        **kept.facts,
+    }
+    write_pair(out, content, manifest)
+    return manifest, True
+
+
+def write_pair(out: Path, content: bytes, manifest: dict[str, Any]) -> None:
+    """The file, then its manifest: one that is there always speaks of the file beside it, or of none that matches."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, content)
+    atomic_write(manifest_path(out), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+
+
+def encoded(records: Sequence[Record], suffix: str) -> bytes:
+    """The file: the same rows give the same bytes. A key that some rows lack is null in parquet's columns."""
+    if suffix == ".jsonl":
+        lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+        return "".join(lines).encode("utf-8", "replace")
+    import pyarrow
+    import pyarrow.parquet
+
+    names = list(dict.fromkeys(name for record in records for name in record))
+    columns = {name: [record.get(name) for record in records] for name in names}
+    sink = pyarrow.BufferOutputStream()
+    try:
+        table = pyarrow.table(columns)
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"the rows do not fit into parquet, whose columns have one type each ({error}); give the output the ending .jsonl"
+        ) from error
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def manifest_path(out: Path) -> Path:
+    """Where the manifest of a file lies."""
+    return out.with_name(out.name + ".manifest.json")
+
+
+def read_manifest(out: Path) -> dict[str, Any] | None:
+    """The manifest of a file, or None where there is none."""
+    path = manifest_path(out)
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) and "output" in found else None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}; remove it to prepare the file again") from error
+
+
+def summary(manifest: dict[str, Any], out: Path, is_new: bool) -> list[str]:
+    """What a person wants to know of any command's output, a line each."""
+    output = manifest["output"]
+    first = (
+        f"{out}: {output['rows']:,} rows" if is_new else f"{out} is up to date: {output['rows']:,} rows, nothing to do"
+    )
+    lines = [first]
+    for reason, count in manifest["left_out"].items():
+        shown = manifest["first_left_out"].get(reason, [])
+        lines.append(f"  left out     {count:,}: {reason}" + (f" (first: {shown[0]})" if shown else ""))
+    return [*lines, f"  sha256       {output['sha256']}"]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "  ") -> list[str]:
+    """Aligned columns: the first to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return [
+        indent
+        + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    ]

@@ -1,0 +1,209 @@
+"""A source's rows by index, rendered to prompts, with over-long ones kept out by policy.
+
+A training file is rendered once when it is opened, so that the policy speaks before the first step and the count is
+complete; only the indices of over-long rows are kept. A generated task has no end and is checked as it is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from burnish.config.data import Data, Source
+from burnish.config.errors import UserError
+from burnish.core.random_keys import fold, unit
+from burnish.data.row import Row
+from burnish.data.rows import read_rows, source_name
+from burnish.data.tasks.registry import make_task
+from burnish.data.tasks.task import Task
+from burnish.data.template import kind_of, render_text, tokens_of, with_suffix
+from burnish.models.compatibility import digest
+from burnish.models.tokenizer import Tokenizer
+
+MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
+NUM_NAMED = 5
+ReadRows = Callable[[Source, Path | None], list[Row]]
+NUM_PROBED = 256  # prompts of an endless task whose lengths are looked at before a run starts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row with the text and the tokens a model continues."""
+
+    row: Row
+    text: str
+    tokens: list[int]
+    budget: int | None = None
+    """Tokens its answer was asked to take."""
+    is_chat: bool = False
+    """Whether the tokenizer's chat template wrote the text."""
+
+    @cached_property
+    def start(self) -> tuple[int, ...]:
+        """The tokens, one object for all samples of the prompt: engines see at a glance that they begin alike."""
+        return tuple(self.tokens)
+
+
+class Pool:
+    """Prompts of one source by index; `size` is None for an endless task."""
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        data: Data,
+        rows: Sequence[Row] | Task,
+        split: str,
+        seed: int,
+    ) -> None:
+        self.name = source_name(source)
+        self.num_overlong = 0
+        self.first_overlong: list[str] = []
+        """Ids of the first rows found over-long."""
+        self._skip: set[int] = set()
+        self._longest = 0
+        self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
+        self._seed = seed
+        self.size: int | None = len(rows) if isinstance(rows, Sequence) else source.limit
+
+    @cached_property
+    def digest(self) -> str | None:
+        """What tells these rows from others, all columns of them; None of a task, whose rows are its seed's."""
+        if not isinstance(self._rows, Sequence):
+            return None
+        columns = ((row.prompt, row.answer, row.extra) for row in self._rows)
+        return digest(
+            json.dumps(c, skipkeys=True, default=lambda value: type(value).__name__).encode() for c in columns
+        )
+
+    def scan(self) -> None:
+        """Look at every prompt of a source that has an end, so that the policy speaks before the first step."""
+        if self.size is not None:
+            num_left = sum(self.prompt(index) is not None for index in range(self.size))
+            if num_left == 0:
+                raise self.all_overlong()
+
+    def rows(self) -> Iterator[Row]:
+        """The rows that are used; of an endless task the first ones, as a probe."""
+        fitting = (i for i in range(MAX_SKIPPED if self.size is None else self.size) if i not in self._skip)
+        return (self.row(i) for i in itertools.islice(fitting, NUM_PROBED if self.size is None else None))
+
+    def indices(self) -> list[int]:
+        """The indices of a source that has an end whose prompts are used, in order."""
+        return [i for i in range(self.size or 0) if i not in self._skip]
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt that is used; of an endless task, among its first ones."""
+        if self.size is not None:
+            return self._longest
+        lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED))
+        fitting = (length for length in lengths if length <= self._data.max_prompt_tokens)
+        longest = max(itertools.islice(fitting, NUM_PROBED), default=None)
+        if longest is None:
+            raise self.all_overlong()
+        return longest
+
+    def row(self, index: int) -> Row:
+        """The index-th row, its prompt with the sentence that asks for its budget."""
+        row = self._plain_row(index)
+        num_tokens = self._tokens_asked(row.id)
+        if self._data.budget is None:
+            return row
+        suffix = self._data.budget.text.replace("{n}", str(num_tokens))
+        return replace(row, prompt=with_suffix(row.prompt, suffix, f"row {row.id}"))
+
+    def prompt(self, index: int) -> Prompt | None:
+        """The index-th prompt, or None when it is over-long and the policy is to leave it out."""
+        if index in self._skip:
+            return None
+        row = self.row(index)
+        text, tokens = self._tokens(row)
+        if len(tokens) <= self._data.max_prompt_tokens:
+            self._longest = max(self._longest, len(tokens))
+            is_chat = kind_of(self._tokenizer, self._data.template) == "chat"
+            return Prompt(row, text, tokens, self._tokens_asked(row.id), is_chat)
+        if self._data.overlong_prompts == "error":
+            raise UserError(
+                f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
+                f"{self._data.max_prompt_tokens}; raise that, or set data.overlong_prompts=filter"
+            )
+        self.num_overlong += 1
+        if len(self.first_overlong) < NUM_NAMED:
+            self.first_overlong.append(row.id)
+        if self.size is not None:  # an endless task hardly ever comes back to an index
+            self._skip.add(index)
+        return None
+
+    def all_overlong(self) -> UserError:
+        """The error for a source that has nothing left to give."""
+        which = f"all {self.size}" if self.size is not None else f"{MAX_SKIPPED} in a row"
+        return UserError(
+            f"{self.name}: {which} prompts are longer than data.max_prompt_tokens={self._data.max_prompt_tokens}"
+        )
+
+    def _tokens(self, row: Row) -> tuple[str, list[int]]:
+        try:
+            text = render_text(row, self._tokenizer, self._data.template)
+            tokens = tokens_of(text, self._tokenizer, self._data.template)
+        except UserError as error:
+            raise UserError(f"row {row.id}: {error}") from error
+        if not tokens:
+            raise UserError(f"row {row.id}: its prompt has no tokens")
+        return self._tokenizer.shown(text), tokens
+
+    def _plain_row(self, index: int) -> Row:
+        if isinstance(self._rows, Sequence):
+            return self._rows[index]
+        row = self._rows.row(self._split, index)
+        if self._source.name is None:
+            return row
+        return replace(row, id=f"{self.name}/{self._split}/{index}", data_source=self.name)
+
+    def _tokens_asked(self, row_id: str) -> int | None:
+        """A row's budget: a row keeps it for the whole run, so that its prompt is one text whose length is known."""
+        budget = self._data.budget
+        if budget is None:
+            return None
+        low, high = budget.low, budget.high
+        return low + int(unit(fold(self._seed, "budget", row_id)) * (high - low + 1))
+
+
+def make_pools(
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    data: Data,
+    seed: int,
+    default_split: str,
+    base: Path | None,
+    read: ReadRows = read_rows,
+) -> list[Pool]:
+    """A pool for each source; two of one name are refused, because their rows would share ids and randomness.
+
+    `read` gives the rows of a file or a plug-in.
+    """
+    counts = Counter(source_name(source) for source in sources)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise UserError(f"two data sources are called {twice[0]!r}; give each its own `name`")
+    if not sources:
+        raise UserError("no data source: give a file, a task or a plug-in")
+    pools = []
+    for source in sources:
+        split = source.split or default_split
+        rows = make_task(source.task, source.options, seed) if source.task is not None else read(source, base)
+        pools.append(Pool(source, tokenizer, data, rows, split, seed))
+    return pools
+
+
+def overlong_report(pools: list[Pool]) -> str | None:
+    """How many over-long prompts were left out, and the first of them; None if there were none."""
+    total = sum(pool.num_overlong for pool in pools)
+    if total == 0:
+        return None
+    ids = [name for pool in pools for name in pool.first_overlong][:NUM_NAMED]
+    return f"{total} over-long prompts left out: {', '.join(ids)}{', ...' if total > len(ids) else ''}"

@@ -1,0 +1,156 @@
+"""Addition: `17+5=` is answered by `22`. Held out iff a hash of the unordered pair says so.
+
+A model that talks is asked in words (`prompt`), and its answer is read by the reward `number`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.row import Row
+from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_side
+
+ADDITION = "addition"
+
+
+def score_addition(completion: str, answer: Any, extra: dict[str, Any]) -> float:
+    """1 for exactly the sum in digits (spaces around it do not matter), else 0."""
+    return float(completion.strip() == answer)
+
+
+class Addition:
+    """Two numbers of `min_digits` to `max_digits` digits, every pair of lengths equally often, asked for by `prompt`."""
+
+    name = ADDITION
+    alphabet = "0123456789+="
+    score = staticmethod(score_addition)
+
+    def __init__(self, seed: int, min_digits: int = 1, max_digits: int = 3, prompt: str = "{a}+{b}=") -> None:
+        check_span(ADDITION, "digits", min_digits, max_digits, least=1, most=64)
+        if "{a}" not in prompt or "{b}" not in prompt:
+            raise UserError(
+                f"task {ADDITION}: the prompt {prompt!r} must say {{a}} and {{b}}, where the two numbers go"
+            )
+        self.seed, self.min_digits, self.max_digits, self.prompt = seed, min_digits, max_digits, prompt
+
+    def row(self, split: str, index: int) -> Row:
+        """The index-th problem of a split; extra["length"] is the digits of the longer number."""
+
+        def propose(attempt: int) -> tuple[str, tuple[int, int]]:
+            dice = Dice(self.seed, ADDITION, split, index, attempt)
+            a, b = self._number(dice), self._number(dice)
+            return f"{ADDITION} {min(a, b)} {max(a, b)}", (a, b)
+
+        a, b = first_on_side(split, propose, ADDITION)
+        extra = {"task": ADDITION, "length": len(str(max(a, b)))}
+        asked = self.prompt.replace("{a}", str(a)).replace("{b}", str(b))
+        return Row(f"{ADDITION}/{split}/{index}", asked, ADDITION, str(a + b), extra)
+
+    def _number(self, dice: Dice) -> int:
+        length = dice.between(self.min_digits, self.max_digits)
+        first = dice.between(0 if length == 1 else 1, 9)
+        return int("".join(str(d) for d in [first, *(dice.between(0, 9) for _ in range(length - 1))]))
+
+
+# --- Countdown: combine all the given numbers, each once, with + - * / to reach a target.
+#
+# Every problem has a solution because it is made from one. Answers are parsed with `ast` against a whitelist of four
+# operators and computed in exact fractions: nothing an answer says is ever executed. Held out iff a hash of the sorted
+# numbers and the target says so.
+
+COUNTDOWN = "countdown"
+PROMPT = (
+    "Using all the numbers {numbers}, each exactly once, write an arithmetic expression that equals {target}. "
+    "Use only + - * / and parentheses. Give the expression alone, or inside <answer> </answer>."
+)
+MAX_CHARS = 200  # far more than any solution; keeps the parser away from inputs made to exhaust it
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def score_countdown(completion: str, answer: Any, extra: dict[str, Any]) -> float:
+    """1 for an expression that uses exactly the numbers of `extra["numbers"]` and equals the target, else 0."""
+    result = evaluate(final_answer(completion))
+    if result is None:
+        return 0.0
+    value, used = result
+    return float(value == answer and sorted(used) == sorted(extra["numbers"]))
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """An expression's exact value and the numbers in it; None for anything but numbers, + - * / and parentheses."""
+    if len(expression) > MAX_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        return None
+    used: list[int] = []
+    try:
+        return _value(ast.parse(expression, mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError("not plain arithmetic")
+
+
+class Countdown:
+    """`min_numbers` to `max_numbers` numbers of 1 to `max_number`, with a whole target of 1 to `max_target`."""
+
+    name = COUNTDOWN
+    alphabet = "".join(sorted(set(PROMPT) - set("{}") | set("0123456789, ")))
+    score = staticmethod(score_countdown)
+
+    def __init__(
+        self, seed: int, min_numbers: int = 3, max_numbers: int = 4, max_number: int = 25, max_target: int = 100
+    ) -> None:
+        check_span(COUNTDOWN, "numbers", min_numbers, max_numbers, least=2, most=6)
+        for key, value, least in (("max_number", max_number, 4), ("max_target", max_target, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"{COUNTDOWN}: {key} should be a whole number of {least} or more, got {value!r}")
+        self.seed, self.min_numbers, self.max_numbers = seed, min_numbers, max_numbers
+        self.max_number, self.max_target = max_number, max_target
+
+    def row(self, split: str, index: int) -> Row:
+        """The index-th problem of a split; extra has its numbers and one solution."""
+        count = Dice(self.seed, COUNTDOWN, split, index).between(self.min_numbers, self.max_numbers)
+
+        def propose(attempt: int) -> tuple[str, tuple[list[int], int, str]] | None:
+            dice = Dice(self.seed, COUNTDOWN, split, index, attempt)
+            numbers = [dice.between(1, self.max_number) for _ in range(count)]
+            target, solution = combine(numbers, dice)
+            if target.denominator != 1 or not 1 <= target <= self.max_target:
+                return None
+            return f"{COUNTDOWN} {sorted(numbers)} {target}", (numbers, int(target), solution)
+
+        numbers, target, solution = first_on_side(split, propose, COUNTDOWN)
+        prompt = PROMPT.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
+        extra = {"task": COUNTDOWN, "numbers": numbers, "solution": solution, "length": len(numbers)}
+        return Row(f"{COUNTDOWN}/{split}/{index}", prompt, COUNTDOWN, target, extra)
+
+
+def combine(numbers: list[int], dice: Dice) -> tuple[Fraction, str]:
+    """A random expression over all the numbers, each once: its value and its text."""
+    parts = [(Fraction(n), str(n)) for n in numbers]
+    while len(parts) > 1:
+        left_value, left = parts.pop(dice.between(0, len(parts) - 1))
+        right_value, right = parts.pop(dice.between(0, len(parts) - 1))
+        signs = "+-*/" if right_value else "+-*"
+        sign = signs[dice.between(0, len(signs) - 1)]
+        operation = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[sign]
+        parts.append((operation(left_value, right_value), f"({left} {sign} {right})"))
+    value, text = parts[0]
+    return value, text[1:-1]

@@ -1,0 +1,97 @@
+"""What a generated task is, and how its train and held-out sides are kept apart.
+
+A row is a pure function of (task options, seed, split, index), so any machine makes the same one. Which side a
+problem is on depends on the problem alone (a hash of what makes two problems the same), never on the seed: whatever
+the seeds of demonstrations, training and validation, no held-out problem is ever trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from burnish.config.errors import UserError, unknown
+from burnish.core.random_keys import fold, hash_text, unit
+from burnish.data.row import Row
+
+HELD_OUT_ONE_IN = 4
+MAX_ATTEMPTS = 1000  # by chance alone, missing a side of a quarter this often has probability 1e-125
+SPLITS = ("train", "test")
+
+T = TypeVar("T")
+
+
+class Task(Protocol):
+    """Endless problems of one kind, with their checker.
+
+    A task may also have `demonstrations(num, seed, ...)`, which gives rows of prompt and completion to imitate, and
+    `preferences(num, seed, split, ...)`, which gives rows of prompt, chosen and rejected.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def alphabet(self) -> str | None:
+        """The characters of its prompts and answers, for a character tokenizer; None where that makes no sense."""
+
+    def row(self, split: str, index: int) -> Row: ...
+
+    def score(self, completion: str, answer: Any, extra: dict[str, Any]) -> float: ...
+
+
+def is_held_out(problem: str) -> bool:
+    """Which side a problem is on, from the text that identifies it: about one in four is held out."""
+    return hash_text(problem) % HELD_OUT_ONE_IN == 0
+
+
+def first_on_side(split: str, propose: Callable[[int], tuple[str, T] | None], where: str) -> T:
+    """The first of propose(0), propose(1), ... that is on the wanted side.
+
+    `propose` gives (the text that identifies the problem, the problem), or None where an attempt came to nothing.
+    """
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    for attempt in range(MAX_ATTEMPTS):
+        proposal = propose(attempt)
+        if proposal is not None and is_held_out(proposal[0]) == (split == "test"):
+            return proposal[1]
+    raise UserError(
+        f"{where}: no {split} problem in {MAX_ATTEMPTS} attempts; its options leave too few different problems to "
+        "hold some out"
+    )
+
+
+class Dice:
+    """Whole numbers from a key: the same throws on every machine and Python version."""
+
+    def __init__(self, *key: int | str) -> None:
+        self._key = fold(*key)
+        self._count = 0
+
+    def unit(self) -> float:
+        """A number in [0, 1)."""
+        self._count += 1
+        return unit(fold(self._key, self._count))
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number in low..high, both included."""
+        return low + int(self.unit() * (high - low + 1))
+
+
+def check_span(where: str, what: str, low: Any, high: Any, least: int, most: int) -> None:
+    """Refuse options `min_<what>` and `max_<what>` that are not least <= min <= max <= most."""
+    for key, value in ((f"min_{what}", low), (f"max_{what}", high)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(f"{where}: {key} should be a whole number, got {value!r}")
+    if not least <= low <= high <= most:
+        raise UserError(
+            f"{where}: expected {least} <= min_{what} <= max_{what} <= {most}, got min_{what}={low}, max_{what}={high}"
+        )
+
+
+def final_answer(completion: str) -> str:
+    """What a completion answers: the last `<answer>...</answer>` in it, or all of it."""
+    tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
+    return str(tagged[-1] if tagged else completion).strip()

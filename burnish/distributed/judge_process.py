@@ -1,0 +1,235 @@
+"""A judge that is a model directory: an engine in a process of its own answers what the judge asks.
+
+    reward:
+      parts: [{name: judge, options: {path: models/judge, votes: 3, temperature: 0.7}}]
+
+The policy's engine never hears of it: the judge has its own weights, cache and process, which ends with this one. Many
+questions are decoded at once; an answer depends on the question and its seed alone. A process that dies is started again,
+and what it was asked is asked again, as often as a call to an endpoint would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from pathlib import Path
+from typing import Any
+
+import burnish
+from burnish.config.errors import UserError
+from burnish.memory_plan.reward_model_memory import GPU_CACHE_GIB
+from burnish.models.architecture import read_config
+from burnish.models.compatibility import model_digest
+from burnish.rewards.judge.endpoint import JudgeFailed
+from burnish.rewards.judge.options import JudgeOptions
+from burnish.rewards.worker import Frames, describe_exit
+from burnish.sandbox.rpc import frame
+
+START_S = 900.0
+"""How long a model may take to load."""
+MAX_STARTS = 3
+"""How often in a row it is started again without having answered anything."""
+KILLED_S = 10.0
+READ_BYTES = 1 << 16
+SHOWN_CHARS = 2000
+
+
+class Died(Exception):
+    """The process ended before it had answered."""
+
+
+class EngineJudge:
+    """Answers chat requests from a model directory. Threads may share it; close it."""
+
+    def __init__(self, directory: Path, options: JudgeOptions) -> None:
+        """Returns when the model is loaded; UserError with what the process said where it could not be."""
+        read_config(directory)  # a directory that holds no model is not worth a process
+        self.directory, self.options = directory, options
+        self.address = f"engine://{model_digest(directory)}/{options.engine}/{options.dtype}"
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._fruitless = 0  # starts since the last answer
+        self._worker = Worker(directory, options)
+        self.note = f"judge {directory.name}: {self._worker.note}, in a process of its own"
+
+    def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
+        """The answer, and how often it was asked for again; JudgeFailed where there is none in time."""
+        options, problem = self.options, "nothing was asked"
+        for attempt in range(options.retries + 1):
+            left_s = min(options.call_s, deadline - time.monotonic())
+            if left_s <= 0:
+                raise JudgeFailed(f"the deadline of the sample is reached; {problem}")
+            worker = self._running()
+            left_s = max(0.0, min(left_s, deadline - time.monotonic()))  # a start may have taken most of it
+            question = worker.submit(body)
+            try:
+                answer = question.result(left_s)
+                self._fruitless = 0
+                return answer, attempt
+            except NotInTime:
+                worker.forget(question)
+                problem = f"judge {self.directory.name} gave no answer in {left_s:g} s"
+            except Died as error:
+                problem = str(error)
+        raise JudgeFailed(f"{problem} (asked {options.retries + 1} times)")
+
+    def close(self) -> None:
+        """End the process; one that is being started ends as soon as it is there."""
+        self._is_closed = True
+        self._worker.kill()
+
+    def _running(self) -> Worker:
+        """The process, started again where it has died."""
+        with self._lock:
+            if self._is_closed:
+                raise JudgeFailed("the judge was closed")
+            if self._worker.is_dead:
+                if self._fruitless >= MAX_STARTS:
+                    raise JudgeFailed(
+                        f"judge {self.directory.name} died after each of {MAX_STARTS} starts without an answer"
+                    )
+                self._fruitless += 1
+                try:
+                    self._worker = Worker(self.directory, self.options)
+                except UserError as error:
+                    raise JudgeFailed(str(error)) from error
+                if self._is_closed:
+                    self._worker.kill()
+                    raise JudgeFailed("the judge was closed")
+            return self._worker
+
+
+class Worker:
+    """The process, and a thread that hands its answers to those who wait for them."""
+
+    def __init__(self, directory: Path, options: JudgeOptions) -> None:
+        self.note = ""
+        self._waiting: dict[int, Future[str]] = {}
+        self._number = 0
+        self._lock = threading.Lock()
+        self._ready: Future[str] = Future()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- what the process writes there is told when it dies
+        ours, theirs = socket.socketpair()
+        self._channel = ours
+        root = str(Path(burnish.__file__).parents[1])
+        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "burnish.distributed.judge_worker", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        theirs.close()
+        self._thread = threading.Thread(target=self._read, name="burnish-judge-answers", daemon=True)
+        self._thread.start()
+        setup = {
+            "path": str(directory.resolve()),
+            "engine": options.engine,
+            "device": options.device,
+            "dtype": options.dtype,
+            "cache_gib": options.cache_gib,
+            "gpu_cache_gib": GPU_CACHE_GIB,
+            "rows": options.concurrency,
+        }
+        self._send(setup)
+        self.note = self._started(directory)
+
+    @property
+    def is_dead(self) -> bool:
+        return not self._thread.is_alive()
+
+    def submit(self, body: Mapping[str, Any]) -> Future[str]:
+        """Ask; the answer comes later, or Died."""
+        question: Future[str] = Future()
+        with self._lock:
+            number = self._number = self._number + 1
+            self._waiting[number] = question
+        self._send({**body, "id": number})
+        if self.is_dead:  # it may have died before it knew of this one
+            self._end()
+        return question
+
+    def forget(self, question: Future[str]) -> None:
+        """Nobody waits for an answer any more."""
+        with self._lock:
+            number = next((n for n, one in self._waiting.items() if one is question), None)
+            self._waiting.pop(number or 0, None)
+        if number is not None:
+            self._send({"forget": number})
+
+    def kill(self) -> None:
+        """End the process, and with it the thread."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # deep in the kernel: it ends when it can
+            self._process.wait(KILLED_S)
+        self._thread.join(KILLED_S)
+        self._channel.close()
+
+    def _started(self, directory: Path) -> str:
+        try:
+            return self._ready.result(START_S)
+        except NotInTime as error:
+            self.kill()
+            raise UserError(f"judge {directory}: the model was not loaded after {START_S:g} s") from error
+        except (Died, UserError) as error:
+            self.kill()
+            raise UserError(f"judge {directory}: {error}") from error
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._lock, contextlib.suppress(OSError):  # gone: whoever waits hears of it from the thread
+            self._channel.sendall(frame(json.dumps(message).encode()))
+
+    def _read(self) -> None:
+        """Until the process ends."""
+        frames = Frames()
+        with contextlib.suppress(OSError):
+            while data := self._channel.recv(READ_BYTES):
+                for body in frames.feed(data):
+                    self._take(json.loads(body))
+        self._end()
+
+    def _take(self, said: dict[str, Any]) -> None:
+        if "ready" in said:
+            self._ready.set_result(said["ready"])
+        elif "failed" in said:
+            self._ready.set_exception(UserError(said["failed"]))
+        else:
+            with self._lock:
+                question = self._waiting.pop(said["id"], None)
+            if question is None:
+                return
+            if "error" in said:
+                question.set_exception(JudgeFailed(said["error"]))
+            else:
+                question.set_result(said["text"])
+
+    def _end(self) -> None:
+        """Tell everyone who waits."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_S)
+        status = self._process.returncode
+        self._errors.seek(0)
+        last = self._errors.read()[-SHOWN_CHARS:].decode(errors="replace").strip()
+        how = "is gone" if status is None else describe_exit(status)
+        died = Died(f"the judge's process {how}" + (f": {last}" if last else ""))
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+        if not self._ready.done():
+            self._ready.set_exception(died)
+        for question in waiting:
+            question.set_exception(died)

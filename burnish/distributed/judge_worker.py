@@ -1,0 +1,153 @@
+"""The process of a judge that is a model directory (`distributed/judge_process.py` starts it): `python -m burnish.distributed.judge_worker FD`.
+
+It reads JSON in frames from a socket: first what to load, then chat requests as an endpoint takes them, each with an `id`, or
+`{"forget": id}`. It answers `{"ready": note}` or `{"failed": why}`, then `{"id", "text"}` or `{"id", "error"}` for each. It ends
+when the socket does: whoever started it is gone then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.config.data import Template
+from burnish.config.errors import UserError
+from burnish.config.model import Model
+from burnish.config.rollout import Rollout
+from burnish.core.engine import Completion, Engine, Request, SamplingOptions
+from burnish.core.random_keys import fold
+from burnish.data.row import Row
+from burnish.data.template import render
+from burnish.distributed.roles import build_engine
+from burnish.models.policy import PolicyModel, check_finite, load_policy, pick_device
+from burnish.rewards.worker import Frames
+from burnish.sandbox.rpc import frame
+
+EDGE = 1 << 16
+Message = dict[str, Any]
+
+
+class JudgeEngine:
+    """The engine in the main thread, and another that listens: a question interrupts the decoding, and joins it."""
+
+    def __init__(self, channel: socket.socket, policy: PolicyModel, engine: Engine) -> None:
+        self.channel, self.policy, self.engine = channel, policy, engine
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.running: set[str] = set()
+
+    def run(self, frames: Frames, waiting: list[bytes]) -> None:
+        """Answer until the process ends; `waiting` came with the first message."""
+        for body in waiting:
+            self.inbox.put(json.loads(body))
+        threading.Thread(target=self.listen, args=(frames,), name="questions", daemon=True).start()
+        while True:
+            self.read_inbox()
+            for completion in self.engine.stream():
+                self.answer(completion)
+
+    def listen(self, frames: Frames) -> None:
+        """Take questions; without anybody to answer to, the process ends at once, whatever the engine is doing."""
+        status = 1
+        try:
+            while data := self.channel.recv(EDGE):
+                for body in frames.feed(data):
+                    self.inbox.put(json.loads(body))
+                self.engine.interrupt()  # after the put: whoever comes out of `stream` for this finds it
+            status = 0
+        except ConnectionError:
+            status = 0
+        except BaseException:  # noqa: BLE001 -- whoever started the process reads it there
+            traceback.print_exc()
+        os._exit(status)
+
+    def read_inbox(self) -> None:
+        """Submit what was asked; where nothing runs, wait until something is."""
+        while True:
+            try:
+                message = self.inbox.get(block=not self.running)
+            except queue.Empty:
+                return
+            if "forget" in message:
+                name = str(message["forget"])
+                if name in self.running:
+                    self.engine.abort([name], keep=False)
+                    self.running.discard(name)
+                continue
+            try:
+                self.engine.submit([request_of(message, self.policy)])
+                self.running.add(str(message["id"]))
+            except UserError as error:
+                send(self.channel, {"id": message["id"], "error": str(error)})
+
+    def answer(self, completion: Completion) -> None:
+        self.running.discard(completion.id)
+        text = self.policy.tokenizer.decode(completion.tokens.tolist())
+        send(self.channel, {"id": int(completion.id), "text": text})
+
+
+def request_of(message: Message, policy: PolicyModel) -> Request:
+    """A chat request as the engine wants it, through the model's chat template where it has one. The noise belongs to the
+    question and its seed; an answer is cut to the positions that the question leaves."""
+    tokens = render(Row("judge", message["messages"], "judge", None), policy.tokenizer, Template())
+    room = message["max_tokens"]
+    if policy.max_positions is not None:
+        room = min(room, policy.max_positions - len(tokens))
+    if room < 1:
+        raise UserError(
+            f"the question has {len(tokens)} tokens, and the judge's model {policy.max_positions} positions: no room is left for an answer"
+        )
+    sampling = SamplingOptions(
+        temperature=message["temperature"], max_tokens=room, stop_tokens=policy.tokenizer.eos_ids
+    )
+    return Request(str(message["id"]), tuple(tokens), sampling, fold(message["seed"], "judge", *tokens))
+
+
+def load(setup: Message) -> tuple[PolicyModel, Engine]:
+    """The model and its engine."""
+    backend = "transformers" if setup["engine"] == "transformers" else "auto"
+    policy = load_policy(
+        Model(dtype=setup["dtype"], device=setup["device"], backend=backend), Path(setup["path"]), None, seed=0
+    )
+    check_finite(policy)
+    cache = setup["cache_gib"]
+    if cache is None and pick_device(setup["device"]).type == "cuda":
+        cache = setup["gpu_cache_gib"]
+    engine = setup["engine"]
+    return policy, build_engine(policy, Rollout(engine=engine, max_rows=setup["rows"], cache_gib=cache))
+
+
+def send(channel: socket.socket, message: Message) -> None:
+    channel.sendall(frame(json.dumps(message).encode()))
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    frames, bodies = Frames(), list[bytes]()
+    while not bodies:
+        data = channel.recv(EDGE)
+        if not data:
+            return
+        bodies = frames.feed(data)
+    setup = json.loads(bodies[0])
+    try:
+        policy, engine = load(setup)
+    except UserError as error:
+        send(channel, {"failed": str(error)})
+        return
+    device = next(policy.module.parameters()).device
+    send(channel, {"ready": f"{policy.note}, {setup['dtype']} on {device}"})
+    with torch.inference_mode():
+        JudgeEngine(channel, policy, engine).run(frames, bodies[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""Messages to workers that are Ray's actors (`ray_processes.py`), and their answers.
+
+A worker that ends is noticed by the next look at any call (half a second); the message has its last lines. Arguments are packed
+once however many ranks get them, and lie in the object store where they are large; parts of a batch are stored once, however many
+calls are given it. Large groups are spoken to through relays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from burnish.config.errors import UserError
+from burnish.core.dispatch import WorkerFailed, WorkerLost
+from burnish.core.serialization import Packed, encode, num_bytes
+from burnish.distributed.placement import Seat
+from burnish.distributed.ray_cluster import Cluster
+from burnish.distributed.ray_host import (
+    Message,
+    Outcome,
+    Relay,
+    begin_call,
+    end_process,
+    outcome_of,
+    reason_of,
+    stacks_file,
+    tell_process,
+)
+from burnish.distributed.splitting import Divided
+from burnish.distributed.worker_group import Gone, Order, Traffic
+
+# --- The processes of a group of workers, as Ray's actors (`ray_host.py`), each in its place of a placement group: how they are made,
+# what is known of one that is late or has ended, and a new one in its place.
+
+TAIL = 12
+"""Lines of a worker's output in a message about its end."""
+STACKS_S = 3.0
+
+
+class RayProcesses:
+    """The actors of a group of workers of one class. `args` make each of them; with `together`, they can find each other
+    (torch.distributed)."""
+
+    relays_from, fan_out = 64, 64
+    """A group of more ranks than this is spoken to through relays, each of so many ranks."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        kind: type,
+        args: tuple[Any, ...],
+        logs: Path,
+        deadline_s: float,
+        together: bool = False,
+    ) -> None:
+        self.name, self.cluster, self.deadline_s = name, cluster, deadline_s
+        self.seats = cluster.layout.seats[name]
+        self.size = len(self.seats)
+        self.logs = [(logs / f"{name}-{rank}.log").resolve() for rank in range(self.size)]
+        self._made = (kind, args)
+        self._environments: list[dict[str, str]] = [{} for _ in self.seats]
+        self._actors = [cluster.host(seat) for seat in self.seats]
+        self._processes: dict[int, tuple[int, str]] = {}
+        self._begun: dict[int, Any] = {}
+        self._relays: list[Any] = []
+        if together and self.size > 1:
+            address, port = self._first("where", self._actors[0].where.remote())
+            self._environments = [
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": "0",
+                    "WORLD_SIZE": str(self.size),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                }
+                for rank in range(self.size)
+            ]
+        for rank in range(self.size):
+            self._begin(rank)
+
+    def _begin(self, rank: int) -> None:
+        kind, args = self._made
+        environment, log = self._environments[rank], str(self.logs[rank])
+        self._begun[rank] = self._actors[rank].begin.remote(kind, args, environment, log, str(Path.cwd()))
+
+    def start(self) -> None:
+        """Wait until every worker is made; the first error of any is raised."""
+        until = time.monotonic() + self.deadline_s
+        while self._begun:
+            ready, _ = ray.wait(list(self._begun.values()), num_returns=len(self._begun), timeout=0.5)
+            for rank in [rank for rank, reference in self._begun.items() if reference in ready]:
+                found = outcome_of(self._begun.pop(rank))
+                if found.gone is not None:
+                    raise self._ended_before(rank, found.gone)
+                if found.error is not None:
+                    raise self._failed(rank, found)
+                self._processes[rank] = found.value
+            if self._begun and time.monotonic() > until:
+                late = sorted(self._begun)
+                raise WorkerLost(
+                    f"{self.name}: ranks {late} of {self.size} were not ready in {self.deadline_s:g} s, which is "
+                    f"placement.timeout_s: {self.silent(late, 'begin')}",
+                    late[0],
+                )
+        if self.size > self.relays_from:
+            self._relays = [self._new_relay(first) for first in range(0, self.size, self.fan_out)]
+
+    def _new_relay(self, first: int) -> Any:
+        """A relay on the machine of its first rank, which asks for no CPU: it does nothing but wait."""
+        hosts = dict(enumerate(self._actors[first : first + self.fan_out], first))
+        relay = self.cluster.host(Seat(self.seats[first].bundle, {"CPU": 0.0}))
+        log = self.logs[0].parent / f"{self.name}-relay-{first}.log"
+        relay.begin.remote(Relay, (hosts,), {}, str(log), str(Path.cwd()))
+        return relay
+
+    def _first(self, what: str, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=self.deadline_s)
+        except GetTimeoutError as error:
+            raise WorkerLost(
+                f"{self.name} rank 0 was not ready in {self.deadline_s:g} s (asked for {what})", 0
+            ) from error
+        except RayActorError as error:
+            raise self._ended_before(0, reason_of(error)) from error
+
+    def _failed(self, rank: int, found: Outcome) -> Exception:
+        """The error of a rank, as it is raised here."""
+        if found.is_users:
+            return UserError(str(found.error))
+        return WorkerFailed(f"{self.name} rank {rank} of {self.size} failed:\n{found.error}")
+
+    def _ended_before(self, rank: int, why: str) -> WorkerLost:
+        return WorkerLost(
+            f"{self.name} rank {rank} of {self.size} has ended before it was ready: {why}\n{self.describe(rank)}", rank
+        )
+
+    def _blame(self, rank: int, error: str) -> None:
+        """Raise that another rank is gone, if one is: then the error of this one is nothing but a broken connection to it."""
+        asked = {other: actor.stacks.remote() for other, actor in enumerate(self._actors) if other != rank}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S) if asked else ([], [])
+        for other, reference in asked.items():
+            if reference in ready and (gone := outcome_of(reference).gone) is not None:
+                raise Gone(f"{gone} (rank {rank} failed with it: {error.strip().splitlines()[-1]})", other)
+
+    def describe(self, rank: int) -> str:
+        who = f"process {self._processes[rank][0]}" if rank in self._processes else "its process"
+        try:
+            lines = self.logs[rank].read_text(errors="replace").splitlines()[-TAIL:]
+        except OSError:
+            return f"{who} left no output at {self.logs[rank]}"
+        said = "\n".join(f"  {line}" for line in lines)
+        return (
+            f"{who} wrote to {self.logs[rank]} last:\n{said}" if lines else f"{who} wrote nothing to {self.logs[rank]}"
+        )
+
+    def silent(self, ranks: Sequence[int], what: str) -> str:
+        """The stacks of the ranks go to a file; one that cannot even tell them is stopped, or its machine is gone."""
+        asked = {rank: self._actors[rank].stacks.remote() for rank in ranks}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S)
+        texts, mute = [], []
+        for rank, reference in asked.items():
+            try:
+                texts.append(f"--- {self.name} rank {rank}\n{ray.get(reference) if reference in ready else ''}")
+            except RayError:
+                mute.append(rank)
+            else:
+                mute += [] if reference in ready else [rank]
+        path = self.logs[0].parent / f"stacks-{self.name}-{what}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
+        told = f"what they were doing is in {path}"
+        if not mute:
+            return told
+        for rank in mute:
+            self._on_machine_of(rank, tell_process)
+        logs = ", ".join(str(stacks_file(self.logs[rank])) for rank in mute[:4])
+        return f"{told}; ranks {mute} do not even tell that (stopped, swapped out, or gone), or in {logs} if they could"
+
+    def restart(self, rank: int) -> None:
+        """The old process must be gone: Ray would wait for the CPUs it holds."""
+        self._look_for(rank)
+        ray.kill(self._actors[rank], no_restart=True)
+        self._on_machine_of(rank, end_process)
+        self._processes.pop(rank, None)
+        self._actors[rank] = self.cluster.host(self.seats[rank])
+        self._begin(rank)  # nobody waits for it: an error is raised by the first call
+        if self._relays:
+            self._relays[rank // self.fan_out].call.remote("adopt", ((rank, self._actors[rank]), {}))
+
+    def _on_machine_of(self, rank: int, action: Callable[[int], None]) -> None:
+        """Have something done to a rank's process, where that is known; nobody waits for it."""
+        if rank in self._processes:
+            pid, node = self._processes[rank]
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(action).options(num_cpus=0, scheduling_strategy=there).remote(pid)
+
+    def _look_for(self, rank: int) -> None:
+        """Which process a rank is that was started again: known by now, unless it never came up."""
+        if rank in self._begun and ray.wait([self._begun[rank]], timeout=0)[0]:
+            with contextlib.suppress(RayError):
+                self._processes[rank] = ray.get(self._begun[rank])
+            del self._begun[rank]
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank, once it is there."""
+        self._look_for(rank)
+        return self._processes[rank][0]
+
+    def close(self) -> None:
+        for actor in [*self._actors, *self._relays]:
+            ray.kill(actor, no_restart=True)
+
+
+STORED = 1 << 16
+"""Bytes from which arguments go through the object store."""
+
+
+class RayBackend(RayProcesses):
+    """A group of workers in other processes (`backend.Backend`)."""
+
+    is_here = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As of `RayProcesses`."""
+        super().__init__(*args, **options)
+        self.traffic = Traffic()
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Parcel:
+        packed = encode((args, kwargs))
+        return _Parcel(packed, num_bytes(packed))
+
+    def send(self, orders: Sequence[Order]) -> list[_Sent]:
+        sent: dict[int, _Sent] = {}
+        by_relay: dict[int, list[Order]] = {}
+        for order in orders:
+            if self._relays:
+                by_relay.setdefault(order.rank // self.fan_out, []).append(order)
+            else:
+                kept = [self._kept(divided, share, divided.parts[share]) for divided, share in order.parts]
+                parts = [*kept, *order.promises]
+                parcel = self._content(order.parcel)
+                reference = begin_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
+                self.traffic.messages += 1
+                sent[id(order)] = _Sent(order.rank, _Reply(reference, is_many=False), 0)
+        for relay, group in by_relay.items():
+            reply = self._forward(relay, group)
+            sent |= {id(order): _Sent(order.rank, reply, k) for k, order in enumerate(group)}
+        return [sent[id(order)] for order in orders]
+
+    def _forward(self, relay: int, orders: Sequence[Order]) -> _Reply:
+        """One message for all ranks of a relay that are called."""
+        first, ranks = orders[0], [order.rank for order in orders]
+        same = all(order.parcel is first.parcel for order in orders)
+        parcels = [self._content(order.parcel) for order in (orders[:1] if same else orders)]
+        bales = []
+        for j, (divided, _) in enumerate(first.parts):
+            parts = [divided.parts[order.parts[j][1]] for order in orders]
+            bales.append(self._kept(divided, tuple(ranks), parts))
+        message = Message(ranks, first.method, first.lane, parcels)
+        host = self._relays[relay]
+        self.traffic.messages += 1
+        return _Reply(
+            (host.forward_side if first.lane == "side" else host.forward).remote(message, *bales), is_many=True
+        )
+
+    def _content(self, parcel: _Parcel) -> Any:
+        """Arguments as they are sent: in the store where they are large, once."""
+        if parcel.stored is None and parcel.size > STORED:
+            parcel.stored = ray.put(parcel.content)
+            self.traffic.bytes_out += parcel.size
+            self.traffic.bytes_stored += parcel.size
+        elif parcel.stored is None:
+            self.traffic.bytes_out += parcel.size
+        return parcel.content if parcel.stored is None else parcel.stored
+
+    def _kept(self, divided: Divided, key: Any, parts: Packed | list[Packed]) -> Any:
+        """Parts of a batch as they are sent: in the store where they are large, once."""
+        if key not in divided.stored:
+            size = num_bytes(parts)
+            self.traffic.bytes_out += size
+            self.traffic.bytes_stored += size if size > STORED else 0
+            divided.stored[key] = ray.put(parts) if size > STORED else parts
+        return divided.stored[key]
+
+    def wait(self, tokens: Sequence[_Sent], timeout_s: float) -> list[_Sent]:
+        return self._ended(tokens, 1.0, timeout_s)
+
+    def any_of(self, tokens: Sequence[_Sent], timeout_s: float) -> list[_Sent]:
+        # Each look costs time for every call that is looked at: of many, a sixteenth are waited for.
+        return self._ended(tokens, 1 / 16, timeout_s)
+
+    def _ended(self, tokens: Sequence[_Sent], share: float, timeout_s: float) -> list[_Sent]:
+        references = list(dict.fromkeys(token.reply.reference for token in tokens))
+        if not references:
+            return []
+        ready, _ = ray.wait(references, num_returns=max(1, int(share * len(references))), timeout=timeout_s)
+        found = set(ready)
+        ended = [token for token in tokens if token.reply.reference in found]
+        return sorted(ended, key=lambda token: not token.outcome.is_bad)  # those that ended badly first
+
+    @property
+    def keeps_promises(self) -> bool:
+        return not self._relays  # Ray waits for what a message is given, not for what is inside of it
+
+    def promise(self, token: _Sent) -> Any:
+        return None if token.reply.is_many else token.reply.reference
+
+    def value(self, token: _Sent) -> Any:
+        found = token.outcome
+        if found.gone is not None:
+            raise Gone(found.gone)
+        if found.error is not None:
+            if not found.is_users:
+                self._blame(token.rank, found.error)
+            raise self._failed(token.rank, found)
+        size = num_bytes(found.value)
+        self.traffic.bytes_in += size
+        self.traffic.bytes_stored += size if size > STORED else 0
+        return found.value
+
+
+@dataclass
+class _Parcel:
+    """Arguments of a call."""
+
+    content: Any
+    size: int
+    stored: Any = None
+
+
+class _Reply:
+    """What comes back for one call, or for those that a relay passes on; read once."""
+
+    def __init__(self, reference: Any, is_many: bool) -> None:
+        self.reference, self.is_many = reference, is_many
+        self._outcomes: list[Outcome] | Outcome | None = None
+
+    def outcome(self, index: int) -> Outcome:
+        if self._outcomes is None:
+            found = outcome_of(self.reference)
+            # A relay that is gone takes everyone's answer with it.
+            self._outcomes = found.value if self.is_many and not found.is_bad else found
+        return self._outcomes[index] if isinstance(self._outcomes, list) else self._outcomes
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A call on its way."""
+
+    rank: int
+    reply: _Reply
+    index: int
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of a call that has ended."""
+        return self.reply.outcome(self.index)

@@ -1,0 +1,255 @@
+"""Ray as a run finds or starts it, and the room in it that the run's processes have.
+
+What a plan needs is checked against what is there before anything starts, so that nothing waits for what will never come.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from burnish.config.errors import UserError
+from burnish.config.placement import RayPlacement
+from burnish.core.dispatch import WorkerLost
+from burnish.distributed.placement import Layout, Seat, check, check_placement, lay_out, own_cores
+from burnish.distributed.ray_host import LANES, Host
+
+PLACED_S = 60.0
+"""How long a cluster may take to give room that it has."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Of a Ray of one's own. Its processes do the run's work: at the low priority that they have by default (15) whatever else the
+machine does comes first, the driver that waits for them too."""
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""What Ray reads its token from. Without one any program that reaches Ray's ports may run code as the user of the cluster."""
+STARTS = 3
+"""How often a Ray of one's own is tried to be started."""
+
+
+class Cluster:
+    """Ray as the run found or started it, with room for a layout; use it in a `with` block."""
+
+    def __init__(self, placement: RayPlacement, on_gpu: bool | None = None) -> None:
+        self.placement = placement
+        self.before_close: list[Callable[[], None]] = []
+        """What must end while workers are still there."""
+        joined = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        check_placement(placement)
+        self.is_own = _connect()
+        self._group: PlacementGroup | None = None
+        try:
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            self.on_gpu = any(node.get("GPU", 0) for node in nodes) if on_gpu is None else on_gpu
+            self.layout = lay_out(placement, self.on_gpu)
+            check(placement, self.layout, nodes, "the cluster" if joined else "this machine")
+            self._group = self._reserve(self.layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, layout: Layout) -> PlacementGroup:
+        group = placement_group(layout.bundles, strategy="PACK")
+        if not group.wait(PLACED_S):
+            free = ray.available_resources()
+            remove_placement_group(group)
+            wanted = {what: layout.total(what) for what in ("CPU", "GPU") if layout.total(what)}
+            names = " and ".join(f"{amount:g} {what}s" for what, amount in wanted.items())
+            there = " and ".join(f"{free.get(what, 0):g}" for what in wanted)
+            smaller = "the places of placement.pools" if self.placement.pools else "placement.workers, engines or cpus"
+            raise UserError(
+                f"placement needs {names}, which the cluster has, but {there} are free after {PLACED_S:g} s: another run holds "
+                f"the rest, or no machine has a whole place free; wait for it, or lower {smaller}"
+            )
+        return group
+
+    def has_gpu(self, role: str) -> bool:
+        """Whether the processes of a role have GPUs."""
+        return all("GPU" in seat.resources for seat in self.layout.seats[role])
+
+    def host(self, seat: Seat) -> Any:
+        """A new actor in its place."""
+        assert self._group is not None
+        remote: Any = ray.remote  # its types do not know of lanes
+        actor = remote(concurrency_groups=LANES)(Host)
+        return actor.options(
+            num_cpus=seat.resources["CPU"],
+            num_gpus=seat.resources.get("GPU", 0),
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
+        ).remote()
+
+    def close(self) -> None:
+        """Give the room back; Ray ends if it was started for this run."""
+        while self.before_close:
+            self.before_close.pop()()
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self.is_own:
+            ray.shutdown()
+            self.is_own = False
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _connect() -> bool:
+    """Whether Ray was started here: not where the program or RAY_ADDRESS has named one."""
+    if ray.is_initialized():
+        return False
+    if "RAY_ADDRESS" in os.environ:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(**QUIET)
+        except ConnectionError as error:
+            raise UserError(
+                f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}; is it running, and if it checks tokens, "
+                "does this process have the RAY_AUTH_MODE and the token that its machines have? Without RAY_ADDRESS Ray is started here"
+            ) from error
+        try:
+            check_token(os.environ["RAY_ADDRESS"])
+        except UserError:
+            ray.shutdown()
+            raise
+    else:
+        start_here(own_cores())
+    return True
+
+
+def check_token(address: str) -> None:
+    """Refuse a cluster that this process joined without a token; warn where the user chose that, or others can read the token."""
+    said = (
+        f"the Ray cluster at {address} asks for no token: every program that reaches its ports can run code as its user"
+    )
+    mode = os.environ.get(MODE, "").lower()  # Ray sets it where it found a token by itself
+    if mode == "disabled":
+        warn(f"{said} ({MODE}=disabled)")
+    elif mode != "token":
+        raise UserError(
+            f"{said}. Start it with a token on every machine (`ray get-auth-token --generate`, {MODE}=token; docs/cluster.md), or set "
+            f"{MODE}=disabled if nothing else reaches its network"
+        )
+    file = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+    if mode == "token" and TOKEN not in os.environ and file.is_file() and file.stat().st_mode & 0o077:
+        warn(f"other users of this machine can read the token of the Ray cluster: chmod 600 {file}")
+
+
+def warn(text: str) -> None:
+    """A line that is seen also where notes are not."""
+    print(f"burnish: WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def start_here(num_cpus: int) -> None:
+    """Ray on this machine, which must be there in half a minute each time; a busy machine may need another.
+
+    Ray listens on all interfaces, so it gets a token that only this process and its children know.
+    """
+    if TOKEN not in os.environ and TOKEN_PATH not in os.environ:
+        os.environ[TOKEN] = secrets.token_hex(32)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
+            if os.environ.get(MODE, "").lower() != "token":
+                warn(
+                    f"this Ray checks no tokens ({MODE} is not token, or Ray {ray.__version__} is too old): its ports are open to the network"
+                )
+            return
+        except Exception as error:  # Ray raises bare ones for a node that was too slow to start; the last is told
+            ray.shutdown()
+            if attempt == STARTS:
+                raise WorkerLost(
+                    f"Ray did not start on this machine, tried {STARTS} times: {error}; is it too busy, or out of memory, ports or disk?",
+                    0,
+                ) from error
+            print(f"burnish: Ray did not start ({error}); trying again", file=sys.stderr, flush=True)
+
+
+# --- Waiting for the machines of a cluster: until all are there and a run fits in, with a deadline and a word now and then.
+#
+# Machines of a batch system come one after the other, minutes apart. A run that begins too early would be refused, and one that
+# waits for a machine that never comes would wait for ever: so it is waited for here, and what is missing is said.
+
+LOOK_EVERY_S = 1.0
+SAY_EVERY_S = 30.0
+Nodes = Sequence[Mapping[str, float]]
+"""What each machine has."""
+Look = Callable[[], Nodes]
+"""The machines there are now; a `ConnectionError` where there is no cluster yet."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run needs of a cluster."""
+
+    placement: RayPlacement
+    nodes: int
+    """Machines."""
+    on_gpu: bool | None
+    """Whether its processes need GPUs; None: if there are any."""
+
+    def missing(self, nodes: Nodes) -> str | None:
+        """What is not there yet, in words; None where all is."""
+        words = []
+        if len(nodes) < self.nodes:
+            words.append(f"{len(nodes)} of {self.nodes} machines are there")
+        on_gpu = any(node.get("GPU", 0) for node in nodes) if self.on_gpu is None else self.on_gpu
+        try:
+            check(self.placement, lay_out(self.placement, on_gpu), nodes, "the cluster")
+        except UserError as error:
+            words.append(str(error))
+        return "; ".join(words) or None
+
+
+def wait_for(
+    wanted: Wanted,
+    look: Look,
+    where: str,
+    deadline_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Nodes:
+    """The machines, once all that is wanted is there; past the deadline an error says what is missing."""
+    started, said, said_at = clock(), "", float("-inf")
+    while True:
+        try:
+            nodes: Nodes = look()
+            missing = wanted.missing(nodes)
+        except ConnectionError as error:
+            missing = f"there is no answer, or this process has another token ({' '.join(str(error).split())[:200]})"
+        waited_s = clock() - started
+        if missing is None:
+            return nodes
+        if waited_s >= deadline_s:
+            raise UserError(
+                f"the cluster at {where} was not ready in {deadline_s:g} s (--wait): {missing}. `ray status` there tells who has joined"
+            )
+        if missing != said or waited_s - said_at >= SAY_EVERY_S:
+            say(f"waiting for the cluster at {where}: {missing} ({waited_s:.0f} s of {deadline_s:g} s)")
+            said, said_at = missing, waited_s
+        sleep(min(LOOK_EVERY_S, deadline_s - waited_s))
+
+
+def described(nodes: Nodes) -> str:
+    """The machines in words."""
+    amounts = {what: sum(node.get(what, 0) for node in nodes) for what in ("CPU", "GPU")}
+    there = " and ".join(f"{amount:g} {what}s" for what, amount in amounts.items() if amount)
+    return f"{len(nodes)} machine{'' if len(nodes) == 1 else 's'} with {there}"

@@ -1,0 +1,226 @@
+"""The roles of a run as Ray's workers play them: groups started, proxies in the trainer's hands."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, RayPlacement
+from burnish.config.schema import TrainConfig
+from burnish.core.engine import Engine, Request
+from burnish.distributed.remote_reward_pool import RewardDesk
+from burnish.distributed.reward_worker import RewardWorker
+from burnish.distributed.role_proxies import (
+    Ledger,
+    RemoteCritic,
+    RemoteLearner,
+    RemotePolicy,
+    RemoteProcess,
+    RemoteReference,
+    Slimmer,
+)
+from burnish.distributed.rollout_worker import RolloutWorker
+from burnish.distributed.training_worker import PROCESS, TRAINED, TrainingWorker
+from burnish.distributed.worker_group import WorkerGroup
+from burnish.inference.native.engine_common import check_requests
+from burnish.inference.remote_engine import RemoteEngine
+from burnish.inference.weight_sync.publisher import Trainer, probe
+from burnish.models.decoder import Decoder
+from burnish.models.policy import PolicyModel
+from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.scoring import Rewards
+from burnish.rewards.worker_pool import Outcomes
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcess, AnyReference
+
+if TYPE_CHECKING:
+    from burnish.distributed.ray_cluster import Cluster
+
+
+OBJECTS = 200_000
+"""New objects after which the garbage collector looks at them: those of some tens of thousands of samples, which is less often than a
+step, and of cyclic ones that nobody holds some tens of megabytes."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what in a run, wherever they are."""
+
+    policy: PolicyModel
+    learner: AnyLearner
+    reference: AnyReference | None
+    critic: AnyCritic | None
+    engine: Engine
+    process: AnyProcess | None = None
+
+
+@contextmanager
+def open_cluster(config: TrainConfig) -> Iterator[Cluster | None]:
+    """Ray with room for the run's processes; None where it needs none. An impossible placement is refused here."""
+    if not isinstance(config.placement, RayPlacement):
+        yield None
+        return
+    try:
+        from burnish.distributed.ray_cluster import Cluster
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError("placement=ray needs Ray: pip install 'burnish[ray]'") from error
+    on_gpu = {"auto": None, "cpu": False}.get(config.model.device, True)
+    with Cluster(config.placement, on_gpu) as cluster:
+        yield cluster
+
+
+def start_roles(
+    config: TrainConfig,
+    base: Path | None,
+    policy: PolicyModel,
+    weights: Path | None,
+    cluster: Cluster,
+    logs: Path,
+    note: Callable[[str], None],
+    rewards: Rewards,
+) -> Roles:
+    """Start the workers of a run and wait until all are made. `policy` gives its weights up: the workers have them; so do `rewards`
+    with what they compute, where that has a pool.
+
+    With `weights` (a saved model) the run starts from those. What a worker prints goes to a file of its own in `logs`.
+    """
+    groups = _start_groups(config, base, weights, cluster, logs)
+    if cluster.placement.is_apart(REWARD):
+        groups[REWARD] = employ_workers(config, base, policy.tokenizer, cluster, logs, note, rewards)
+    actor, rollout = groups[ACTOR], groups[ROLLOUT]
+    ledger = Ledger(list(groups.values()))
+    engine = build_remote_engine(config, policy, actor, rollout, ledger, note)
+    placement, slim = cluster.placement, Slimmer()
+    dtype: torch.dtype = actor.about()["dtype"]
+
+    def before(role: str) -> Callable[[], None]:
+        # Engines on the same GPU give their memory up while others work there; on CPUs there is room for both. Whatever they do,
+        # weights that were sent are verified before the learner has others.
+        if engine.at_once:  # they are; and another thread has the engine
+            return _nothing
+        return engine.sleep if cluster.on_gpu and placement.take_turns(role, ROLLOUT) else engine.confirm
+
+    def learner(role: str) -> RemoteLearner:
+        group = groups.get(role, actor)
+        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR))
+
+    slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
+    with_reference = groups.get(REFERENCE, actor)
+    where = before(REFERENCE if REFERENCE in groups else ACTOR)
+    keep_what_is_there()
+    return Roles(
+        policy=RemotePolicy.of(policy, actor),
+        learner=learner(ACTOR),
+        reference=None
+        if slot.name == "none"
+        else RemoteReference(with_reference, slot.name, with_reference.about(), slim, where),
+        critic=RemoteCritic(learner(CRITIC), critic.clip) if critic else None,
+        engine=engine,
+        process=RemoteProcess(learner(PROCESS)) if process else None,
+    )
+
+
+def _nothing() -> None:
+    """Nobody has to be asked."""
+
+
+def _start_groups(
+    config: TrainConfig, base: Path | None, weights: Path | None, cluster: Cluster, logs: Path
+) -> dict[str, WorkerGroup]:
+    """The groups that have the policy or a part of it, by role; all are started at once, and ready."""
+    from burnish.distributed.ray_backend import RayBackend
+
+    placement = cluster.placement
+    deadline_s, place = placement.timeout_s, base.resolve() if base is not None else None
+    start = None if weights is None else weights.resolve()
+    apart = [role for role in (REFERENCE, CRITIC) if placement.is_apart(role)]
+    together = [ACTOR, *(part for part in TRAINED if part != ACTOR and part not in apart)]
+
+    def backend(role: str, kind: type, *more: Any) -> RayBackend:
+        device = "cuda" if cluster.has_gpu(role) else "cpu"  # as its machine is, not as the driver's
+        own = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+        is_trained = kind is TrainingWorker
+        return RayBackend(cluster, role, kind, (own, place, *more), logs, deadline_s, together=is_trained)
+
+    backends = {ACTOR: backend(ACTOR, TrainingWorker, start, together), ROLLOUT: backend(ROLLOUT, RolloutWorker)}
+    backends |= {role: backend(role, TrainingWorker, start, [role]) for role in apart}
+    groups = {}
+    for role, made in backends.items():
+        made.start()
+        kind = RolloutWorker if role == ROLLOUT else TrainingWorker
+        groups[role] = WorkerGroup(role, kind, made, deadline_s, mini_batches=config.training.mini_batches)
+        if kind is TrainingWorker:
+            groups[role].shares = groups[role].place()
+    return groups
+
+
+def employ_workers(
+    config: TrainConfig,
+    base: Path | None,
+    tokenizer: Tokenizer,
+    cluster: Cluster,
+    logs: Path,
+    note: Callable[[str], None],
+    rewards: Rewards,
+) -> WorkerGroup:
+    """Workers that compute a run's rewards from now on."""
+    from burnish.distributed.ray_backend import RayBackend
+
+    deadline_s, reward = cluster.placement.timeout_s, config.reward
+    place = base.resolve() if base is not None else None
+    made = (reward, list(rewards.setups.values()), tokenizer, place, cluster.placement.cpus_of(REWARD))
+    backend = RayBackend(cluster, REWARD, RewardWorker, made, logs, deadline_s)
+    backend.start()
+    group = WorkerGroup(REWARD, RewardWorker, backend, deadline_s)
+
+    def open_desk(outcomes: Outcomes) -> RewardDesk:
+        models = [index for index, part in enumerate(reward.parts) if part.name == "model"]
+        desk = RewardDesk(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note, models)
+        cluster.before_close.append(desk.close)  # it would start workers again
+        return desk
+
+    rewards.employ(open_desk)
+    return group
+
+
+def build_remote_engine(
+    config: TrainConfig,
+    policy: PolicyModel,
+    actor: WorkerGroup,
+    rollout: WorkerGroup,
+    ledger: Ledger,
+    note: Callable[[str], None],
+) -> RemoteEngine:
+    """The engine over a group of them."""
+    module, decode = policy.module, policy.tokenizer.decode
+
+    def check(requests: Sequence[Request]) -> None:
+        if isinstance(module, Decoder):  # any other engine says so itself
+            check_requests(requests, frozenset(), module, decode)
+
+    trainer = Trainer(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
+    asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
+    at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
+    engine = RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)
+    if at_once:
+        # Before the learner can move: a run that goes on learns what is in its journal while engines sample for later steps.
+        engine.load(0, ())
+    return engine
+
+
+def keep_what_is_there() -> None:
+    """Let the garbage collector pass over what was made until now, modules above all: it stays until the run ends.
+
+    A step makes hundreds of thousands of small objects, and the collector would walk through everything several times in each.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(OBJECTS)

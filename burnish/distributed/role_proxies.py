@@ -1,0 +1,309 @@
+"""The controller's side of roles whose work is done elsewhere: what the trainer holds in place of learner, reference, critic and
+process reward model.
+
+They have the interfaces of `training/interfaces.py`, so the loop runs as it does in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.losses.model_losses import ValueLoss
+from burnish.algorithms.losses.policy_loss import Loss
+from burnish.config.placement import REFERENCE
+from burnish.core.batch import Batch
+from burnish.distributed.training_worker import POLICY
+from burnish.distributed.worker_group import Pending, WorkerGroup
+from burnish.models.policy import PolicyModel
+from burnish.run.checkpoint.contents import Content, Part, Sums
+from burnish.run.checkpoint.saving import HostCopy, Stage
+from burnish.training.forward import Needs
+from burnish.training.learner import Update
+from burnish.training.meter import PARTS, Reading, memory_values
+from burnish.training.reference import REFERENCES, Reference
+
+OF_THE_CONTROLLER = (
+    *("behaviour_logp", "version", "token_rewards", "dense_rewards", "step_rewards", "process_rewards"),
+    *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "budget"),
+)
+"""How the columns begin that advantages, corrections and filters are made of here, and no loss reads."""
+
+
+@dataclass
+class Ledger:
+    """What the controller counts in a step: its messages and bytes, and what engines report."""
+
+    groups: list[WorkerGroup]
+    counts: dict[str, float] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def count(self, name: str, amount: float) -> None:
+        """Add to a metric of the step; from any thread, since engines are also read while the learner works."""
+        with self._lock:
+            self.counts[name] = self.counts.get(name, 0.0) + amount
+
+    def take(self) -> dict[str, float]:
+        """The metrics since the last time, and how much memory this process holds."""
+        taken = [group.backend.traffic.take() for group in self.groups]
+        with self._lock:
+            counts, self.counts = self.counts, {}
+        values = {
+            "controller/messages": float(sum(t.messages for t in taken)),
+            "controller/bytes_out": float(sum(t.bytes_out for t in taken)),
+            "controller/bytes_in": float(sum(t.bytes_in for t in taken)),
+            "controller/store_bytes": sum(t.bytes_stored for t in taken) + counts.get("controller/sync_bytes", 0.0),
+        }
+        if "memory/current_gib" in (own := memory_values(torch.device("cpu"))):
+            values["controller/resident_gib"] = own["memory/current_gib"]
+        return values | counts
+
+
+@dataclass(frozen=True)
+class GroupFiles:
+    """Files of a checkpoint that the ranks of a group have staged, and write themselves."""
+
+    group: WorkerGroup
+    what: str
+
+    def write(self, folder: Path) -> Sums:
+        sums: Sums = {}
+        for part in self.group.write(self.what, folder.resolve()):
+            sums |= part
+        return sums
+
+
+def staged(group: WorkerGroup, what: str, stage: Stage) -> list[Content]:
+    """A part of a checkpoint as it is now, held where it is."""
+    in_memory = isinstance(stage, HostCopy)
+    is_short = any(group.stage(what, in_memory))
+    if isinstance(stage, HostCopy):
+        stage.is_short = stage.is_short or is_short
+    return [GroupFiles(group, what)]
+
+
+class RemotePolicy(PolicyModel):
+    """The policy without its weights: tokenizer and shape are here, the rest is with the group."""
+
+    group: WorkerGroup
+
+    @staticmethod
+    def of(policy: PolicyModel, group: WorkerGroup) -> RemotePolicy:
+        """Of a policy whose weights are not needed here any more; their memory is given back."""
+        remote = RemotePolicy(policy.module.to("meta"), policy.tokenizer, policy.source, policy.note)
+        remote.group = group
+        return remote
+
+    def contents(self, stage: Stage) -> list[Content]:
+        return staged(self.group, POLICY, stage)
+
+    @property
+    def part(self) -> Part:
+        return Part()
+
+    def load_weights(self, directory: Path) -> None:
+        self.group.load(POLICY, directory.resolve())
+
+
+class RemoteMeter:
+    """The clocks of all ranks as one."""
+
+    def __init__(self, group: WorkerGroup, role: str) -> None:
+        self.group, self.role = group, role
+        self.memory: dict[str, float] = {}
+        """Of the rank that holds most, as of the last reading."""
+        self.told: list[Pending] = []
+        """What ranks were asked for already, and read here later."""
+
+    def read(self) -> Reading:
+        """Of all that was done since the last time."""
+        told, self.told = self.told or [self.group.read.later(self.role)], []
+        return reduce(add, [self._of_all(pending.result()) for pending in told])
+
+    def _of_all(self, found: list[tuple[Reading, dict[str, float]]]) -> Reading:
+        """Seconds and operations are the mean over ranks, tokens the sum over shares."""
+        readings, memories = zip(*found, strict=True)
+        self.memory = {name: max(memory[name] for memory in memories) for name in memories[0]}
+        count = len(readings)
+        shares = [self.group.shares.index(part) for part in range(max(self.group.shares) + 1)]
+        return Reading(
+            {part: sum(reading.seconds[part] for reading in readings) / count for part in PARTS},
+            sum(readings[rank].tokens for rank in shares),
+            _mean([reading.needed for reading in readings]),
+            _mean([reading.executed for reading in readings]),
+        )
+
+
+def _mean(amounts: Sequence[int | None]) -> int | None:
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) // len(known) if len(known) == len(amounts) else None
+
+
+class RemoteLearner:
+    """A learner of a group (`Learner`). `before` is called before work that needs the memory engines may have."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        role: str,
+        ledger: Ledger,
+        dtype: torch.dtype,
+        slim: Slimmer,
+        before: Callable[[], None],
+    ) -> None:
+        self.group, self.role, self.ledger, self.dtype = group, role, ledger, dtype
+        self.slim, self.before = slim, before
+        self.device = torch.device("cpu")
+        self.model: Any = None
+        self.updates = 0
+        self.meter = RemoteMeter(group, role)
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return self.outputs(batch, frozenset())["logp"]
+
+    def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]:
+        self.before()
+        found: dict[str, Tensor] = self.group.outputs(self.role, self.slim(batch, mask), needs, mask)
+        return found
+
+    def update(
+        self,
+        batch: Batch,
+        loss: Loss,
+        lr_scale: float = 1.0,
+        also: tuple[Batch, Loss] | None = None,
+        columns: bool = True,
+    ) -> Update:
+        self.before()
+        batch = replace(batch, token=_of_losses(batch.token), sequence=_of_losses(batch.sequence))
+        update: Update = self.group.update(self.role, batch, loss, lr_scale, also, columns)
+        self.updates += update.skipped is None
+        return update
+
+    def release(self) -> None:
+        # Its clocks are read with it: whoever reads them soon does not wait for what the ranks are given meanwhile.
+        self.meter.told.append(self.group.release.later(self.role))
+
+    def reset_optimizer(self) -> None:
+        self.group.reset_optimizer(self.role)
+
+    def usage(self) -> dict[str, float]:
+        """Memory of the workers, and what went through the controller."""
+        return self.meter.memory | self.ledger.take()
+
+    def contents(self, stage: Stage, folder: str = "") -> list[Content]:
+        return staged(self.group, self.role, stage)
+
+    def load(self, directory: Path) -> None:
+        self.updates = self.group.load(self.role, directory.resolve())[0]
+
+
+class Slimmer:
+    """What passes without gradient read of a batch, and what of it is small: the rest need not travel. Asked again for a batch with
+    other columns added, it gives the same object, whose parts the workers have already."""
+
+    def __init__(self) -> None:
+        self._last: Batch | None = None
+
+    def __call__(self, batch: Batch, mask: str) -> Batch:
+        token = {name: batch.token[name] for name in sorted({mask, "action_mask"}) if name in batch.token}
+        last = self._last
+        slim = Batch(batch.tokens, batch.offsets, token, _of_losses(batch.sequence))
+        if last is None or _columns(last) != _columns(slim):
+            self._last = last = slim
+        return last
+
+
+def _of_losses(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The columns that have a use where losses are computed."""
+    return {name: column for name, column in columns.items() if not name.startswith(OF_THE_CONTROLLER)}
+
+
+def _columns(batch: Batch) -> list[int]:
+    """Which tensors the tokens of a batch are made of; passes that change nothing of it read no other column."""
+    return [id(column) for column in (batch.tokens, batch.offsets, *batch.token.values())]
+
+
+class RemoteReference:
+    """The reference of a group (`Reference`)."""
+
+    def __init__(
+        self, group: WorkerGroup, kind: str, about: dict[str, Any], slim: Slimmer, before: Callable[[], None]
+    ) -> None:
+        self.group, self.slim, self.before = group, slim, before
+        self.restarts, self.is_policy = bool(about["restarts"]), bool(about["is_policy"])
+        made = REFERENCES[kind]
+        # Most kinds do nothing after an update, or after a step: then nobody is told of it.
+        self._follows_updates = made.after_update is not Reference.after_update
+        self._follows_steps = made.after_step is not Reference.after_step or self.is_policy
+        self._moves = made.moves and not self.is_policy
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        self.before()
+        found: Tensor = self.group.reference_logprobs(self.slim(batch, "action_mask"))
+        return found
+
+    def after_update(self, model: Any) -> None:
+        if self._follows_updates:
+            self.group.after_update()
+
+    def after_step(self, model: Any, step: int) -> bool:
+        return bool(self.group.after_step(step)) if self._follows_steps else False
+
+    def contents(self, stage: Stage) -> list[Content]:
+        return staged(self.group, REFERENCE, stage) if self._moves else []
+
+    def load(self, folder: Path) -> None:
+        if self._moves:
+            self.group.load(REFERENCE, folder.resolve())
+
+
+class RemoteCritic:
+    """The critic of a group (`Critic`)."""
+
+    def __init__(self, learner: RemoteLearner, clip: float | None) -> None:
+        self.learner, self.loss = learner, ValueLoss(clip)
+
+    def values(self, batch: Batch) -> Tensor:
+        return self.learner.outputs(batch, frozenset({"value"}))["value"]
+
+    def update(self, mini_batch: Batch) -> Update:
+        return self.learner.update(mini_batch, self.loss, columns=False)
+
+    def contents(self, stage: Stage) -> list[Content]:
+        return self.learner.contents(stage)
+
+    def load(self, folder: Path) -> None:
+        self.learner.load(folder)
+
+
+class RemoteProcess:
+    """The process reward model of a group (`ProcessModel`)."""
+
+    def __init__(self, learner: RemoteLearner) -> None:
+        self.learner = learner
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return self.learner.logprobs(batch)
+
+    def prior(self, batch: Batch) -> Tensor:
+        self.learner.before()
+        found: Tensor = self.learner.group.process_prior(self.learner.slim(batch, "action_mask"))
+        return found
+
+    def update(self, mini_batch: Batch, loss: Loss) -> Update:
+        return self.learner.update(mini_batch, loss)
+
+    def contents(self, stage: Stage) -> list[Content]:
+        return self.learner.contents(stage)
+
+    def load(self, folder: Path) -> None:
+        self.learner.load(folder)

@@ -1,0 +1,360 @@
+"""Builds the roles of a run from its config: the policy, the learner and the reference on its weights, the critic, the
+engine, the driver that runs environments against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from burnish.algorithms.terms.spec import TeacherReference
+from burnish.config.data import Reward, Source
+from burnish.config.engines import Vllm
+from burnish.config.errors import UserError
+from burnish.config.model import Model
+from burnish.config.rollout import Environment, Rollout, gpu_refusal
+from burnish.config.schema import TrainConfig
+from burnish.core.engine import Engine
+from burnish.data.tasks.registry import alphabet_of
+from burnish.distributed.judge_process import EngineJudge
+from burnish.environments.registry import environment_factory
+from burnish.inference.engine_wrappers import MismatchEngine, OwnWeights
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.row_engine import NativeEngine
+from burnish.inference.sglang.sglang_engine import SglangEngine
+from burnish.inference.transformers_engine import TransformersEngine
+from burnish.inference.vllm.vllm_engine import VllmEngine
+from burnish.inference.vllm.vllm_server import VllmServer
+from burnish.memory_plan.kv_cache import GIB
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.architecture import read_config, why_not_native
+from burnish.models.cached_forward import exact_logprobs
+from burnish.models.compiled_layers import compile_layers
+from burnish.models.decoder import Decoder
+from burnish.models.heads import ValueModel
+from burnish.models.lora.directory import is_adapter
+from burnish.models.policy import (
+    AnyPolicy,
+    PolicyModel,
+    PolicyOutline,
+    find_directory,
+    load_policy,
+    outline_policy,
+    whole_tensors,
+)
+from burnish.models.tokenizer import Tokenizer
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.rewards.judge.options import JudgeOptions
+from burnish.rewards.reward_parts import JUDGE, MODEL, ScorerOptions
+from burnish.rollout.runner import Driver
+from burnish.rollout.validation import sampling_options
+from burnish.training.learner import Learner
+from burnish.training.parallel.distribute import distribute
+from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.reference import Reference, make_reference
+from burnish.training.reward_scorer import ModelScorer
+from burnish.training.value_models import Critic, ProcessModel, twin_of
+
+
+def build_scorers(
+    reward: Reward, tokenizer: Tokenizer, base: Path | None, kinds: Collection[str] = (MODEL, JUDGE)
+) -> dict[int, ModelScorer | EngineJudge]:
+    """The models that are parts of a reward, and those that answer for a judge in processes of their own, by the index of their
+    part; `tokenizer` is the policy's. Those of other `kinds` are looked at and not loaded."""
+    made: dict[int, ModelScorer | EngineJudge] = {}
+    for index, part in enumerate(reward.parts):
+        if part.name == MODEL:
+            options = ScorerOptions.of(part.options, f"reward.parts[{index}] (model)")
+            directory = find_directory(options.path, base)
+            if MODEL in kinds:
+                made[index] = ModelScorer(directory, options, tokenizer)
+        elif part.name == JUDGE:
+            judge = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
+            if judge.path is not None and JUDGE in kinds:
+                made[index] = EngineJudge(find_directory(judge.path, base), judge)
+    return made
+
+
+def build_models(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
+    """Those that are parts of a reward, and no judge."""
+    made = build_scorers(reward, tokenizer, base, (MODEL,))
+    return {index: one for index, one in made.items() if isinstance(one, ModelScorer)}
+
+
+def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
+    """The policy a run starts from: a model directory, with an adapter where there is one, or a new decoder."""
+    path, adapter = _directories(config, base)
+    return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
+
+
+def build_outline(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyOutline:
+    """The same policy without its weights; the error is that of `build_policy` wherever weights are not needed to find it."""
+    path, adapter = _directories(config, base)
+    return outline_policy(config, path, alphabet_of(sources, seed), adapter)
+
+
+def _directories(config: Model, base: Path | None) -> tuple[Path | None, Path | None]:
+    """The directories of the model and of its adapter."""
+    path, adapter = (None if p is None else find_directory(p, base) for p in (config.path, config.adapter))
+    if path is not None and is_adapter(path):
+        raise UserError(
+            f"model.path={config.path} is a PEFT adapter: set model.adapter={config.path} to train it further"
+        )
+    return path, adapter
+
+
+def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
+    """The engine that samples from the policy's own tensors, or with a fault from others."""
+    if rollout.mismatch is None:
+        return _engine(policy, rollout, listener)
+
+    def make(module: nn.Module) -> Engine:
+        assert isinstance(module, Decoder | TransformersPolicy), "a copy of the policy's own module"
+        return _engine(replace(policy, module=module), rollout, listener)
+
+    return MismatchEngine(make, policy.module, rollout.mismatch, policy.tokenizer)
+
+
+def engine_kind(rollout: Rollout, is_native: bool) -> str:
+    """Which engine samples, and the error for one that cannot sample from the policy; `is_native`: it is a native decoder."""
+    kind = rollout.engine if rollout.engine != "auto" else ("native" if is_native else "transformers")
+    if kind == "native" and not is_native:
+        raise UserError("rollout.engine=native needs the native decoder; this model runs through transformers")
+    if kind == "transformers" and rollout.exact:
+        raise UserError("rollout.exact needs the native decoder; this model runs through transformers")
+    if kind == "transformers" and (rollout.cache_gib is not None or rollout.cache_dtype != "auto"):
+        raise UserError(
+            "rollout.cache_gib and cache_dtype need the native decoder; this model runs through transformers"
+        )
+    if kind == "transformers" and is_native:
+        raise UserError(
+            "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
+        )
+    return kind
+
+
+def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
+    kind = engine_kind(rollout, policy.arch is not None)
+    if kind == "native":
+        assert isinstance(policy.module, Decoder), "checked by engine_kind"
+        weight = policy.module.embedding.weight
+        if rollout.exact and weight.dtype == torch.float64:
+            raise UserError(
+                "rollout.exact: the engine reports log-probs in float32; set model.dtype=float32 or bfloat16"
+            )
+        if rollout.exact:
+            policy.module.exact = partial(exact_logprobs, policy.module)
+        if weight.is_cuda or rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto":
+            return _paged(policy.module, rollout, policy.tokenizer.decode, listener)
+        # On a CPU a dense cache is faster: its attention needs no gathering of pages.
+        return NativeEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
+    if kind == "vllm":
+        return _vllm(policy, rollout, listener)
+    if kind == "sglang":
+        return _sglang(policy, rollout)
+    assert isinstance(policy.module, TransformersPolicy), "checked by engine_kind"
+    return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id)
+
+
+def _vllm(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
+    options = rollout.vllm or Vllm()
+    if options.url is None:
+        return VllmEngine(policy, options, rollout.max_rows, rollout.cache_gib, listener)
+    if listener is not None:
+        raise UserError(
+            "a vLLM server answers whole completions, so nobody can listen to its tokens: remove rollout.vllm.url"
+        )
+    return VllmServer(policy, options, rollout.max_rows)
+
+
+def _sglang(policy: PolicyModel, rollout: Rollout) -> Engine:
+    assert rollout.sglang is not None, "checked with the config"
+    module = policy.module
+    vocab_size = (
+        module.arch.vocab_size if isinstance(module, Decoder) else module.inner.get_input_embeddings().num_embeddings
+    )
+    engine = SglangEngine(
+        rollout.sglang.urls,
+        vocab_size,
+        rollout.max_rows,
+        policy.tokenizer.decode,
+        rollout.sglang.timeout_s,
+        rollout.sglang.weights_dir,
+        weights=partial(whole_tensors, policy),
+    )
+    engine.check_options(sampling_options(rollout, ()), "rollout")
+    return engine
+
+
+def _paged(
+    model: Decoder, rollout: Rollout, decode: Callable[[list[int]], str], listener: Callable[[str, int], None] | None
+) -> PagedEngine:
+    weight, quantised = model.embedding.weight, rollout.cache_dtype == "fp8"
+    if quantised and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        name = torch.cuda.get_device_name(weight.device)
+        raise UserError(
+            f"rollout.cache_dtype=fp8 needs a GPU that computes with 8-bit floats (Ada, Hopper or later), and this is a {name}"
+        )
+    size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
+    return PagedEngine(
+        model, rollout.max_rows, decode, listener, exact=rollout.exact, cache_bytes=size, quantised=quantised
+    )
+
+
+def own_engine(engine: Engine, policy: PolicyModel, rollout: Rollout) -> Engine:
+    """The engine for a source that samples while the learner learns: one that shares the policy's tensors gets a copy of them."""
+    if not isinstance(engine, NativeEngine | PagedEngine | TransformersEngine):
+        return engine  # a server, which has weights of its own
+    if next(policy.module.parameters()).is_cuda:
+        raise UserError(gpu_refusal(rollout.source.name))
+    return OwnWeights(lambda module: _engine(replace(policy, module=module), rollout, None), policy.module)
+
+
+def paged_engine(engine: Engine) -> PagedEngine | None:
+    """The engine that has a paged cache, itself or behind a fault or on a copy of the weights."""
+    inner = engine.engine if isinstance(engine, MismatchEngine | OwnWeights) else engine
+    return inner if isinstance(inner, PagedEngine) else None
+
+
+def policy_updates(config: TrainConfig) -> int:
+    """Updates of the policy in a whole run: none while the critic alone is trained."""
+    training, critic = config.training, config.algorithm.critic
+    steps = training.steps - (critic.warmup_steps if critic is not None else 0)
+    return steps * training.mini_batches * training.epochs
+
+
+def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Learner:
+    """The learner of the actor; its schedule ends with the last step. Of several ranks the policy is divided among them."""
+    training, total = config.training, policy_updates(config)
+    set_activations(policy.module, training.activations)
+    if training.compile:
+        compile_layers(policy.module)
+    distribute(policy.module, ranks, config.parallel.offload)
+    return Learner(
+        policy.module,
+        training.optimizer,
+        total,
+        training.token_budget,
+        config.rollout.temperature,
+        training.share_prompts,
+        training.grad_norms,
+        ranks,
+    )
+
+
+def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
+    """Refuse a teacher that could not read the policy's tokens, or does not say how likely each of them is."""
+    slot = config.algorithm.kl.reference
+    if not isinstance(slot, TeacherReference) or slot.path is None:
+        return
+    what, directory = f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base)
+    if is_adapter(directory):
+        raise UserError(f"{what} is a PEFT adapter: merge it into its base first (burnish export)")
+    if difference := Tokenizer.load(directory).difference_to(policy.tokenizer):
+        raise UserError(
+            f"{what} has another tokenizer than the policy, whose tokens it is to judge one by one: {difference}; use a teacher of "
+            "the same family, or its answers as data.demonstrations"
+        )
+    arch = read_config(directory)
+    if config.algorithm.kl.loss.estimator != "full" or config.algorithm.kl.loss.coef == 0:
+        return
+    if reason := why_not_native(arch):
+        raise UserError(f"{what}: algorithm.kl.loss.estimator=full needs the native decoder ({reason}): use k2 or k3+")
+    rows, own = int(arch["vocab_size"]), 0 if policy.arch is None else policy.arch.vocab_size
+    if rows < own:
+        raise UserError(
+            f"{what} has {rows} rows for tokens and the policy {own}, so it says nothing of some that the policy may sample: "
+            "use algorithm.kl.loss.estimator=k2, which asks for sampled tokens alone"
+        )
+
+
+def build_reference(
+    config: TrainConfig, policy: PolicyModel, base: Path | None, ranks: Ranks = SOLO
+) -> Reference | None:
+    """The reference, or None where nothing asks for one; call it before the policy's weights move, or are divided."""
+    slot = config.algorithm.kl.reference
+    if slot.name == "none":
+        return None
+    options = slot.model_dump(exclude={"name"})
+    if options.get("path") is not None:
+        options["path"] = str(find_directory(options["path"], base))
+    budget, temperature = config.training.token_budget, config.rollout.temperature
+    reference = make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
+    reference.top = config.algorithm.kl.loss.top
+    return reference
+
+
+def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Critic | None:
+    """The critic, its backbone a copy of the policy (with adapters: of these) as it is now, or None where no advantage uses values."""
+    critic, training = config.algorithm.critic, config.training
+    if critic is None:
+        return None
+    total = training.steps * training.mini_batches * training.epochs * critic.updates
+    model = ValueModel(policy.module)
+    set_activations(model, training.activations)
+    if training.compile:
+        compile_layers(model)
+    distribute(model, ranks, config.parallel.offload)
+    return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks)
+
+
+def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:
+    """The driver of the configured environment."""
+    return driver_of(config.environment, policy, engine, config.seed, base)
+
+
+def driver_of(
+    environment: Environment, policy: PolicyModel, engine: Engine, seed: int, base: Path | None = None
+) -> Driver:
+    """The driver of an environment; a trajectory has the tokens that both the model and the environment allow."""
+    factory = environment_factory(environment, policy.tokenizer, base)
+    limits = policy.max_positions, environment.max_tokens
+    return Driver(engine, factory, policy.tokenizer, seed, environment.max_turns, *limits)
+
+
+# --- Builds the process reward model of a run: a second language model, with its frozen start.
+
+
+def check_process(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
+    """Refuse a process reward model that could not read the policy's tokens."""
+    process = config.algorithm.process
+    if process is None or process.path is None:
+        return
+    directory = find_directory(process.path, base)
+    if not Tokenizer.load(directory).means_the_same_as(policy.tokenizer):
+        raise UserError(
+            f"algorithm.process.path={process.path} has another tokenizer than the policy, whose tokens it is to reward one by one"
+        )
+
+
+def build_process(
+    config: TrainConfig, policy: PolicyModel, base: Path | None, ranks: Ranks = SOLO
+) -> ProcessModel | None:
+    """The process reward model, a copy of the policy as it is now or a model of its own, or None where no advantage uses one.
+
+    Call it before the policy's weights move, or are divided. Where the policy has adapters this has some of its own.
+    """
+    process, training = config.algorithm.process, config.training
+    if process is None:
+        return None
+    model = _model(config, process.path, policy, base)
+    start = Reference(model, training.token_budget, 1.0, ranks)
+    set_activations(model, training.activations)
+    if training.compile:
+        compile_layers(model)
+    distribute(model, ranks, config.parallel.offload)
+    total, budget = training.steps * process.mini_batches, training.token_budget
+    return ProcessModel(model, start, process.optimizer, total, budget, training.share_prompts, ranks)
+
+
+def _model(config: TrainConfig, path: str | None, policy: PolicyModel, base: Path | None) -> nn.Module:
+    if path is None:
+        return twin_of(policy.module)
+    where = str(next(policy.module.parameters()).device)
+    own = config.model.model_copy(update={"adapter": None, "lora": policy.lora, "device": where})
+    return load_policy(own, find_directory(path, base), None, config.seed).module

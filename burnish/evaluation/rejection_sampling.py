@@ -1,0 +1,347 @@
+"""`burnish data reject`: rejection sampling, completions that were judged right become demonstrations for `burnish sft`.
+
+DeepSeek-R1 (2501.12948) fine-tunes its base again on right, readable, single-language samples of its first RL stage; Kimi
+k1.5 (2501.12599) on the shortest right sample of each prompt (long2short).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.data import Source
+from burnish.config.errors import UserError
+from burnish.core.random_keys import fold
+from burnish.data.curation.output_files import Kept, Report, counted, quiet, write_output
+from burnish.data.curation.pass_rates import Tally, completions, completions_file, matched, read_items, run_sources
+from burnish.data.files import Record, find_files
+from burnish.data.row import Message
+from burnish.data.rows import source_name
+from burnish.evaluation.answers import has_code, is_broken, is_in, longest_paragraph, purity, repeated_share
+from burnish.run.durable_files import sums
+from burnish.run.run_directory import RunDirectory
+from burnish.run.samples import read_table, sample_files
+
+# --- Samples with their scores and the prompts they answer: from the completions of an evaluation, or from a run's tables.
+#
+# A completions file has each prompt as the text the model was given. What is trained on next is rendered again, so the
+# prompts are taken from the rows that were asked: `--prompts`, or what a run's config names.
+
+CHAT_MARKS = re.compile(r"<\|[^|]+\|>|\[INST\]|<start_of_turn>|<｜")
+RIGHT = 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with its score."""
+
+    where: str
+    prompt_id: str
+    prompt: str
+    """The text the model was given."""
+    completion: str
+    accuracy: float | None
+    length: int
+    is_whole: bool
+    """It ended by itself, and nothing went wrong with scoring it."""
+    answer: str | None
+
+
+def is_right(sample: Sample) -> bool:
+    """Whether the verifier found it wholly right."""
+    return sample.accuracy is not None and sample.accuracy >= RIGHT
+
+
+def source_sums(source: Path, prompts: Path | None) -> dict[str, Any]:
+    """The checksums of everything that is read, as a manifest holds them."""
+    files = [path for _, _, path in _tables(source)] if source.is_dir() else [completions_file(source)]
+    return {"source": sums(files), "prompts": sums([] if prompts is None else find_files(str(prompts)))}
+
+
+def read_samples_of(source: Path) -> list[Sample]:
+    """The samples of a run's folder or of a file of completions."""
+    return run_samples(source) if source.is_dir() else file_samples(source)
+
+
+def file_samples(path: Path) -> list[Sample]:
+    """The completions of an evaluation."""
+    found = []
+    for where, record in completions(path):
+        whole = not (record.get("truncated") or record.get("timed_out") or record.get("error"))
+        length, answer = record.get("length"), record.get("answer")
+        length = len(record["completion"].split()) if length is None else length
+        found.append(
+            Sample(
+                where,
+                record["id"],
+                record.get("prompt") or "",
+                record["completion"],
+                record["accuracy"],
+                length,
+                whole,
+                answer,
+            )
+        )
+    return found
+
+
+def run_samples(run: Path) -> list[Sample]:
+    """The samples a run kept in its tables (`run.samples_every`)."""
+    found = []
+    for _, _, path in _tables(run):
+        for number, row in enumerate(read_table(path), 1):
+            whole = not (row["truncated"] or row["error"])
+            id, where = row["group"].rpartition("#")[0], f"{path.name}, row {number}"
+            found.append(
+                Sample(
+                    where, id, row["prompt"], row["completion"], row["accuracy"], row["length"], whole, row["answer"]
+                )
+            )
+    return found
+
+
+def _tables(run: Path) -> list[tuple[int, str, Path]]:
+    tables = [entry for entry in sample_files(RunDirectory.open(run).samples) if entry[1] == "train"]
+    if not tables:
+        raise UserError(f"{run} has kept no training samples yet (run.samples_every)")
+    return tables
+
+
+def prompts_of(samples: Sequence[Sample], source: Path, prompts: Path | None) -> dict[str, str | list[Message]]:
+    """What each prompt id asks, as its row has it; without rows, the text the model was given."""
+    if source.is_dir():
+        sources, seed = run_sources(source, prompts, "--prompts")
+        asked = {item.row.id: item.row.prompt for one in sources for item in read_items(_ended(one, samples), seed)}
+        lost = next((sample for sample in samples if sample.prompt_id not in asked), None)
+        if lost is not None:
+            raise UserError(
+                f"{lost.where}: the prompt {lost.prompt_id} is not among the rows of the run's data any more"
+            )
+        return asked
+    if prompts is not None:
+        items = read_items(Source(path=str(prompts)))
+        names = {sample.prompt_id.rpartition("/")[0] for sample in samples}
+        if len(names) > 1:
+            raise UserError(
+                f"{source} has completions of several files ({', '.join(sorted(names))}): give them one by one"
+            )
+        tallies = {sample.prompt_id: Tally(1.0, 1, sample.answer) for sample in samples}
+        matched(items, tallies, source)
+        ids = {sample.prompt_id for sample in samples}
+        by_place = {item.row.id.rpartition("/")[2]: item.row.prompt for item in items}
+        return {id: by_place[id.rpartition("/")[2]] for id in ids}
+    strange = next((sample for sample in samples if CHAT_MARKS.search(sample.prompt)), None)
+    if strange is not None:
+        raise UserError(
+            f"{strange.where}: its prompt was written by a chat template; name the file that was answered with --prompts, "
+            "or training would put the template around it again"
+        )
+    return {sample.prompt_id: sample.prompt for sample in samples}
+
+
+def _ended(source: Source, samples: Sequence[Sample]) -> Source:
+    """A source with an end: of an endless task as many rows as the samples reach into."""
+    if source.task is None or source.limit is not None:
+        return source
+    prefix = f"{source_name(source)}/"
+    places = [int(s.prompt_id.rpartition("/")[2]) for s in samples if s.prompt_id.startswith(prefix)]
+    return source.model_copy(update={"limit": max(places, default=0) + 1})
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Which completions are good enough."""
+
+    most: int = 1
+    """Of one prompt."""
+    pick: str = "shortest"
+    seed: int = 0
+    language: str | None = None
+    purity: float = 0.98
+    """Share of words that must be of one script."""
+    max_repeat: float = 0.2
+    """Share of runs of words that may stand there twice."""
+    max_paragraph: int | None = None
+    no_code: bool = False
+
+
+def reject(
+    source: Path,
+    out: Path,
+    options: Rejection,
+    prompts: Path | None = None,
+    force: bool = False,
+    report: Report = quiet,
+) -> tuple[dict[str, Any], bool]:
+    """Write the demonstrations; `prompts` is the file that was answered. The manifest, and whether anything was written."""
+    if options.most < 1:
+        raise UserError(f"--most {options.most}: expected 1 or more")
+    asked = {"command": "reject", **asdict(options), **source_sums(source, prompts)}
+    return write_output(out, asked, lambda say: _demonstrations(source, options, prompts, say), force, report)
+
+
+def _demonstrations(source: Path, options: Rejection, prompts: Path | None, report: Report) -> Kept:
+    samples = read_samples_of(source)
+    asked = prompts_of(samples, source, prompts)
+    kept = Kept([])
+    good: dict[str, list[Sample]] = {}
+    seen: set[tuple[str, str]] = set()
+    for sample in counted(samples, "completions", report):
+        reason = why_not(sample, options)
+        if reason is None and (sample.prompt_id, _normal(sample.completion)) in seen:
+            reason = "repeated"
+        if reason is not None:
+            kept.drop(reason, sample.where)
+            continue
+        seen.add((sample.prompt_id, _normal(sample.completion)))
+        good.setdefault(sample.prompt_id, []).append(sample)
+    chosen = [sample for each in good.values() for sample in _picked(each, options, kept)]
+    kept.records = _records(chosen, asked)
+    right = [sample for sample in samples if is_right(sample)]
+    kept.facts = {"read": _described(samples), "right": _described(right), "written": _described(chosen)}
+    return kept
+
+
+def why_not(sample: Sample, options: Rejection) -> str | None:
+    """Why a completion is no demonstration, or None."""
+    text = sample.completion
+    if not is_right(sample):
+        return "not judged" if sample.accuracy is None else "wrong"
+    if not sample.is_whole:
+        return "cut off"
+    if not text.strip() or is_broken(text):
+        return "empty, or with broken characters"
+    if purity(text) < options.purity:
+        return "mixed scripts"
+    if options.language is not None and not is_in(text, options.language):
+        return f"not in {options.language}"
+    if repeated_share(text) > options.max_repeat:
+        return "repeats itself"
+    if options.max_paragraph is not None and longest_paragraph(text) > options.max_paragraph:
+        return f"a paragraph of more than {options.max_paragraph} words"
+    if options.no_code and has_code(text):
+        return "code"
+    return None
+
+
+def _picked(samples: Sequence[Sample], options: Rejection, kept: Kept) -> list[Sample]:
+    """At most so many of one prompt; of equally short ones the earlier."""
+
+    def rank(index: int) -> tuple[int, int]:
+        sample = samples[index]
+        key = sample.length if options.pick == "shortest" else fold(options.seed, sample.prompt_id, sample.completion)
+        return key, index
+
+    order = sorted(range(len(samples)), key=rank)
+    for index in order[options.most :]:
+        kept.drop(f"more than {options.most} of its prompt", samples[index].where)
+    return [samples[index] for index in sorted(order[: options.most])]
+
+
+def _described(samples: Sequence[Sample]) -> dict[str, Any]:
+    return {
+        "completions": len(samples),
+        "prompts": len({sample.prompt_id for sample in samples}),
+        "mean_tokens": sum(sample.length for sample in samples) / max(1, len(samples)),
+    }
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- what is written ---------------------------------------------------------------------------------------------------
+
+
+def _records(samples: Sequence[Sample], asked: dict[str, str | list[Message]]) -> list[Record]:
+    """Conversations as `messages`; prompts that are text, or have an assistant in them already, as prompt and completion."""
+    as_messages = all(_is_question(asked[sample.prompt_id]) for sample in samples)
+    records: list[Record] = []
+    for sample in samples:
+        prompt, said = asked[sample.prompt_id], sample.completion
+        extra = {"id": sample.prompt_id, "tokens": sample.length}
+        if as_messages and isinstance(prompt, list):
+            records.append({"messages": [*prompt, {"role": "assistant", "content": said}], **extra})
+        else:
+            records.append({"prompt": prompt, "completion": said, **extra})
+    return records
+
+
+def _is_question(prompt: str | Iterable[Message]) -> bool:
+    """Whether a prompt is messages none of which would be learnt."""
+    return not isinstance(prompt, str) and all(message["role"] != "assistant" for message in prompt)
+
+
+# --- `burnish data pairs`: samples of one prompt as preferences for `burnish prefer`, the shortest right one before longer ones.
+#
+# Chosen is the shortest right sample; rejected are wrong ones longer than it, and right ones at least `ratio` times as
+# long. Kimi k1.5 (2501.12599), long2short DPO.
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which samples are paired."""
+
+    ratio: float = 1.5
+    most: int | None = None
+    """Pairs of one prompt; the longest rejected ones come first."""
+
+
+def pair_up(
+    source: Path,
+    out: Path,
+    options: Pairing,
+    prompts: Path | None = None,
+    force: bool = False,
+    report: Report = quiet,
+) -> tuple[dict[str, Any], bool]:
+    """Write rows with `prompt`, `chosen` and `rejected`; the manifest, and whether anything was written."""
+    if options.ratio < 1 or (options.most is not None and options.most < 1):
+        raise UserError(f"--ratio {options.ratio:g} and --most {options.most}: expected 1 or more")
+    asked = {"command": "pairs", **asdict(options), **source_sums(source, prompts)}
+    return write_output(out, asked, lambda say: _paired(source, options, prompts, say), force, report)
+
+
+def _paired(source: Path, options: Pairing, prompts: Path | None, report: Report) -> Kept:
+    samples = [sample for sample in read_samples_of(source) if sample.accuracy is not None]
+    asked = prompts_of(samples, source, prompts)
+    report(f"pairing {len(samples):,} completions")
+    found = pairs_of(samples, options)
+    kept = Kept([])
+    for chosen, rejected in found:
+        record = {"prompt": asked[chosen.prompt_id], "chosen": chosen.completion, "rejected": rejected.completion}
+        kept.records.append({**record, "id": chosen.prompt_id, "tokens": [chosen.length, rejected.length]})
+    kinds = Counter("right" if is_right(rejected) else "wrong" for _, rejected in found)
+    kept.facts = {
+        "completions": len(samples),
+        "prompts": len({sample.prompt_id for sample in samples}),
+        "prompts_paired": len({chosen.prompt_id for chosen, _ in found}),
+        "rejected": {"wrong and longer": kinds["wrong"], "right and much longer": kinds["right"]},
+    }
+    return kept
+
+
+def pairs_of(samples: Sequence[Sample], options: Pairing) -> list[tuple[Sample, Sample]]:
+    """(chosen, rejected), prompt by prompt; a sample that was cut off is never chosen, and texts that are alike are no pair."""
+    import torch
+
+    from burnish.algorithms.curriculum.prompt_selection import long2short_pairs
+
+    if not samples:
+        return []
+    places = {name: place for place, name in enumerate(dict.fromkeys(sample.prompt_id for sample in samples))}
+    groups = torch.tensor([places[sample.prompt_id] for sample in samples])
+    lengths = torch.tensor([sample.length for sample in samples])
+    good = torch.tensor([is_right(sample) and sample.is_whole for sample in samples])
+    chosen, rejected = (indices.tolist() for indices in long2short_pairs(lengths, good, groups, options.ratio))
+    found: dict[str, dict[str, tuple[Sample, Sample]]] = {}
+    for one, other in zip(chosen, rejected, strict=True):
+        better, worse = samples[one], samples[other]
+        if better.completion.strip() != worse.completion.strip():
+            found.setdefault(better.prompt_id, {}).setdefault(worse.completion, (better, worse))
+    longest = [sorted(pairs.values(), key=lambda pair: -pair[1].length) for pairs in found.values()]
+    return [pair for pairs in longest for pair in pairs[: options.most]]

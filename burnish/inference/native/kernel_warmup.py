@@ -1,0 +1,138 @@
+"""Compiling the kernels of an engine side by side, before the first of them is needed.
+
+A kernel takes a second or more to compile the first time on a machine, most of it in other programs (the assembler, the C
+compiler of the launcher). One after the other, as they are first called, that adds up; in threads they take about as long
+as the slowest. Found on disk, as every later time, they are only read. The libraries of matmuls and of prefill attention
+are loaded meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from burnish.inference.native.device_state import RowState, Wants
+from burnish.memory_plan.kv_cache import PREFILL_TOKENS
+from burnish.models.cached_forward import head_norms
+from burnish.models.decoder import Decoder, Layer
+from burnish.models.kernels.attention import has_varlen, varlen_attention
+from burnish.models.kernels.cuda.hopper import prepare, tiles_of
+from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
+from burnish.models.kernels.linear import gated_linear, has_one_kernel, partial_linear
+from burnish.models.kernels.paged_attention import add_norm, decode_attention, rotate_store
+from burnish.models.kernels.paged_layout import Placement
+from burnish.models.quantization.fp8_cache import Cache
+from burnish.models.quantization.nf4_decoder import quantised_weights
+
+
+def warm(
+    model: Decoder,
+    cache: Cache,
+    rotations: tuple[Tensor, Tensor],
+    state: RowState,
+    place: Placement,
+    wants: Wants,
+    exact: bool,
+) -> None:
+    """Call every operation of a decode step on the rows of `place`, which are not there (`state` has nobody), at once."""
+    from triton.runtime import driver
+
+    arch, layer = model.arch, cast(Layer, model.layers[0])
+    keys, values = cache[0]
+    weight, rows = model.embedding.weight, place.position.shape[0]
+    windows = set(arch.windows) if isinstance(arch.windows, tuple) else {arch.windows}
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    def norm() -> None:
+        project = exact_linear if exact else nn.Linear.__call__ if arch.out_norms else partial_linear
+        into_residual = (project(module, zeros(rows, module.in_features)) for module in (layer.out, layer.down))
+        for delta in (None, *into_residual):
+            x = zeros(rows, arch.hidden_size)
+            add_norm(x, delta, layer.attention_norm.weight, arch.norm_eps, arch.norm_shift)
+
+    def projection() -> Tensor:
+        return zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
+
+    def rotate(in_place: bool) -> None:
+        rotate_store(projection(), *rotations, place, head_norms(layer), keys, values, in_place)
+
+    def attend_exactly() -> None:
+        assert isinstance(cache, Tensor), "exactness is not for 8 bits"
+        for window in windows:
+            exact_attention(zeros(rows, arch.num_heads, arch.head_dim), cache[0, 0], cache[0, 1], place, window)
+
+    def attend(splits: int) -> None:
+        for window in windows:
+            decode_attention(projection(), *rotations, place, head_norms(layer), keys, values, window, splits)
+
+    def attend_whole() -> None:
+        attend(1)
+
+    def attend_in_stretches() -> None:  # the same kernel for any number of them, and the one that joins them
+        attend(2)
+
+    def draw() -> None:
+        state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, wants)
+
+    def matmuls() -> None:
+        for module in (layer.qkv, layer.gate_up) if exact else (layer.qkv,):
+            (exact_linear if exact else nn.Linear.__call__)(module, zeros(rows, arch.hidden_size))
+        if exact:
+            exact_logits(zeros(rows, arch.hidden_size), model.head_weight)
+        else:
+            model.logits(zeros(rows, arch.hidden_size))
+
+    def prefill() -> None:
+        q, k = zeros(1, arch.num_heads, arch.head_dim), zeros(1, arch.num_kv_heads, arch.head_dim)
+        if has_varlen(q):
+            bounds = torch.arange(2, dtype=torch.int32, device=weight.device)
+            for window in windows:
+                varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
+
+    def gate() -> None:
+        if exact:
+            layer.gated(zeros(rows, 2 * arch.mlp_size))
+        else:
+            gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated)
+
+    def tiles() -> list[Callable[[], None]]:  # of all numbers of rows: others come later
+        with torch.inference_mode():
+            if exact or not has_one_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation):
+                return []
+        processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        found = tiles_of(max(PREFILL_TOKENS, state.size), arch.mlp_size, processors)
+        return [partial(prepare, tile, arch.activation, weight.device) for tile in found]
+
+    def all_matmuls() -> None:  # where one kernel is for all, no two threads should compile it
+        matmuls()
+        norm()
+        gate()
+
+    is_one_kernel = exact or bool(quantised_weights(model))
+    products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(tiles() or [gate])]
+    attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
+    rotations_of: list[Callable[[], None]] = [
+        partial(rotate, in_place)
+        for in_place in ((False,) if exact or not isinstance(cache, Tensor) else (True, False))
+    ]
+    work = [draw, *attention, *rotations_of, *products]
+    driver.active.get_current_device()  # Triton's own library first: all kernels need it
+    _all_at_once(work, weight.device)
+
+
+def _all_at_once(work: list[Callable[[], None]], device: torch.device) -> None:
+    def run(one: Callable[[], None]) -> None:
+        with torch.cuda.device(device), torch.inference_mode():  # both are a thread's own
+            one()
+
+    with ThreadPoolExecutor(min(len(work), os.cpu_count() or 1)) as threads:
+        for result in [threads.submit(run, one) for one in work]:
+            result.result()

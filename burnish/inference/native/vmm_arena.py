@@ -1,0 +1,125 @@
+"""GPU memory that can be given back and taken again at the same addresses.
+
+Captured graphs hold the addresses of the cache they were captured with. So the cache's addresses are reserved once with
+the driver's virtual memory calls, and only the memory behind them comes and goes: a training step can have it in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from burnish.config.errors import UserError
+from burnish.models.kernels.cuda.compiler import call
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device
+_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("security", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class Arena:
+    """`size` bytes on a CUDA device, there from the start."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        torch.cuda.init()
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._location = _Location(_DEVICE, index)
+        self._properties = _Properties(_PINNED, 0, self._location, None)
+        grain = ctypes.c_size_t()
+        call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _MINIMUM)
+        self.size = ctypes.c_size_t(-(-size // grain.value) * grain.value)
+        self.address = ctypes.c_uint64()
+        call(
+            "cuMemAddressReserve",
+            ctypes.byref(self.address),
+            self.size,
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(0),
+        )
+        self._handle: ctypes.c_uint64 | None = None
+        self.device = device
+        self.map()
+
+    @property
+    def mapped(self) -> bool:
+        """Whether there is memory behind the addresses."""
+        return self._handle is not None
+
+    def map(self) -> None:
+        """Take memory; its content is whatever was there."""
+        if self._handle is not None:
+            return
+        handle = ctypes.c_uint64()
+        torch.cuda.empty_cache()  # what torch keeps for later may be what is wanted here
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < self.size.value:
+            raise UserError(
+                f"the engine's cache needs {self.size.value / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
+                "lower rollout.cache_gib, rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
+            )
+        call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+        call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        access = _Access(self._location, _READ_WRITE)
+        call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
+        self._handle = handle
+
+    def unmap(self) -> None:
+        """Give the memory back; nothing may use it until it is mapped again."""
+        if self._handle is None:
+            return
+        torch.cuda.synchronize(self.device)
+        call("cuMemUnmap", self.address, self.size)
+        call("cuMemRelease", self._handle)
+        self._handle = None
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """The memory from a byte on as a tensor; it keeps the arena alive."""
+        whole = torch.as_tensor(_Bytes(self), device=self.device)
+        return whole[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
+
+    def __del__(self) -> None:
+        if getattr(self, "address", None) is not None and self.address.value:
+            self.unmap()
+            call("cuMemAddressFree", self.address, self.size)
+
+
+class _Bytes:
+    """The arena for torch, by the array interface of CUDA libraries."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.__cuda_array_interface__ = {
+            "shape": (arena.size.value,),
+            "typestr": "|u1",
+            "data": (arena.address.value, False),
+            "version": 3,
+        }
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = torch.empty((), dtype=dtype).element_size()
+    for side in shape:
+        count *= side
+    return count

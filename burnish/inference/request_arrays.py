@@ -1,0 +1,158 @@
+"""Requests and completions as a few arrays: a step has tens of thousands, and an object each would cost more than the tokens.
+
+Requests with equal prompts share one copy of it, and all that are sampled alike one record of how.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
+
+import numpy as np
+
+from burnish.core.engine import Completion, Finish, Request, SamplingOptions
+from burnish.core.serialization import Flat
+
+NUMBERS = ("generated", "priority", "goes_on")
+"""What else a request says that is a small number."""
+
+
+@dataclass(frozen=True)
+class Requests(Flat):
+    """Many requests."""
+
+    first: int
+    """The number of the first; those of the others follow. They go by their numbers, which are cheaper than names."""
+    prompts: np.ndarray  # int32, the tokens of all distinct prompts
+    bounds: np.ndarray  # int64, where each of them begins, and the end
+    columns: np.ndarray  # int64 [5, n]: which prompt, which sampling, then `NUMBERS`
+    keys: np.ndarray  # uint64 [n]
+    samplings: list[SamplingOptions]
+
+
+@dataclass(frozen=True)
+class Completions(Flat):
+    """Many completions."""
+
+    columns: (
+        np.ndarray
+    )  # int64 [4, n]: the number of its request, how many tokens, the version, whether it has `raw_logp`
+    finish: list[Finish]
+    tokens: np.ndarray  # int32, of all
+    logp: np.ndarray  # float32, of all
+    raw_logp: np.ndarray | None  # float32, of those that asked for it, one after the other
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the requests."""
+        found: list[int] = self.columns[0].tolist()
+        return found
+
+
+def by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
+    """The requests with equal prompts together."""
+    prompts: dict[tuple[int, ...], list[Request]] = {}
+    # The samples of a prompt mostly follow each other: to compare is quicker than to look up.
+    for tokens, group in groupby(requests, attrgetter("tokens")):
+        if tokens in prompts:
+            prompts[tokens].extend(group)
+        else:
+            prompts[tokens] = list(group)
+    return list(prompts.values())
+
+
+def one_of_each(groups: Iterable[Sequence[Request]]) -> list[Request]:
+    """Requests of groups with equal prompts such that every prompt is among them with every way to sample it."""
+    found = []
+    for group in groups:
+        found.append(group[0])
+        if not _are_alike(samplings := _samplings(group)):
+            found += [one for one, sampling in zip(group, samplings, strict=True) if sampling is not samplings[0]]
+    return found
+
+
+def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> Requests:
+    """Requests as arrays, under the numbers from `first` on; those of a group have equal prompts."""
+    requests = list(chain.from_iterable(groups))
+    samplings = _samplings(requests)
+    known = {samplings[0]: 0} if requests else {}
+    columns = np.zeros((2 + len(NUMBERS), len(requests)), dtype=np.int64)
+    columns[0] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    if not _are_alike(samplings):
+        columns[1] = [known.setdefault(sampling, len(known)) for sampling in samplings]
+    for row, name in enumerate(NUMBERS, 2):
+        column = list(map(attrgetter(name), requests))
+        if any(column):  # most are 0 throughout, and a list takes longer to read than to look at
+            columns[row] = column
+    prompts = [group[0].tokens for group in groups]
+    lengths = [len(tokens) for tokens in prompts]
+    content = struct.pack(f"={sum(lengths)}i", *chain.from_iterable(prompts))  # half the time that numpy takes
+    return Requests(
+        first=first,
+        prompts=np.frombuffer(content, dtype=np.int32),
+        bounds=_bounds(lengths),
+        columns=columns,
+        keys=np.array(list(map(attrgetter("key"), requests)), dtype=np.uint64),
+        samplings=list(known),
+    )
+
+
+def _samplings(requests: Sequence[Request]) -> list[SamplingOptions]:
+    return list(map(attrgetter("sampling"), requests))
+
+
+def _are_alike(samplings: Sequence[SamplingOptions]) -> bool:
+    """Whether all are equal; most are the same object, and then it is seen at a glance."""
+    return not samplings or samplings.count(samplings[0]) == len(samplings)
+
+
+def unpack_requests(packed: Requests) -> list[Request]:
+    """The inverse; the ids are the numbers."""
+    bounds = packed.bounds.tolist()
+    prompts = [tuple(packed.prompts[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    rows = zip(packed.keys.tolist(), *packed.columns.tolist(), strict=True)
+    return [
+        Request(str(number), prompts[prompt], packed.samplings[sampling], key, generated, priority, bool(goes_on))
+        for number, (key, prompt, sampling, generated, priority, goes_on) in enumerate(rows, packed.first)
+    ]
+
+
+def pack_completions(completions: Sequence[Completion]) -> Completions:
+    """Completions of requests whose ids are numbers, as arrays: few of them, since each costs the reader as much as many values."""
+    rows = [(int(c.id), len(c.tokens), c.version, c.raw_logp is not None) for c in completions]
+    raw = [c.raw_logp for c in completions if c.raw_logp is not None]
+    return Completions(
+        columns=np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy(),
+        finish=[c.finish for c in completions],
+        tokens=_joined([c.tokens for c in completions], np.int32),
+        logp=_joined([c.logp for c in completions], np.float32),
+        raw_logp=_joined(raw, np.float32) if raw else None,
+    )
+
+
+def unpack_completions(packed: Completions, ids: Sequence[str]) -> list[Completion]:
+    """The inverse, with the ids that the requests had."""
+    tokens, logp = packed.tokens, packed.logp
+    _, lengths, versions, has_raw = packed.columns
+    bounds = _bounds(lengths).tolist()
+    columns = zip(ids, packed.finish, versions.tolist(), bounds, bounds[1:], strict=False)
+    found = [Completion(id, tokens[a:b], logp[a:b], finish, version) for id, finish, version, a, b in columns]
+    if packed.raw_logp is not None:
+        chosen = np.flatnonzero(has_raw)
+        ends = _bounds(lengths[chosen]).tolist()
+        for k, start, stop in zip(chosen.tolist(), ends, ends[1:], strict=False):
+            found[k].raw_logp = packed.raw_logp[start:stop]
+    return found
+
+
+def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)

@@ -1,0 +1,209 @@
+"""An engine for architectures our decoder does not know: transformers' own `generate`, behind the same contract.
+
+Static batches, no sharing of prompts: slower than the native engine. Tokens are drawn by our sampler from the keys of
+the requests (inside a logits processor that leaves `generate` a single choice), so randomness, log-probs and their
+meaning are the same as everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.config.errors import UserError
+from burnish.core.engine import Completion, Request
+from burnish.core.random_keys import signed, uniforms
+from burnish.inference.native.engine_common import add_bias, check_bias, sample
+from burnish.models.kernels.exact import tempered_logp
+from burnish.models.transformers_model import TransformersPolicy
+
+
+class TransformersEngine:
+    """Requests in batches of at most `max_rows` with equal sampling options."""
+
+    def __init__(
+        self, model: TransformersPolicy, max_rows: int, decode: Callable[[list[int]], str], pad_id: int
+    ) -> None:
+        self.model, self.max_rows, self.decode, self.pad_id = model.inner, max_rows, decode, pad_id
+        self.device = next(model.parameters()).device
+        self.queue: deque[Request] = deque()
+        self.ready: deque[Completion] = deque()  # finished, not handed over yet
+        self.version = 0
+        self._interrupted = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        ids = {r.id for r in self.queue} | {completion.id for completion in self.ready}
+        for request in requests:
+            if request.id in ids:
+                raise ValueError(f"request {request.id} is already waiting")
+            ids.add(request.id)
+            longest = len(request.tokens) + request.sampling.max_tokens
+            check_bias(request, self.model.get_input_embeddings().num_embeddings)
+            if not request.tokens:
+                raise UserError(f"request {request.id}: the prompt has no tokens")
+            if limit is not None and longest > limit:
+                raise UserError(
+                    f"request {request.id} may need {longest} positions, but the model has {limit}; lower max_tokens"
+                )
+        self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
+
+    def stream(self) -> Iterator[Completion]:
+        while self.ready or (self.queue and not self._interrupted):
+            if not self.ready:
+                options = self.queue[0].sampling
+                batch = [r for r in self.queue if r.sampling == options][: self.max_rows]
+                chosen = {r.id for r in batch}
+                self.queue = deque(r for r in self.queue if r.id not in chosen)
+                self.ready.extend(self._generate(batch))
+            while self.ready:
+                yield self.ready.popleft()
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """Between two batches: `generate` cannot be left before it ends."""
+        self._interrupted = True
+
+    def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
+        """Only what waits, before `generate` or behind it, can be stopped: that gives nothing back before it ends."""
+        wanted = set(ids)
+        stopped = [r for r in self.queue if r.id in wanted]
+        self.queue = deque(r for r in self.queue if r.id not in wanted)
+        kept = [completion for completion in self.ready if completion.id in wanted]
+        self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
+        return kept + [_nothing(r, self.version) for r in stopped] if keep else []
+
+    def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                parameters[name].copy_(tensor)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Nothing is held between batches."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    @torch.no_grad()
+    def _generate(self, batch: list[Request]) -> list[Completion]:
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+        options = batch[0].sampling
+        width = max(len(r.tokens) for r in batch)
+        prompts = torch.full((len(batch), width), self.pad_id, device=self.device)
+        real = torch.zeros_like(prompts)
+        for i, request in enumerate(batch):
+            prompts[i, width - len(request.tokens) :] = torch.tensor(request.tokens, device=self.device)
+            real[i, width - len(request.tokens) :] = 1
+        draw = _Draw(batch, width, self.device)
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=options.max_tokens, pad_token_id=self.pad_id, use_cache=True
+        )
+        with _only(self.model, config):
+            self.model.generate(
+                inputs=prompts,
+                attention_mask=real,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([_Ended(batch, draw, self.decode)]),
+            )
+        return draw.completions(self.version)
+
+
+def _nothing(request: Request, version: int) -> Completion:
+    raw = np.empty(0, dtype=np.float32) if request.sampling.raw_logprobs else None
+    none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    return Completion(request.id, *none, "aborted", version, raw_logp=raw)
+
+
+@contextmanager
+def _only(model: Any, config: Any) -> Iterator[None]:
+    """`generate` fills what a config leaves open from the model's own; a penalty or an end token from there would
+    change the distribution or end a row that the request did not ask to end."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _Draw:
+    """Draws the next token of each row and leaves `generate` no other choice."""
+
+    def __init__(self, batch: list[Request], width: int, device: torch.device) -> None:
+        self.batch, self.width = batch, width
+        self.keys = torch.tensor([signed(r.key) for r in batch], device=device)
+        self.before = torch.tensor([r.generated for r in batch], device=device)
+        self.biases = [r.sampling.logit_bias for r in batch]
+        self.with_raw = batch[0].sampling.raw_logprobs
+        options, rows = batch[0].sampling, len(batch)
+        self.temperature = torch.full((rows,), options.temperature, dtype=torch.float64, device=device)
+        self.top_k = torch.full((rows,), options.top_k, device=device) if options.top_k else None
+        self.top_p = (
+            torch.full((rows,), options.top_p, dtype=torch.float64, device=device) if options.top_p < 1 else None
+        )
+        self.min_p = (
+            torch.full((rows,), options.min_p, dtype=torch.float64, device=device) if options.min_p > 0 else None
+        )
+        self.tokens: list[Tensor] = []
+        self.logp: list[Tensor] = []
+        self.raw_logp: list[Tensor] = []
+        self.length = [0] * rows  # of the rows that have ended
+        self.finish = [""] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        position = self.before + (input_ids.shape[1] - self.width)
+        biased = add_bias(scores, self.biases) if any(self.biases) else scores
+        tokens, logp = sample(
+            biased, uniforms(self.keys, position), self.temperature, self.top_k, self.top_p, self.min_p
+        )
+        self.tokens.append(tokens)
+        self.logp.append(logp)
+        if self.with_raw:
+            self.raw_logp.append(tempered_logp(scores, 1.0).gather(1, tokens[:, None])[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+    def completions(self, version: int) -> list[Completion]:
+        """What every row drew up to where it ended."""
+        tokens = torch.stack(self.tokens, 1).cpu().numpy().astype(np.int64)  # [rows, steps]
+        logp = torch.stack(self.logp, 1).float().cpu().numpy()
+        raw = torch.stack(self.raw_logp, 1).float().cpu().numpy() if self.with_raw else None
+        return [
+            Completion(
+                request.id,
+                tokens[k, :length].copy(),
+                logp[k, :length].copy(),
+                finish,  # type: ignore[arg-type]
+                version,
+                raw_logp=None if raw is None else raw[k, :length].copy(),
+            )
+            for k, (request, length, finish) in enumerate(zip(self.batch, self.length, self.finish, strict=True))
+        ]
+
+
+class _Ended:
+    """Notes where each row ends: at a stop token, at a stop string, or at its limit."""
+
+    def __init__(self, batch: list[Request], draw: _Draw, decode: Callable[[list[int]], str]) -> None:
+        self.batch, self.draw, self.decode = batch, draw, decode
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        drawn = input_ids[:, self.draw.width :].tolist()
+        for row, (request, tokens) in enumerate(zip(self.batch, drawn, strict=True)):
+            if self.draw.finish[row]:
+                continue
+            options = request.sampling
+            stopped = tokens[-1] in options.stop_tokens or (
+                options.stop and any(s in self.decode(tokens) for s in options.stop)
+            )
+            if stopped or len(tokens) >= options.max_tokens:
+                self.draw.finish[row], self.draw.length[row] = "stop" if stopped else "length", len(tokens)
+        return torch.tensor([bool(f) for f in self.draw.finish], device=input_ids.device)

@@ -1,0 +1,1 @@
+"""The memory a run needs on each device, computed before it starts."""

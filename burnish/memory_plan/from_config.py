@@ -1,0 +1,355 @@
+"""The memory plan of a configuration, on the machine that is here: what `memory_plan/planner.py` needs, read off the config.
+
+Lengths are the longest that the config allows; how long prompts really are is known only when they are read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from burnish.config.data import Source
+from burnish.config.engines import CHANGES_WEIGHTS
+from burnish.config.errors import UserError
+from burnish.config.model import Lora, Model
+from burnish.config.placement import Parallel
+from burnish.config.plugins import is_reference
+from burnish.config.preference import PreferConfig, Preference, RewardModel, RewardModelConfig
+from burnish.config.schema import Sft, SftConfig, TrainConfig
+from burnish.data.tasks.registry import alphabet_of
+from burnish.memory_plan.kv_cache import cache_plan, token_bytes
+from burnish.memory_plan.planner import CONTEXT, GIB, Plan, Setup, plan
+from burnish.memory_plan.reward_model_memory import judges_bytes, on_gpu, scorers_bytes
+from burnish.memory_plan.suggestions import check, line_of, text_of
+from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
+from burnish.models.lora.directory import base_of, is_adapter, read_lora
+from burnish.models.policy import find_directory
+from burnish.models.quantization.fp8_cache import SCALE_BYTES
+from burnish.models.tokenizer import EOS, PAD
+
+AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
+VLLM_CACHE = 4 * GIB
+"""Of vLLM in this process, unless the config says another size."""
+OWN_WEIGHTS = ("noise", "stale", "quantised", "never_loaded")
+"""Faults of a sampler that need a copy of the weights."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run needs and what there is."""
+
+    stages: dict[str, Plan]
+    """In the order in which they come."""
+    room: int | None
+    """Bytes of the device; None where it is not here."""
+    host_room: int | None
+    is_gpu: bool
+    reason: str | None = None
+    """Why there is no plan."""
+    judges: int = 0
+    """Bytes of the device that judges in processes of their own take; `room` is without them."""
+
+    def check(self) -> list[str]:
+        """What to tell the user; the error for what cannot fit."""
+        if self.room is None:
+            return []
+        found = [check(made, self.room, self.host_room) for made in self.stages.values()]
+        return [text for text in found if text is not None]
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, of a plan that `check` found nothing to say of."""
+        if not self.stages:
+            return "memory: whether the run fits is not known"
+        return "memory: the run fits" if self.room is not None else "memory: the device of this run is not here"
+
+    @property
+    def text(self) -> str:
+        """In full on a GPU, in a line on a CPU; what judges take beside it in a line more."""
+        beside = f"\nbeside it judges: {self.judges / GIB:.2f} GiB" if self.judges else ""
+        return self._own_text + beside
+
+    @property
+    def _own_text(self) -> str:
+        if self.reason is not None:
+            return f"memory: not planned, {self.reason}"
+        if not self.is_gpu:
+            largest = max(self.stages.values(), key=lambda made: made.total)
+            return line_of(largest, self.room)
+        texts = [text_of(made, self.room) for made in self.stages.values()]
+        if len(texts) == 1:
+            return texts[0]
+        return "\n".join(f"{name}: {text}" for name, text in zip(self.stages, texts, strict=True))
+
+
+def planned(config: AnyConfig, base: Path | None) -> Planned:
+    """The plan of a run."""
+    is_gpu = on_gpu(config.model.device)
+    room, host_room = _room(config.model.device, is_gpu), _host_memory()
+    if isinstance(config, TrainConfig) and (taken := judges_bytes(config, is_gpu, base)):
+        left = None if room is None else max(0, room - taken)
+        return replace(_planned(config, base, is_gpu, left, host_room), judges=taken)
+    return _planned(config, base, is_gpu, room, host_room)
+
+
+def _planned(config: AnyConfig, base: Path | None, is_gpu: bool, room: int | None, host_room: int | None) -> Planned:
+    found = _architecture(config.model, _sources(config), config.seed, base)
+    if isinstance(found, str):
+        return Planned({}, room, host_room, is_gpu, found)
+    arch, lora = found
+    if isinstance(config, TrainConfig) and config.placement.name != "local":
+        return Planned(
+            {}, room, host_room, is_gpu, f"placement={config.placement.name} has the model on other processes"
+        )
+    if isinstance(config, SftConfig):
+        setup = _supervised(config.model, config.sft, arch, lora, is_gpu, "sft")
+        return Planned({"sft": _plan(config, _divided(setup, config.parallel))}, room, host_room, is_gpu)
+    if isinstance(config, PreferConfig):
+        setup = _preferred(config, arch, lora, is_gpu)
+        return Planned({"preference": _plan(config, _divided(setup, config.parallel))}, room, host_room, is_gpu)
+    if isinstance(config, RewardModelConfig):
+        return Planned({"reward model": _plan(config, _scored(config, arch, lora, is_gpu))}, room, host_room, is_gpu)
+    process = _process(config, arch, base)
+    if isinstance(process, str):
+        return Planned({}, room, host_room, is_gpu, process)
+    stages = {}
+    if config.warm_start is not None:
+        supervised = _supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start")
+        stages["warm start"] = _plan(config, supervised)
+    stages["training"] = _plan(config, _reinforced(config, arch, lora, process, is_gpu, room, base))
+    return Planned(stages, room, host_room, is_gpu)
+
+
+def _plan(config: AnyConfig, setup: Setup) -> Plan:
+    """The plan, which advises nothing that the config would refuse."""
+    is_cut = not isinstance(config, RewardModelConfig) and config.parallel.tensor > 1
+    mismatch = config.rollout.mismatch if isinstance(config, TrainConfig) else None
+    is_changed = mismatch is not None and mismatch.name in CHANGES_WEIGHTS
+    return plan(replace(setup, may_quantise=config.model.adapter is None and not is_cut and not is_changed))
+
+
+def _sources(config: AnyConfig) -> list[Source]:
+    if isinstance(config, SftConfig):
+        return config.sft.data
+    if isinstance(config, RewardModelConfig):
+        return config.reward_model.data
+    if isinstance(config, PreferConfig):
+        return config.preference.data
+    return [*config.data.train, *config.data.validation]
+
+
+def _architecture(
+    model: Model, sources: list[Source], seed: int, base: Path | None
+) -> tuple[Architecture, Lora | None] | str:
+    """The shape of the policy and its adapters, or why it is not known."""
+    try:
+        if model.path is None and model.adapter is None:
+            return _new(model, sources, seed)
+        lora, path = model.lora, None if model.path is None else find_directory(model.path, base)
+        if model.adapter is not None:
+            adapter = find_directory(model.adapter, base)
+            lora, path = read_lora(adapter), path or base_of(adapter)
+        elif path is not None and is_adapter(path):
+            lora, path = read_lora(path), base_of(path)
+        assert path is not None
+        config = read_config(path)
+        reason = why_not_native(config)
+        if reason is None and model.backend != "transformers":
+            return from_hf(config, str(path / "config.json")), lora
+    except UserError as error:  # whoever builds the policy says so too, and better
+        return str(error)
+    return f"the forward pass is transformers' own ({reason or 'model.backend=transformers'})"
+
+
+def _new(model: Model, sources: list[Source], seed: int) -> tuple[Architecture, None] | str:
+    plain = [source.model_copy(update={"options": {}}) for source in sources]  # the characters depend on no option
+    alphabet = alphabet_of(plain, seed)
+    if alphabet is None or model.new is None:
+        return "the characters of a new model's tokenizer are not known"
+    return from_nothing(model.new, len({PAD, EOS, *alphabet})), None
+
+
+def _supervised(model: Model, stage: Sft, arch: Architecture, lora: Lora | None, is_gpu: bool, section: str) -> Setup:
+    longest = min(stage.max_tokens, arch.max_positions)
+    return Setup(
+        arch,
+        model.dtype,
+        is_gpu,
+        stage.optimizer,
+        stage.token_budget,
+        longest,
+        stage.batch_size * longest,
+        activations=stage.activations,
+        lora=lora,
+        section=section,
+    )
+
+
+def _preferred(config: PreferConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
+    """A reference that is cached is nothing by the time of the first update."""
+    alone = "off" if lora is not None and config.model.adapter is None else "copy"
+    setup = _of_pairs(config.preference, config.model.dtype, arch, lora, is_gpu)
+    return replace(setup, reference=alone if config.preference.reference == "live" else "none", section="preference")
+
+
+def _scored(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
+    """A model without output head."""
+    setup = _of_pairs(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
+    return replace(setup, scores=True, section="reward_model")
+
+
+def _of_pairs(
+    stage: Preference | RewardModel, dtype: str, arch: Architecture, lora: Lora | None, is_gpu: bool
+) -> Setup:
+    """Two sequences of each pair, which begin alike."""
+    longest = min(stage.max_tokens, arch.max_positions)
+    return Setup(
+        arch,
+        dtype,
+        is_gpu,
+        stage.optimizer,
+        stage.token_budget,
+        longest,
+        2 * stage.batch_size * longest,
+        activations=stage.activations,
+        lora=lora,
+        spread=2.0,
+    )
+
+
+def _divided(setup: Setup, parallel: Parallel) -> Setup:
+    """The setup of one of the processes that a launcher started, if it did."""
+    replicate, shard, sequence, tensor = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
+    tokens = -(-setup.update_tokens // (replicate * shard))
+    return replace(setup, update_tokens=tokens, shards=shard * sequence * tensor, slices=sequence)
+
+
+def _reinforced(
+    config: TrainConfig,
+    arch: Architecture,
+    lora: Lora | None,
+    process: Architecture | None,
+    is_gpu: bool,
+    room: int | None,
+    base: Path | None,
+) -> Setup:
+    training, rollout, algorithm = config.training, config.rollout, config.algorithm
+    stages = rollout.all_stages()
+    written = max(stage.max_tokens for stage in stages) * config.environment.max_turns
+    prompt = min(config.data.max_prompt_tokens, arch.max_positions - 1)
+    longest = min(prompt + written, arch.max_positions)
+    samples = max(stage.n for stage in stages)
+    sequences = max(stage.n * stage.prompts for stage in stages)
+    back = 1.0 if algorithm.replay is None else 1.0 + algorithm.replay.share
+    setup = Setup(
+        arch,
+        config.model.dtype,
+        is_gpu,
+        training.optimizer,
+        training.token_budget,
+        longest,
+        -(-math.ceil(sequences * back) // training.mini_batches) * longest,
+        activations=training.activations,
+        lora=lora,
+        spread=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
+        reference=_reference(config, lora),
+        teacher=_teacher(config, arch, base),
+        full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
+        critic=None if algorithm.critic is None else algorithm.critic.optimizer,
+        process=None if algorithm.process is None else algorithm.process.optimizer,
+        process_arch=process,
+        scorers=scorers_bytes(config, base),
+        engine_copy=_samples_here(config)
+        and (
+            rollout.engine == "vllm"
+            or rollout.source.name != "sync"
+            or (rollout.mismatch is not None and rollout.mismatch.name in OWN_WEIGHTS)
+        ),
+        plain_copy=rollout.engine == "vllm",
+    )
+    return replace(setup, cache=_cache(config, setup, sequences, room))
+
+
+def _reference(config: TrainConfig, lora: Lora | None) -> str:
+    slot = config.algorithm.kl.reference
+    if slot.name == "none" or (slot.name == "iterate" and slot.every == 1):
+        return "none"
+    if slot.name == "frozen" and lora is not None and config.model.adapter is None:
+        return "off"
+    if slot.name == "teacher" and slot.path is not None:
+        return "teacher"
+    return "ema" if slot.name == "ema" else "copy"
+
+
+def _teacher(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
+    """Parameters of the teacher, of one that a stage makes the policy's; 0 where there is none, or its shape is not known."""
+    slot = config.algorithm.kl.reference
+    if slot.name != "teacher" or slot.path is None:
+        return 0
+    if is_reference(slot.path):
+        return arch.num_parameters
+    found = _architecture(Model(path=slot.path), [], config.seed, base)
+    return 0 if isinstance(found, str) else found[0].num_parameters
+
+
+def _process(config: TrainConfig, arch: Architecture, base: Path | None) -> Architecture | str | None:
+    """The shape of a process reward model that has weights of its own, of one that a stage makes the policy's; or why it is not
+    known. None where it has none."""
+    process = config.algorithm.process
+    if process is None or process.path is None:
+        return None
+    if is_reference(process.path):
+        return arch
+    found = _architecture(Model(path=process.path), [], config.seed, base)
+    return f"algorithm.process.path={process.path}: {found}" if isinstance(found, str) else found[0]
+
+
+def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) -> int:
+    """Bytes of the engine's cache: what the config says, or what every row at its longest needs, at most a share of a GPU."""
+    arch, rollout = setup.arch, config.rollout
+    if not _samples_here(config):
+        return 0
+    size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
+    if rollout.engine == "vllm":
+        return size or VLLM_CACHE
+    each = (1, SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
+    token = token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
+    if not setup.on_gpu and size is None:
+        return min(rollout.max_rows, sequences) * setup.longest * token
+    held = [
+        part.bytes
+        for part in plan(setup).resident
+        if part.name in ("weights", "reference", "teacher", "engine's weights", "reward models")
+    ]
+    free = None if room is None else max(0, room - CONTEXT - sum(held))
+    return cache_plan(
+        token_bytes=token, max_rows=rollout.max_rows, longest=setup.longest, free_bytes=free, cache_bytes=size
+    ).bytes
+
+
+def _samples_here(config: TrainConfig) -> bool:
+    """Whether the engine is in this process, and not a server's."""
+    rollout = config.rollout
+    return rollout.engine != "sglang" and not (rollout.vllm is not None and rollout.vllm.url is not None)
+
+
+def _room(device: str, is_gpu: bool) -> int | None:
+    """Bytes that a run may take of its device: all that nobody else has."""
+    if not is_gpu:
+        return _host_memory()
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(torch.device("cuda" if device == "auto" else device))
+    return int(min(total, free + CONTEXT))  # to ask is to make a context
+
+
+def _host_memory() -> int | None:
+    """Bytes of the machine, or of the container this runs in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdecimal() else total

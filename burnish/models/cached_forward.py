@@ -1,0 +1,327 @@
+"""The decoder's forward pass without gradient over a paged KV cache, on the same parameters.
+
+The same arithmetic as `Decoder.forward` in fewer memory passes: residual and norm together, rotation together with the
+write to the cache. A test holds the two to the same numbers for every family.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from burnish.models.decoder import GATES, Decoder, Layer
+from burnish.models.kernels.attention import window_of
+from burnish.models.kernels.cpu.c_library import kernels, num_threads
+from burnish.models.kernels.elementwise import RMSNorm, exact_geglu, rms_norm
+from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits, exact_swiglu, token_logp
+from burnish.models.kernels.linear import gated_linear, partial_linear
+from burnish.models.kernels.paged_attention import add_norm, rotate_store
+from burnish.models.kernels.paged_layout import Norms, Placement
+from burnish.models.kernels.shared_prefix import Attend
+from burnish.models.quantization.fp8_cache import Cache
+
+EXACT_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
+PagedAttend = Callable[[int, Tensor, Norms | None, Any, Any], Tensor]
+"""(layer, fused projections [N, all heads * D], head norms, keys, values of the layer's `Pages`) -> [N, heads * D]; the new keys and
+values are in the pages afterwards."""
+
+
+Project = Callable[[nn.Linear, Tensor], Tensor]
+"""How a linear layer is applied to rows [N, in]."""
+
+
+def paged_forward(
+    model: Decoder,
+    tokens: Tensor,
+    cache: Cache,
+    attend: PagedAttend,
+    linear: Project | None = None,
+    which: Tensor | None = None,
+) -> Tensor:
+    """Final hidden states [N, hidden] of the tokens, or of some of them; `cache` is [layers, 2, P, kv_heads, page, D].
+
+    Behind the last layer's keys and values the tokens that are not asked for have no part in anything.
+    What goes into the residual may come in parts, which the norm adds up (`ops/partial_sums.py`), unless a `linear` is given:
+    then everything is exact (`ops/exact.py`).
+    """
+    arch = model.arch
+    activate = GATES[arch.activation] if linear is None else EXACT_GATES[arch.activation]
+    is_exact = linear is not None
+    # What is normed before it goes into the residual must be whole.
+    into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
+    linear = linear or nn.Linear.__call__
+    eps, shift = arch.norm_eps, arch.norm_shift
+    x, delta = model.embedded(tokens), None
+    for index, module in enumerate(model.layers):
+        layer = cast(Layer, module)
+        keys, values = cache[index]
+        qkv = linear(layer.qkv, add_norm(x, delta, layer.attention_norm.weight, eps, shift))
+        mixed = attend(index, qkv, head_norms(layer), keys, values)
+        if which is not None and index == arch.num_layers - 1:
+            x, mixed = x[which], mixed[which]
+            if not which.shape[0]:  # pieces of prompts, none of them the last
+                return x
+        delta = into_residual(layer.out, mixed)
+        delta = layer.attention_out_norm(delta) if arch.out_norms else delta
+        normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
+        if is_exact:
+            activated = activate(linear(layer.gate_up, normed))
+        else:
+            activated = gated_linear(layer.gate_up, normed, arch.activation, activate)
+        delta = into_residual(layer.down, activated)
+        delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
+    return add_norm(x, delta, model.norm.weight, eps, shift)
+
+
+def head_norms(layer: Layer) -> Norms | None:
+    """The norms of a layer's query and key heads, where it has any."""
+    arch = layer.arch
+    if not arch.qk_norm:
+        return None
+    return Norms(layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps, arch.norm_shift, arch.query_scale)
+
+
+# --- One new token a row through the decoder on a CPU, without gradient.
+#
+# The arithmetic of `Decoder.forward` in fewer and cheaper calls: for a hundred rows of a small model the calls cost as much as what
+# they compute. Views of the weights, as a product reads them, are made once for many steps, and what a layer adds goes into
+# the residual in place. A test holds it to the decoder's forward for every family.
+
+ProjectRows = Callable[[Tensor], Tensor]
+
+
+def step_of(model: Decoder) -> Callable[[Tensor, Tensor, Attend, int], Tensor]:
+    """The forward pass of a model for one token a row: in fewer calls where it is the decoder's own."""
+    return Steps(model) if type(model).forward is Decoder.forward else model
+
+
+class Steps:
+    """A model's forward pass, for as long as its modules are the same ones; weights may be written to in place."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.layers = [_LayerStep(cast(Layer, layer)) for layer in model.layers]
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
+        """Final hidden states [N, hidden], as `Decoder.forward` gives them."""
+        model, turns = self.model, dict[bool, tuple[Tensor, Tensor]]()
+        x = model.embedded(tokens)
+        for index, layer in enumerate(self.layers):
+            is_local = model.arch.is_local(index)
+            if is_local not in turns:
+                cos, sin = model.rotations(num_positions, index)
+                turns[is_local] = cos[positions], sin[positions]
+            layer.add_to(x, *turns[is_local], attend)
+        return _normed(model.norm, x)
+
+
+class _LayerStep:
+    """A layer with its products at hand."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.qkv, self.out = _project(layer.qkv), _project(layer.out)
+        self.gate_up, self.down = _project(layer.gate_up), _project(layer.down)
+
+    def add_to(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        """What the layer makes of its input [N, hidden] is added to it."""
+        layer, has_out_norms = self.layer, self.layer.arch.out_norms
+        qk, v = layer.heads(self.qkv(_normed(layer.attention_norm, x)))
+        attended = self.out(layer.mix(layer.rotated(qk, cos, sin), v, attend))
+        x += _normed(layer.attention_out_norm, attended) if has_out_norms else attended
+        computed = self.down(layer.gated(self.gate_up(_normed(layer.mlp_norm, x))))
+        x += _normed(layer.mlp_out_norm, computed) if has_out_norms else computed
+
+
+def _project(module: nn.Linear) -> ProjectRows:
+    """A linear layer on rows [N, in]; by views of its tensors where it is no more than that."""
+    if type(module) is not nn.Linear:
+        return module
+    weight = module.weight.detach().t()
+    if module.bias is None:
+        return lambda x: torch.mm(x, weight)
+    bias = module.bias.detach()
+    return lambda x: torch.addmm(bias, x, weight)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    assert norm.eps is not None
+    return rms_norm(x, norm.weight, norm.eps, norm.shift)
+
+
+# --- One new token a row through a small decoder on a CPU, in one call of a C kernel (`ops/cpu/decode.c`).
+#
+# The arithmetic of `Decoder.forward` and its output head. For a hundred rows of a small model torch's calls cost as much as what they
+# compute, and threads that meet in each of them wait for each other; here they meet once a step. The kernel reads copies of
+# the weights in an order of its own, so it is for models whose copy is small; it is made anew whenever weights were written.
+
+MOST_PARAMETERS = 1 << 24
+"""Larger models gain nothing: their time is in the products, and a copy would cost memory."""
+
+Pointer, Long = ctypes.c_void_p, ctypes.c_long
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("weight", Pointer), ("bias", Pointer)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Pointer) for name in ("cos", "sin", "keys", "values")),
+        ("window", Long),
+    ]  # fmt: skip
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        *((name, Long) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "is_gelu")),
+        *((name, ctypes.c_double) for name in ("eps", "shift", "query_scale", "embedding_scale")),
+        ("embedding", Pointer), ("norm", Pointer), ("head", _Linear), ("layers", ctypes.POINTER(_Layer)),
+    ]  # fmt: skip
+
+
+def fused_steps(model: Decoder) -> FusedSteps | None:
+    """The model's steps in one call each; None where it is too large, not all its own, or there is no kernel."""
+    is_plain = type(model).forward is Decoder.forward and all(type(linear) is nn.Linear for linear in _linears(model))
+    parameters = list(model.parameters())
+    is_small = sum(p.numel() for p in parameters) <= MOST_PARAMETERS
+    is_followed = not any(p.is_inference() for p in parameters)  # those do not tell whether they were written
+    library = kernels(*parameters) if is_plain and is_small and is_followed else None
+    return None if library is None else FusedSteps(model, library)
+
+
+class FusedSteps:
+    """A model's steps, for as long as its modules are the same ones; weights may be written to in place."""
+
+    def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
+        self.model, self.library = model, library
+        library.decode_room.restype = library.panel_width.restype = Long
+        self.panel = library.panel_width()
+        self.packed: dict[int, Tensor] = {}
+        self.parameters = list(model.parameters())
+        self.places = _places(model)
+        self.seen = self._written()
+        self.layers = (_Layer * model.arch.num_layers)()
+        self.decoder = self._describe()
+        self.space = torch.empty(0, dtype=model.embedding.weight.dtype)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, longest: int) -> Tensor:
+        """Logits [n, vocab] of the token after each row's last, [n] tokens at their positions, `longest` the greatest.
+
+        Keys are [layers, rows, kv_heads, head_dim, capacity], values [layers, rows, kv_heads, capacity, head_dim].
+        """
+        self.refresh()
+        for index, layer in enumerate(self.layers):
+            cos, sin = self.model.rotations(longest + 1, index)
+            layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+            layer.keys, layer.values = keys[index].data_ptr(), values[index].data_ptr()
+        threads, room = num_threads(), self.library.decode_room(ctypes.byref(self.decoder), Long(longest))
+        if self.space.numel() < threads * room:
+            self.space = self.space.new_empty(threads * room)
+        logits = self.space.new_empty(tokens.shape[0], self.decoder.vocab)
+        self.library.decode(
+            ctypes.byref(self.decoder), Long(tokens.shape[0]), Pointer(tokens.data_ptr()), Pointer(positions.data_ptr()),
+            Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.space.data_ptr()), Long(room), Long(threads),
+        )  # fmt: skip
+        return logits
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model's parameters are those it was made of, and where they were."""
+        return _places(self.model) == self.places
+
+    def refresh(self) -> None:
+        """Copy the weights again if any was written since."""
+        written = self._written()
+        if written == self.seen:
+            return
+        for linear in _linears(self.model):
+            self._pack(linear.weight)
+        self._pack(self.model.head_weight)
+        self.seen = written
+
+    def _written(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
+
+    def _pack(self, weight: Tensor) -> int:
+        """The kernel's copy of a matrix; its address."""
+        outputs, inputs = weight.shape
+        into = self.packed.get(id(weight))
+        if into is None:
+            self.packed[id(weight)] = into = weight.new_empty(-(-outputs // self.panel) * self.panel * inputs).detach()
+        self.library.pack(Pointer(weight.data_ptr()), Pointer(into.data_ptr()), Long(outputs), Long(inputs))
+        return into.data_ptr()
+
+    def _linear(self, linear: nn.Linear) -> _Linear:
+        return _Linear(self._pack(linear.weight), None if linear.bias is None else linear.bias.data_ptr())
+
+    def _describe(self) -> _Decoder:
+        model, arch = self.model, self.model.arch
+        for index, (entry, module) in enumerate(zip(self.layers, model.layers, strict=True)):
+            layer = cast(Layer, module)
+            for name in ("qkv", "out", "gate_up", "down"):
+                setattr(entry, name, self._linear(getattr(layer, name)))
+            for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm"):
+                norm = getattr(layer, name, None)
+                setattr(entry, name, None if norm is None else norm.weight.data_ptr())
+            entry.window = window_of(arch.windows, index) or 0
+        scale = arch.hidden_size**0.5 if arch.scaled_embedding else 1.0
+        return _Decoder(
+            arch.num_layers, arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.mlp_size, arch.vocab_size,
+            arch.activation == "gelu_tanh", arch.norm_eps, arch.norm_shift, arch.query_scale, scale,
+            model.embedding.weight.data_ptr(), model.norm.weight.data_ptr(), _Linear(self._pack(model.head_weight), None), self.layers,
+        )  # fmt: skip
+
+
+def _places(model: Decoder) -> list[tuple[int, int]]:
+    return [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
+
+
+def _linears(model: Decoder) -> list[nn.Linear]:
+    """The matrices of all layers."""
+    layers = [cast(Layer, layer) for layer in model.layers]
+    return [module for layer in layers for module in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+
+# --- Log-probs of given tokens by the very operations that an exact engine draws them with.
+#
+# The packed sequences get pages of their own and go through `paged_forward` with exact operations, every token a query
+# against its row, as in decoding. Slower than the learner's forward, which gives the gradient; the value is the engine's,
+# bit for bit.
+
+PAGE = 16  # as the engine's: attention walks over keys page by page
+LOGITS = 1 << 25  # held at once
+
+
+@torch.no_grad()
+def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+    """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence)."""
+    lengths = offsets.diff()
+    owner = torch.repeat_interleave(torch.arange(lengths.shape[0], device=tokens.device), lengths)
+    position = torch.arange(tokens.shape[0], device=tokens.device) - offsets[:-1][owner]
+    longest = int(lengths.max())
+    pages = -(-lengths // PAGE)
+    width = -(-longest // PAGE)
+    first = pages.cumsum(0) - pages + 1  # page 0 is nobody's
+    table = (first[:, None] + torch.arange(width, device=tokens.device)).int()
+    table = torch.where(torch.arange(width, device=tokens.device) < pages[:, None], table, 0)
+    place = Placement(owner, position, table)
+    arch = model.arch
+    shape = (int(pages.sum()) + 1, arch.num_kv_heads, PAGE, arch.head_dim)
+    store = torch.zeros(2, *shape, dtype=model.embedding.weight.dtype, device=tokens.device)
+    cache = store.expand(arch.num_layers, *store.shape)  # one layer's keys and values are done with before the next's
+
+    def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+        q = rotate_store(qkv, *model.rotations(longest, layer), place, norms, keys, values)
+        return exact_attention(q, keys, values, place, window_of(arch.windows, layer))
+
+    hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]
+    size = max(1, LOGITS // arch.vocab_size)
+    parts = zip(hidden.split(size), tokens[wanted].split(size), strict=True)
+    return torch.cat([token_logp(exact_logits(h, model.head_weight), t, temperature) for h, t in parts])

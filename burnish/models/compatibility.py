@@ -1,0 +1,123 @@
+"""Whether two model directories are one architecture with one tokenizer; the first difference is an error that names it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.config.yaml_text import read_json_object
+from burnish.models.architecture import from_hf, read_config, why_not_native
+from burnish.models.tokenizer import TOKENIZER_FILES
+
+UNIMPORTANT = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+"""Keys of a config that say nothing of the function its weights are for."""
+
+
+def refuse_other_architecture(one: Path, other: Path) -> None:
+    """Raise where two configs describe different functions of their weights."""
+    configs = [read_config(path) for path in (one, other)]
+    if configs[0].get("model_type") != configs[1].get("model_type"):
+        kinds = [config.get("model_type") for config in configs]
+        raise UserError(f"the models differ in architecture: {one} is {kinds[0]!r}, {other} is {kinds[1]!r}")
+    if any(why_not_native(config) for config in configs):
+        described: list[dict[str, Any]] = [_plain(config) for config in configs]
+    else:  # read with the family's defaults, so that a key left out is no difference
+        pairs = zip(configs, (one, other), strict=True)
+        described = [asdict(from_hf(config, str(path / "config.json"))) for config, path in pairs]
+    for name in sorted(described[0].keys() | described[1].keys()):
+        mine, theirs = described[0].get(name), described[1].get(name)
+        if mine != theirs:
+            raise UserError(f"the models differ in architecture: {name} is {mine!r} in {one} and {theirs!r} in {other}")
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in UNIMPORTANT}
+
+
+def refuse_other_tokenizer(one: Path, other: Path) -> None:
+    """Raise where a token id means another text in two directories."""
+    for name in TOKENIZER_FILES:
+        files = [path / name for path in (one, other)]
+        there = [file.is_file() for file in files]
+        if there[0] != there[1]:
+            raise UserError(f"the models differ in their tokenizers: only {one if there[0] else other} has {name}")
+        if not there[0] or files[0].read_bytes() == files[1].read_bytes():
+            continue
+        difference = _difference(*map(read_json_object, files)) if name.endswith(".json") else "the files differ"
+        if difference is not None:
+            raise UserError(f"the models differ in their tokenizers ({name} of {one} and {other}): {difference}")
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """The first token that is not the same, or the first setting; None where only spelling differs."""
+    ours, theirs = _vocabulary(one), _vocabulary(other)
+    for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours.get(token, 1 << 62), token)):
+        if ours.get(token) != theirs.get(token):
+            places = [f"{'no id' if ids.get(token) is None else ids[token]}" for ids in (ours, theirs)]
+            return f"the token {token!r} has {places[0]} in the first and {places[1]} in the second"
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if one.get(part) != other.get(part):
+            return f"{part} differs"
+    models = [{k: v for k, v in (t.get("model") or {}).items() if k != "vocab"} for t in (one, other)]
+    setting = next(
+        (k for k in sorted(models[0].keys() | models[1].keys()) if models[0].get(k) != models[1].get(k)), None
+    )
+    return None if setting is None else f"model.{setting} differs"
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Ids by token, with those added to the vocabulary; of a file that is the vocabulary itself, all of it."""
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        return tokenizer
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, the place is the id
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+
+
+# --- What tells the content of one model directory from that of another, without reading all of its weights.
+
+MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
+CHUNK, NUM_CHUNKS = 1 << 14, 64  # of a large file: read all over it, since training may leave any part as it was
+
+
+def model_digest(path: Path) -> str:
+    """A digest of a model directory: its configs and tokenizer, and samples from all over its weights."""
+    files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
+    return digest(part for file in files for part in (file.name.encode(), *_samples(file)))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Of texts one after the other, each with its length: where one ends and the next begins counts too."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little"))
+        whole.update(part)
+    return whole.hexdigest()[:16]
+
+
+def _samples(path: Path) -> list[bytes]:
+    size = path.stat().st_size
+    if size <= CHUNK * NUM_CHUNKS:
+        return [path.read_bytes()]
+    with path.open("rb") as file:
+        starts = [i * (size - CHUNK) // (NUM_CHUNKS - 1) for i in range(NUM_CHUNKS)]
+        return [str(size).encode(), *(os.pread(file.fileno(), CHUNK, start) for start in starts)]

@@ -1,0 +1,89 @@
+"""A decoder layer through torch.compile: what stands before attention and what stands after it, each one graph.
+
+Attention stays as it is: it is a kernel of its own, and its plan changes with every packing. The pieces are written in plain
+operations for the compiler to fuse, instead of our kernels: residual and norm, norms and rotation, the gate. Their number of
+tokens is marked as changing, so that a micro-batch of another size is no reason to compile again. The compiler chooses by
+itself what to keep for the backward pass and what of the cheap operations to make again there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.config.errors import UserError
+from burnish.models.decoder import Layer
+from burnish.models.kernels.elementwise import FORM, RMSNorm, rms_norm
+from burnish.models.kernels.shared_prefix import Attend
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Have every layer of a decoder run compiled."""
+    check_compile(model)
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.body = compiled
+
+
+def check_compile(model: nn.Module) -> None:
+    """Raise where the layers cannot be compiled."""
+    if not any(isinstance(module, Layer) for module in model.modules()):
+        raise UserError("compile needs the native decoder, and this model runs through transformers: set compile=false")
+    on_cpu = all(not parameter.is_cuda for parameter in model.parameters())
+    if on_cpu and not any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++")):
+        raise UserError(
+            "compile needs a C++ compiler on a CPU, and there is neither g++ nor clang++: set compile=false"
+        )
+
+
+def compiled(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    """The layer's forward. An engine's steps of a few tokens are left as they are."""
+    if torch.is_inference_mode_enabled():
+        return layer.plain(x, cos, sin, attend)
+    before, after, mark = _pieces()
+    for tensor in (x, cos, sin):
+        mark(tensor, 0)
+    turned, v = before(layer, x, cos, sin)
+    mixed = layer.mix(turned, v, attend)
+    mark(mixed, 0)
+    return after(layer, x, mixed)
+
+
+@cache
+def _pieces() -> tuple[Any, Any, Any]:
+    """Made when first needed: the compiler takes seconds to import."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    return torch.compile(_before, fullgraph=True), torch.compile(_after, fullgraph=True), maybe_mark_dynamic
+
+
+def _before(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated query and key heads, value heads."""
+    arch = layer.arch
+    qk, v = layer.heads(layer.qkv(_normed(layer.attention_norm, x)))
+    if arch.qk_norm:
+        q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
+        qk = torch.cat([_normed(layer.q_norm, q) * arch.query_scale, _normed(layer.k_norm, k)], 1)
+    low, high = qk.chunk(2, -1)
+    return qk * cos + torch.cat([high, low], -1) * sin, v
+
+
+def _after(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    has_out_norms = layer.arch.out_norms
+    attended = layer.out(mixed)
+    x = x + (_normed(layer.attention_out_norm, attended) if has_out_norms else attended)
+    gate, up = layer.gate_up(_normed(layer.mlp_norm, x)).chunk(2, -1)
+    activated = functional.silu(gate) if layer.arch.activation == "silu" else functional.gelu(gate, approximate=FORM)
+    computed = layer.down(activated * up)
+    return x + (_normed(layer.mlp_out_norm, computed) if has_out_norms else computed)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    assert norm.eps is not None
+    return rms_norm(x, norm.weight, norm.eps, norm.shift)

@@ -1,0 +1,244 @@
+"""A critic's model: the layers of a policy under a head that gives one number a token.
+
+The value of a token is that of the state before it was written, so it is read off the hidden state one position to
+the left: it has seen everything the policy had seen when it chose the token, and nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.config.model import Base
+from burnish.core.sharded_tensors import gathered
+from burnish.models.architecture import Architecture, from_hf, read_config, to_hf, why_not_native
+from burnish.models.decoder import Decoder
+from burnish.models.families import FAMILIES
+from burnish.models.kernels.shared_prefix import Trunks
+from burnish.models.lora.adapters import adapter_weights, merged_tensors, wrap_layers
+from burnish.models.lora.directory import adapter_contents, base_of, is_adapter, load_adapter, read_lora
+from burnish.models.quantization.nf4_decoder import quantise_layers, shapes_of
+from burnish.models.tokenizer import Tokenizer
+from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
+from burnish.models.weight_layout import order_of
+from burnish.models.weight_loading import Block, blocks, fill, fill_blocks, stored_tensors, with_memory, without_memory
+from burnish.models.weight_saving import weight_contents
+from burnish.run.checkpoint.contents import Blob, Content, part_of
+from burnish.run.checkpoint.saving import HostCopy, Stage
+
+
+def backbone_of(policy: Decoder | TransformersPolicy) -> Decoder | TransformersBackbone:
+    """A copy of a policy without its output head, of which no copy is ever made; an embedding tied to it stays.
+
+    Of a policy with adapters these alone are copied: the frozen weights below are the policy's own tensors.
+    """
+    if isinstance(policy, TransformersPolicy):
+        return TransformersBackbone(policy)
+    return headless(policy, policy.state_dict() if policy.lora is None else adapter_weights(policy))
+
+
+def headless(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
+    """A decoder without output head on the very tensors of another, but for copies of those whose names are in `copied`."""
+    with without_memory():
+        copy = Decoder(replace(policy.arch, tied=True))
+        if policy.lora is not None:
+            wrap_layers(copy, policy.lora)
+    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("head.")}
+    copy.load_state_dict({name: t.clone() if name in copied else t for name, t in state.items()}, assign=True)
+    return copy
+
+
+class ValueModel(nn.Module):
+    """A policy's backbone and a scalar head that starts at 0: the first advantages are then plain returns."""
+
+    def __init__(self, policy: Decoder | TransformersPolicy) -> None:
+        super().__init__()
+        self.backbone = backbone_of(policy)
+        out = policy.head_weight if isinstance(policy, Decoder) else policy.inner.get_output_embeddings().weight
+        # In a half type values near 1 would be 2^-8 apart, and so would the targets' differences.
+        wide = torch.promote_types(out.dtype, torch.float32)
+        self.head = nn.Parameter(torch.zeros(1, out.shape[1], dtype=wide, device=out.device))
+
+    @property
+    def attention_cost(self) -> float | None:
+        """The backbone's; None where it does not say."""
+        return getattr(self.backbone, "attention_cost", None)
+
+    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
+        """[M] the value of the state before each `wanted` token (none may be first in its sequence)."""
+        hidden, cut = self.backbone.states(tokens, offsets, wanted - 1, trunks)
+        # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
+        return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
+
+
+# --- A scorer: the layers of a decoder under a head that gives one number a sequence, read at its last token.
+#
+# On disk it is what transformers calls a model for sequence classification with one label, so that
+# `AutoModelForSequenceClassification` gives the same scores. That class reads the score at the last token that is not
+# padding; so does this one (`score_positions`), which matters where a tokenizer pads with its end token. With adapters
+# it is what peft saves of such a model: the adapters, and the head whole.
+
+HEAD = "score.weight"
+STATISTICS = "scores.json"
+"""Beside a scorer's weights: where its scores of held-out answers lie."""
+
+
+class ScoreModel(nn.Module):
+    """A backbone and a scalar head without bias."""
+
+    def __init__(self, backbone: Decoder, head: Tensor) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Parameter(head)
+
+    @property
+    def arch(self) -> Architecture:
+        return self.backbone.arch
+
+    @property
+    def attention_cost(self) -> float | None:
+        """The backbone's; None where it does not say."""
+        return getattr(self.backbone, "attention_cost", None)
+
+    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
+        """[M] the score of the text up to each `wanted` token, that token included."""
+        hidden, cut = self.backbone.states(tokens, offsets, wanted, trunks)
+        # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
+        return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
+
+    def contents(self, stage: Stage, source: Path | None, tokenizer: Tokenizer, merged: bool = False) -> list[Content]:
+        """A Hugging Face directory for sequence classification, where the layers came from `source`; of a model that is spread
+        over processes, this one's files. With adapters a PEFT directory, unless they shall be `merged` into the layers.
+        """
+        if self.backbone.lora is not None and not merged:
+            return [*adapter_contents(self.backbone, stage, source, self.head), *tokenizer.contents()]
+        part = part_of(self.parameters())
+        if part.count > 1 and not isinstance(stage, HostCopy):
+            stage = HostCopy()  # what is gathered is gone when the next parameter is
+        shapes = shapes_of(self.backbone)
+        sizes = [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in blocks(self.arch)]
+        sizes.append((HEAD, self.head.numel() * self.head.element_size()))
+        files: list[Content] = []
+        if part.index == 0:
+            files += [Blob("config.json", json.dumps(self._config(source, tokenizer), indent=1)), *tokenizer.contents()]
+        tensors = chain(merged_tensors(self.backbone), [(HEAD, gathered(self.head))])
+        return [*files, *weight_contents(tensors, sizes, stage, part)]
+
+    def load_weights(self, directory: Path) -> None:
+        """Copy the weights of a saved directory in place, those of adapters and head where there are adapters; tensors keep
+        their addresses.
+        """
+        if self.backbone.lora is not None:
+            load_adapter(self.backbone, directory, self.head)
+            return
+        tensors = ((n, t) for n, t in stored_tensors(directory) if not n.endswith("rotary_emb.inv_freq"))
+        with torch.no_grad():
+            fill_blocks(
+                dict(self.named_parameters()),
+                _table(self.arch),
+                tensors,
+                str(directory),
+                "config.json implies",
+                partial(order_of, self.backbone),
+            )
+
+    def _config(self, source: Path | None, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The config.json of the model it was made of, for another class of transformers."""
+        dtype = str(self.backbone.embedding.weight.dtype).removeprefix("torch.")
+        config = to_hf(self.arch, dtype, tokenizer.eos_ids, tokenizer.pad_id) if source is None else read_config(source)
+        config.pop("torch_dtype", None)
+        name = FAMILIES[self.arch.family].hf_class.replace("ForCausalLM", "ForSequenceClassification")
+        labels = {"num_labels": 1, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "problem_type": "regression"}
+        return {**config, "architectures": [name], "dtype": dtype, "pad_token_id": tokenizer.pad_id, **labels}
+
+
+def score_positions(tokens: Tensor, offsets: Tensor, pad_id: int) -> Tensor:
+    """[S] where each packed sequence is scored: at its last token that is not `pad_id`; at its first if all are."""
+    places = torch.arange(tokens.numel(), device=tokens.device)
+    candidates = torch.where(tokens == pad_id, torch.zeros_like(places), places)
+    ids = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device=tokens.device), offsets.diff())
+    last = offsets[:-1].clone()
+    return last.scatter_reduce_(0, ids, candidates, "amax")
+
+
+def new_scorer(policy: nn.Module, seed: int) -> ScoreModel:
+    """A scorer that takes over a policy's layers, the very tensors and adapters: its scores begin near 0, and differ."""
+    if not isinstance(policy, Decoder):
+        raise UserError("a reward model needs the native decoder, and this model runs through transformers")
+    backbone = headless(policy)
+    weight = backbone.embedding.weight
+    # In a half type scores near 1 would be 2^-8 apart, which is more than many pairs differ by.
+    wide, width = torch.promote_types(weight.dtype, torch.float32), policy.arch.hidden_size
+    noise = torch.randn(1, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ScoreModel(backbone, (noise / math.sqrt(width + 1)).to(weight.device, wide))
+
+
+def load_scorer(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+    """A scorer from a Hugging Face directory for sequence classification with one label, or from a PEFT directory of one."""
+    if is_adapter(directory):
+        return _adapted(directory, dtype, device)
+    config = read_config(directory)
+    names = config.get("architectures") or ["?"]
+    if not str(names[0]).endswith("ForSequenceClassification"):
+        raise UserError(
+            f"{directory} is a {names[0]}, not a reward model: a reward model is a ...ForSequenceClassification with one "
+            "label, such as a checkpoint of `burnish reward-model`"
+        )
+    labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2
+    if labels != 1:
+        raise UserError(
+            f"{directory} gives {labels} numbers a text, and a reward is one: its config needs num_labels 1"
+        )
+    model = _with_head(_empty(directory, config, dtype, device))
+    model.load_weights(directory)
+    return model
+
+
+def _adapted(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+    """The adapters and the head of a PEFT directory on the base it names: a language model, or a scorer whose head is not used."""
+    lora, base = read_lora(directory, scores=True), base_of(directory)
+    backbone = _empty(base, read_config(base), dtype, device, lora.base)
+    fill(backbone, ((name, tensor) for name, tensor in stored_tensors(base) if name != HEAD), str(base))
+    wrap_layers(backbone, lora)
+    model = _with_head(backbone)
+    model.load_weights(directory)
+    return model
+
+
+def _empty(
+    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, base: Base = "dtype"
+) -> Decoder:
+    """A decoder of a directory's shape without output head, its numbers to come."""
+    reason = why_not_native(config)
+    if reason is not None:
+        raise UserError(f"{directory} cannot run on the native decoder, which scores: {reason}")
+    with without_memory():
+        backbone = Decoder(replace(from_hf(config, str(directory / "config.json")), tied=True))
+        quantise_layers(backbone, base)
+    with_memory(backbone, dtype, device)
+    return backbone
+
+
+def _with_head(backbone: Decoder) -> ScoreModel:
+    weight = backbone.embedding.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return ScoreModel(backbone, torch.zeros(1, backbone.arch.hidden_size, dtype=wide, device=weight.device))
+
+
+def _table(arch: Architecture) -> list[Block]:
+    """Our parameters under transformers' names: those of the layers, and the head."""
+    return [*_backbone(arch), Block(HEAD, "head")]
+
+
+def _backbone(arch: Architecture) -> Iterator[Block]:
+    for block in blocks(arch):
+        yield replace(block, ours=f"backbone.{block.ours}")

@@ -1,0 +1,177 @@
+"""Causal attention on packed sequences: no sequence sees its neighbour.
+
+In half types on a GPU torch has a kernel for it, and there is one in C for sequences that are not long on a CPU
+(`cpu/attention.py`). Elsewhere sequences of similar length are stacked for one call of
+torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask
+tensor is needed. Padding lives inside this function alone. Buckets are cut so that at most about a quarter of a stack is
+padding.
+
+Where sequences share their beginnings (`ops/trunks.py`) queries, keys and values are rows of their own only. Every
+sequence gets the keys and values of its whole past; the kernel takes queries that are fewer than keys, the stacks take
+the queries of shared rows too and leave their results alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from burnish.models.architecture import Windows
+from burnish.models.kernels.cpu.c_library import kernels
+from burnish.models.kernels.cpu.cpu_ops import LONGEST, Sequences, attention
+from burnish.models.kernels.shared_prefix import Rows, spread
+
+# --- torch's flash attention on packed sequences of any lengths, for half types on a GPU.
+
+
+def has_varlen(q: Tensor) -> bool:
+    """Whether torch's kernel runs on these queries."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def _options() -> dict[str, Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # From torch 2.12 on sharing keys between query heads must be asked for; before, it was simply done.
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int], window: int | None
+) -> Tensor:
+    """Causal attention of packed queries [N, heads, D] over packed keys [M, kv_heads, D], aligned at each sequence's end.
+
+    `bounds` are the int32 offsets of the sequences among the queries and among the keys, `longest` their greatest lengths.
+    """
+    reach = (-1 if window is None else window - 1, 0)
+    if not torch.is_grad_enabled():
+        # The operation itself: torch's module around it, which adds the gradient, takes a second or two to import.
+        operation = torch.ops.aten._flash_attention_forward
+        options = {"window_size_left": reach[0], "window_size_right": reach[1]}
+        return cast(Tensor, operation(q, k, v, *bounds, *longest, 0.0, window is None, False, **options)[0])
+    from torch.nn.attention.varlen import varlen_attn
+
+    return cast(Tensor, varlen_attn(q, k, v, *bounds, *longest, window_size=reach, **_options()))
+
+
+SHORT = 256  # on a CPU, sequences up to this length go through explicit scores
+WASTE = 1.25  # a bucket's longest sequence over its shortest
+
+
+class PackedAttention:
+    """Attention for one packing; planned once, called by every layer as `attend(layer, q, k, v)`."""
+
+    def __init__(self, offsets: Tensor, windows: Windows = None, rows: Rows | None = None) -> None:
+        self.offsets = offsets
+        self.windows = windows
+        self.rows = rows
+        self.lengths = offsets.diff().tolist()
+        self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
+        self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
+        self._sequences: Sequences | None = None
+
+    @property
+    def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
+        if self._buckets is None:
+            self._buckets = _plan(self.lengths, self.offsets)
+        return self._buckets
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
+        window = window_of(self.windows, layer)
+        library = kernels(q, k, v) if max(self.lengths, default=0) <= LONGEST else None
+        if library is not None:
+            if self._sequences is None:
+                self._sequences = Sequences(self.offsets, self.rows)
+            return attention(library, q, k, v, self._sequences, window)
+        if self.rows is not None:
+            return self._shared(self.rows, q, k, v, window)
+        return self._whole(q, k, v, window)
+
+    def _shared(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        k, v = spread(k, rows), spread(v, rows)
+        if has_varlen(q):
+            bounds = rows.offsets.int(), self.offsets.int()
+            longest = int(rows.offsets.diff().max()), max(self.lengths)
+            return varlen_attention(q, k, v, bounds, longest, window)
+        return self._whole(spread(q, rows), k, v, window).index_select(0, rows.own)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if self.uniform:
+            shape = (-1, self.uniform)
+            q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
+            return _causal(q, k, v, window).flatten(0, 1)
+        if has_varlen(q):
+            bounds, longest = self.offsets.int(), max(self.lengths)
+            return varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window)
+        out = torch.empty_like(q)
+        for gather, keep, where in self.buckets:
+            stacked = _causal(q[gather], k[gather], v[gather], window)
+            out = out.index_copy(0, where, stacked[keep])
+        return out
+
+
+def window_of(windows: Windows, layer: int) -> int | None:
+    """How far a layer looks back."""
+    return windows[layer] if isinstance(windows, tuple) else windows
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """[b, L, H, D] in and out."""
+    length = q.shape[1]
+    if length <= SHORT and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
+        return _explicit(q, k, v, window)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = _visible(length, window, q.device) if window is not None and length > window else None
+    gqa = q.shape[1] != k.shape[1]
+    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The same by batched matmuls: on a CPU faster than the fused kernel while the scores are small.
+
+    The query heads that share a key head stand one below the other as queries of that head: no key is repeated.
+    """
+    batch, length, heads, dim = q.shape
+    shared = heads // k.shape[2]
+    queries = q.view(batch, length, -1, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, shared * length, dim)
+    keys, values = (x.transpose(1, 2).reshape(-1, length, dim) for x in (k, v))
+    hidden = torch.zeros(length, length, dtype=q.dtype).masked_fill_(~_visible(length, window, q.device), -torch.inf)
+    scores = torch.baddbmm(hidden.repeat(shared, 1), queries, keys.transpose(1, 2), alpha=dim**-0.5)
+    out = torch.bmm(scores.softmax(-1), values)
+    return out.view(batch, -1, shared, length, dim).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[query, key]: the key is not later, and within the window if there is one."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask & ~mask.tril(-window)
+
+
+def _plan(lengths: list[int], offsets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
+    order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: lengths[i])
+    buckets: list[list[int]] = []
+    for i in order:
+        if buckets and lengths[i] <= max(lengths[buckets[-1][0]] * WASTE, lengths[buckets[-1][0]] + 4):
+            buckets[-1].append(i)
+        else:
+            buckets.append([i])
+    plans = []
+    for bucket in buckets:
+        width = lengths[bucket[-1]]
+        index = torch.tensor(bucket, device=offsets.device)
+        start, length = offsets[index][:, None], offsets.diff()[index][:, None]
+        column = torch.arange(width, device=offsets.device)
+        keep = column < length
+        gather = start + torch.minimum(column, length - 1)
+        plans.append((gather, keep, gather[keep]))
+    return plans

@@ -1,0 +1,206 @@
+"""Causal attention of packed sequences by a C kernel (`attention.c`): no padding, and no copy of what sequences share."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.models.kernels.cpu.c_library import address, num_threads
+from burnish.models.kernels.shared_prefix import Rows
+
+LONGEST = 1024
+"""Sequences up to this length: a head's keys stay near the core."""
+
+Pointer, Long = ctypes.c_void_p, ctypes.c_long
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in ("q", "k", "v")),
+        *((name, Long) for name in ("q_row", "k_row", "v_row")),
+        *((name, Pointer) for name in ("sequences", "groups")),
+        *((name, Long) for name in ("heads", "kv_heads", "dim", "window")),
+        *((name, Pointer) for name in ("out", "lse", "grad", "grad_q", "grad_k", "grad_v", "space")),
+        *((name, Long) for name in ("room", "longest")),
+    ]  # fmt: skip
+
+
+class Sequences:
+    """Which rows each sequence of a packing has, its own and those it begins with, and which sequences share any."""
+
+    def __init__(self, offsets: Tensor, rows: Rows | None) -> None:
+        offsets = offsets.long()  # as C reads them
+        lengths = offsets.diff()
+        self.longest = int(lengths.max()) if lengths.numel() else 0
+        if rows is None:
+            trunks = torch.zeros_like(lengths)
+            self.table = torch.stack([offsets[:-1], lengths, trunks, trunks], 1)
+            self.groups = torch.arange(lengths.shape[0] + 1)
+            return
+        starts = rows.offsets.long()
+        own = starts.diff()
+        first = rows.row_of.long()[offsets[:-1].clamp(max=rows.row_of.shape[0] - 1)]
+        table = torch.stack([starts[:-1], own, first, lengths - own], 1)
+        order = (2 * first + (own < lengths)).argsort(stable=True)  # the one that others begin with comes first
+        self.table = table[order]
+        counts = first[order].unique_consecutive(return_counts=True)[1]
+        self.groups = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups.shape[0] - 1
+
+
+def attention(
+    library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None
+) -> Tensor:
+    """Queries [U, heads, D] over keys and values [U, kv_heads, D] of their own sequence; [U, heads, D]."""
+    return _Attention.apply(q, k, v, library, sequences, window)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, library: ctypes.CDLL, sequences: Sequences, window: int | None
+    ) -> Tensor:
+        q, k, v = _together(q), _together(k), _together(v)
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        _call(library, "forward", q, k, v, sequences, window, out=out, lse=lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = library, sequences, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        library, sequences, window = ctx.plan
+        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+        given = {"out": out, "lse": lse, "grad": grads[0].contiguous()}
+        _call(library, "backward", q, k, v, sequences, window, **given, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def _together(x: Tensor) -> Tensor:
+    """The heads of a row side by side; rows may be apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _call(
+    library: ctypes.CDLL,
+    way: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    window: int | None,
+    **tensors: Tensor,
+) -> None:
+    (_, heads, dim), kv_heads = q.shape, k.shape[1]
+    threads = max(1, min(num_threads(), sequences.num_groups * kv_heads))
+    library.attention_room.restype = Long
+    room = library.attention_room(Long(sequences.longest), Long(dim), Long(way == "backward"))
+    space = q.new_empty(threads * room)
+    arguments = _Arguments(
+        q=address(q), k=address(k), v=address(v), q_row=q.stride(0), k_row=k.stride(0), v_row=v.stride(0),
+        sequences=address(sequences.table), groups=address(sequences.groups),
+        heads=heads, kv_heads=kv_heads, dim=dim, window=window or 0,
+        space=address(space), room=room, longest=sequences.longest,
+        **{name: address(x) for name, x in tensors.items()},
+    )  # fmt: skip
+    function = library.attention_forward if way == "forward" else library.attention_backward
+    function(ctypes.byref(arguments), Long(sequences.num_groups), Long(threads))
+
+
+# --- Norms, rotations and gated activations of the learner's rows by C kernels (`learner.c`).
+
+CLong, Double = ctypes.c_long, ctypes.c_double
+PER_THREAD = 1 << 14
+"""Numbers worth waking a thread for."""
+
+
+def _threads(x: Tensor) -> ctypes.c_long:
+    return CLong(min(num_threads(), -(-x.numel() // PER_THREAD)))
+
+
+def norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) * (shift + weight) over the last dimension of a contiguous x, and [rows] one over rms(x)."""
+    size = x.shape[-1]
+    rows = x.numel() // max(1, size)
+    y, scale = torch.empty_like(x), x.new_empty(rows)
+    library.norm_forward(
+        address(x), address(weight), address(y), address(scale), CLong(rows), CLong(size), Double(eps), Double(shift), _threads(x)
+    )  # fmt: skip
+    return y, scale
+
+
+def norm_backward(
+    library: ctypes.CDLL, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shift: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and of the weight."""
+    rows, size = scale.numel(), x.shape[-1]
+    library.norm_parts.restype = CLong
+    grad_x, grad_weight, parts = (
+        torch.empty_like(x),
+        torch.empty_like(weight),
+        x.new_empty(library.norm_parts(CLong(rows)), size),
+    )
+    library.norm_backward(
+        address(grad), address(x), address(weight), address(scale), address(grad_x), address(grad_weight), address(parts),
+        CLong(rows), CLong(size), Double(shift), _threads(x),
+    )  # fmt: skip
+    return grad_x, grad_weight
+
+
+def rotate(library: ctypes.CDLL, x: Tensor, cos: Tensor, sin: Tensor, way: float) -> Tensor:
+    """Heads x [N, H, D] by tables [N, 1, D] for a `way` of 1, back for -1."""
+    rows, heads, dim = x.shape
+    if x.stride()[1:] != (dim, 1):
+        x = x.contiguous()
+    cos, sin = (table.expand(rows, 1, dim).contiguous() for table in (cos, sin))
+    y = x.new_empty(x.shape)
+    library.rotate_heads(
+        address(x), address(cos), address(sin), address(y), CLong(rows), CLong(heads), CLong(dim), CLong(x.stride(0)),
+        Double(way), _threads(x),
+    )  # fmt: skip
+    return y
+
+
+def gate(library: ctypes.CDLL, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    """act(gate) * up of a contiguous [..., gate and up]."""
+    size = gate_up.shape[-1] // 2
+    y = gate_up.new_empty(*gate_up.shape[:-1], size)
+    rows = y.numel() // max(1, size)
+    library.gate_forward(address(gate_up), address(y), CLong(rows), CLong(size), CLong(is_gelu), _threads(gate_up))
+    return y
+
+
+def gate_backward(library: ctypes.CDLL, grad: Tensor, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    """Its gradient."""
+    size = grad.shape[-1]
+    into = torch.empty_like(gate_up)
+    rows = grad.numel() // max(1, size)
+    library.gate_backward(
+        address(grad), address(gate_up), address(into), CLong(rows), CLong(size), CLong(is_gelu), _threads(gate_up)
+    )
+    return into
+
+
+# --- Drawing tokens by a C kernel: what `inference/native/engine_common.py` does where nothing is truncated.
+
+LOGITS_PER_THREAD = 1 << 14
+"""Logits worth waking a thread for."""
+
+
+def draw(library: ctypes.CDLL, logits: Tensor, uniform: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens [n] and their log-probs [n] from logits [n, V], one uniform number a row; a temperature of None is 1."""
+    rows, vocab = logits.shape
+    logits, tokens, logp = logits.contiguous(), uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)
+    threads = min(num_threads(), -(-logits.numel() // LOGITS_PER_THREAD))
+    library.draw(
+        address(logits), address(uniform), address(temperature), ctypes.c_long(rows), ctypes.c_long(vocab),
+        address(tokens), address(logp), ctypes.c_long(threads),
+    )  # fmt: skip
+    return tokens, logp

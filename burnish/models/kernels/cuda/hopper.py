@@ -1,0 +1,258 @@
+"""Attention of a decode step on Hopper: pages come by the copy engine, a warp for each row and key head.
+
+The same as `kernels/decode_step.py`, which is for every GPU, type and head, with fewer instructions a key: what a row holds
+is read as fast as memory gives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.models.kernels.cuda.compiler import Kernel, compiler, tensor_map
+from burnish.models.kernels.paged_layout import Norms, Placement, results_of
+
+PAGE = 16
+DIMS = (64, 128)
+BLOCK = 32
+"""Keys a stretch is a multiple of, here, in the kernel and for who joins the stretches."""
+MOST_QUERIES = 8
+"""Query heads to a key head: the width of a tile of the tensor cores."""
+RING_BYTES = 32 * 1024
+"""On its way to a warp at once: two steps of 32 keys with heads of 128."""
+
+
+def has_decode_attention(
+    qkv: Tensor, cos: Tensor, place: Placement, norms: Norms | None, keys: object, values: object
+) -> bool:
+    """Whether the kernel can attend to these pages."""
+    if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_cuda and qkv.shape[0] > 0):
+        return False
+    _, kv_heads, page, dim = keys.shape
+    weights = () if norms is None else (norms.query, norms.key)
+    return (
+        page == PAGE
+        and dim in DIMS
+        and qkv.shape[1] // dim // kv_heads - 2 <= MOST_QUERIES
+        and values.shape == keys.shape
+        and all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (qkv, cos, keys, values, *weights))
+        and keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
+        and place.position.dtype == torch.int64
+        and place.position.is_contiguous()
+        and place.table.dtype == torch.int32
+        and place.table.stride(1) == 1
+        and torch.cuda.get_device_capability(qkv.device) == (9, 0)
+        and compiler() is not None
+    )
+
+
+def decode_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    place: Placement,
+    norms: Norms | None,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    splits: int,
+    least: int,
+) -> Tensor:
+    """[rows, heads * D]: `burnish.models.kernels.paged_attention.decode_attention` where `has_decode_attention`."""
+    pages, kv_heads, page, dim = keys.shape
+    rows, columns = qkv.shape
+    queries = columns // dim // kv_heads - 2
+    out, sums, joints = results_of(qkv, kv_heads, dim, splits)
+    reach = window if window is not None else 1 << 30
+    q_norm, k_norm, eps, shift, factor = norms or Norms(qkv, qkv, 0.0)
+    with torch.cuda.device(qkv.device):
+        maps = [  # halves of a line lie nearer than lines do: the copy engine does not mind
+            tensor_map(
+                x.data_ptr(), (64, pages * kv_heads * page, dim // 64), (dim * 2, 128), (64, page, dim // 64), True
+            )
+            for x in (keys, values)
+        ]
+        tensors = (qkv, q_norm, k_norm, cos, sin, keys, values, place.table, place.position, out, sums, joints)
+        numbers = (dim**-0.5 * 1.4426950408889634, eps, shift, factor)
+        sizes = (place.table.stride(0), place.table.shape[1], reach, splits, least, kv_heads, pages * kv_heads * page)
+        arguments = [
+            *maps,
+            *(ctypes.c_void_p(x.data_ptr()) for x in tensors),
+            *map(ctypes.c_float, numbers),
+            *map(ctypes.c_int, sizes),
+        ]
+        kernel = _attention_kernel(dim, queries, norms is not None, qkv.device)
+        kernel.launch((rows * kv_heads, splits), 32, arguments)
+        if splits > 1:
+            from burnish.models.kernels.triton.decode_step import join
+
+            join(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, BLOCK)
+    return out
+
+
+_making = threading.Lock()
+
+
+def _attention_kernel(*kind: Any) -> Kernel:
+    with _making:  # whole rows and cut ones may ask for it at once
+        return _made(*kind)
+
+
+@cache
+def _made(dim: int, queries: int, is_normed: bool, device: torch.device) -> Kernel:
+    stages = RING_BYTES // (4 * PAGE * dim * 2)
+    return Kernel(attention_source(dim, queries, is_normed, stages), "decode_attention", RING_BYTES + 1024)
+
+
+def attention_source(dim: int, queries: int, is_normed: bool, stages: int) -> str:
+    """The kernel for heads of one kind."""
+    settings = {"DIM": dim, "QUERIES": queries, "NORMED": int(is_normed), "STAGES": stages}
+    defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
+    return defines + (Path(__file__).parent / "decode_attention.cu").read_text()
+
+
+# --- The gated half of an MLP as one kernel on Hopper: the product with gate and up, the activation, and gate times up.
+#
+# The projections of a layer's gate and up are its largest product, and its outputs are read once, to become half as many. Made
+# in one kernel they are never written. Triton's tiles are powers of two; the layers' sizes are not, and 132 processors would
+# wait for the eight tiles that 140 leave over. Here a tile is as wide as it must be for all processors to end together
+# (`tile_of`).
+
+WIDTHS = (72, 56, 40)
+"""Outputs of a tile: odd numbers of eights, and no more sums than registers."""
+GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
+"""Rows of a tile: warp groups that multiply, and blocks of 64 rows of each."""
+REGISTERS = {1: 232, 2: 240, 3: 160}
+"""Of a thread that multiplies, by the number of groups: what the other threads leave of a block's, whose own 24 are enough for them."""
+SHARED_BYTES = 227 * 1024 - 2048
+"""For stages and what is stored: a processor's, less what barriers and the ring's alignment take."""
+MOST_STAGES = 8
+FIXED = 24
+"""What a tile costs beside its columns, in columns: it begins and ends."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Outputs that one block of threads makes at a time."""
+
+    rows: int
+    width: int
+
+    @property
+    def stages(self) -> int:
+        """Stretches of 64 inputs on their way at once: what the shared memory holds beside what is stored."""
+        room = SHARED_BYTES - self.strip_bytes
+        return min(MOST_STAGES, room // self.stage_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows + 2 * self.width) * 64 * 2
+
+    @property
+    def strip_bytes(self) -> int:
+        groups, _ = GROUPS[self.rows]
+        return groups * 64 * self.width * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + self.stages * self.stage_bytes + self.strip_bytes
+
+    @property
+    def threads(self) -> int:
+        return 128 * (GROUPS[self.rows][0] + 1)
+
+
+def tile_of(rows: int, outputs: int, processors: int) -> Tile:
+    """The tile with which all processors end soonest."""
+    height = next((height for height in GROUPS if height >= rows), 256)
+
+    def cost(width: int) -> int:
+        tiles = -(-rows // height) * -(-outputs // width)
+        return -(-tiles // processors) * (2 * width + FIXED)
+
+    return Tile(height, min(WIDTHS, key=cost))
+
+
+def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
+    """Whether the kernel can multiply rows x [N, in] by a matrix [2 out, in]."""
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype == torch.bfloat16
+        and activation in ACTIVATIONS
+        and x.shape[0] > 0
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and weight.shape[1] % 8 == 0  # lines of whole 16 bytes
+        and weight.shape[0] % 16 == 0
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and compiler() is not None
+    )
+
+
+def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """act(x gate^T) * (x up^T), [N, out]; `weight` is gate above up."""
+    (rows, inputs), outputs = x.shape, weight.shape[0] // 2
+    with torch.cuda.device(x.device):
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        tile = tile_of(rows, outputs, processors)
+        out = x.new_empty(rows, outputs)
+        row_tiles, column_tiles = -(-rows // tile.rows), -(-outputs // tile.width)
+        maps = [
+            tensor_map(x.data_ptr(), (inputs, rows), (inputs * 2,), (64, tile.rows), True),
+            tensor_map(weight.data_ptr(), (inputs, 2 * outputs), (inputs * 2,), (64, tile.width), True),
+            tensor_map(out.data_ptr(), (outputs, rows), (outputs * 2,), (tile.width, 16), False),
+        ]
+        sizes = map(ctypes.c_int, (rows, outputs, -(-inputs // 64), row_tiles, column_tiles))
+        kernel = _gated_kernel(tile, activation, x.device)
+        kernel.launch((min(row_tiles * column_tiles, processors), 1), tile.threads, [*maps, *sizes])
+    return out
+
+
+def tiles_of(most_rows: int, outputs: int, processors: int) -> list[Tile]:
+    """All tiles that products of up to so many rows take."""
+    counts = {*GROUPS, *range(256, most_rows, 256), most_rows}
+    return sorted({tile_of(rows, outputs, processors) for rows in counts}, key=lambda tile: (tile.rows, tile.width))
+
+
+def prepare(tile: Tile, activation: str, device: torch.device) -> None:
+    """Have the kernel of a tile ready."""
+    with torch.cuda.device(device):
+        _gated_kernel(tile, activation, device)
+
+
+@cache
+def _gated_kernel(tile: Tile, activation: str, device: torch.device) -> Kernel:
+    return Kernel(gated_source(tile, activation), "gated_product", tile.shared_bytes)
+
+
+def gated_source(tile: Tile, activation: str) -> str:
+    """The kernel for a tile."""
+    groups, blocks = GROUPS[tile.rows]
+    settings = {"ROWS": tile.rows, "WIDTH": tile.width, "STAGES": tile.stages, "GROUPS": groups, "BLOCKS": blocks}
+    settings |= {"MOST": REGISTERS[groups], "GELU": int(activation == "gelu_tanh")}
+    text = (Path(__file__).parent / "gated_product.cu").read_text()
+    defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
+    return defines + text.replace("//MULTIPLY", _multiply(2 * tile.width))
+
+
+def _multiply(columns: int) -> str:
+    """`multiply`: 64 rows x 16 inputs times so many columns, added to a thread's sums unless they begin."""
+    registers = columns // 2
+    operands = ", ".join(f"%{i}" for i in range(registers))
+    sums = ", ".join(f'"+f"(sums[{i}])' for i in range(registers))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+    return f"""__device__ __forceinline__ void multiply(float (&sums)[{registers}], u64 lines, u64 columns, int more) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{registers + 2}, 0;\\n"
+        "{instruction} {{{operands}}}, %{registers}, %{registers + 1}, p, 1, 1, 0, 0;\\n}}"
+        : {sums}
+        : "l"(lines), "l"(columns), "r"(more));
+}}"""

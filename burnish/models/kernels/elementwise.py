@@ -1,0 +1,270 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, 1910.07467) with a backward of few memory passes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.models.kernels.cpu import cpu_ops
+from burnish.models.kernels.cpu import cpu_ops as cpu_rows
+from burnish.models.kernels.cpu.c_library import kernels
+from burnish.models.kernels.device import use_kernels
+
+WIDE = (torch.float32, torch.float64)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+        ctx.shift, ctx.library = shift, kernels(x, weight)
+        if ctx.library is not None:
+            x = x.contiguous()
+            y, scale = cpu_ops.norm(ctx.library, x, weight, eps, shift)
+            ctx.save_for_backward(x, scale, weight)
+            return y
+        scale = _scale(x, eps)
+        normal = x * scale
+        ctx.save_for_backward(normal, scale, weight)
+        return normal * _shifted(weight, shift)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        normal, scale, weight = ctx.saved_tensors
+        if ctx.library is not None:
+            return *cpu_ops.norm_backward(ctx.library, grad.contiguous(), normal, weight, scale, ctx.shift), None, None
+        grad_weight = (grad * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        # d x = scale * (g - normal * mean(g * normal)), g the gradient of the normalised input
+        slope = grad * _shifted(weight, ctx.shift)
+        mean = torch.linalg.vecdot(slope, normal).unsqueeze(-1).div_(-normal.shape[-1])
+        return slope.addcmul_(normal, mean).mul_(scale), grad_weight, None, None
+
+
+class _HalfRmsNorm(torch.autograd.Function):
+    """The same in half types, computed in float32: 1 + weight has too few digits in bfloat16. Keeps its input and a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, weight)
+        ctx.shift = shift
+        return (wide * scale * (weight.float() + shift)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, scale, weight = ctx.saved_tensors
+        grad, normal = grads[0].float(), x.float() * scale
+        grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        slope = grad * (weight.float() + ctx.shift)
+        mean = (slope * normal).mean(-1, keepdim=True)
+        return ((slope - normal * mean) * scale).to(x.dtype), grad_weight, None, None
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    """[..., 1] one over the root of the mean square."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def _shifted(weight: Tensor, shift: float) -> Tensor:
+    return weight + shift if shift else weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+    """x / rms(x) * (shift + weight) over the last dimension, without gradient."""
+    # For few rows on a CPU torch's own takes half as long again; the compiler fuses it.
+    if x.device.type == "cpu" and x.dtype in WIDE and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        library = kernels(x, weight)
+        if library is not None:
+            return cpu_ops.norm(library, x.contiguous(), weight, eps, shift)[0]
+        return (x * _scale(x, eps)).mul_(_shifted(weight, shift))
+    if not shift:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + shift, eps).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's module, with a weight that may be counted from 1; float32 and float64 train through the function above, half
+    types through torch's own where nothing is shifted."""
+
+    def __init__(self, size: int, eps: float, shift: float = 0.0) -> None:
+        super().__init__(size, eps)
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.dtype in WIDE:
+            return _RmsNorm.apply(x, self.weight, self.eps, self.shift)
+        if torch.is_grad_enabled() and self.shift:
+            return _HalfRmsNorm.apply(x, self.weight, self.eps, self.shift)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps, self.shift)
+
+
+# --- Rotary position embeddings (Su et al., 2104.09864) in the half-split layout of Hugging Face checkpoints.
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
+    """[head_dim/2] angular frequencies, float32, with linear or Llama-3 scaling applied."""
+    inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if scaling is None:
+        return inverse
+    if scaling["rope_type"] == "linear":
+        return inverse / scaling["factor"]
+    # Llama 3: long wavelengths are stretched by `factor`, short ones kept, with a linear blend between.
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    blend = (original / wavelength - low) / (high - low)
+    smooth = (1 - blend) * inverse / factor + blend * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, inverse)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, smooth, scaled)
+
+
+def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin for each position, [P, 1, head_dim]: `x * cos + swap_halves(x) * sin` is the rotation."""
+    angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, way: float = 1.0) -> Tensor:
+    library = kernels(x, cos, sin)
+    if library is not None:
+        return cpu_ops.rotate(library, x, cos, sin, way)
+    sin = sin if way == 1.0 else -sin
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's backward is the rotation the other way: nothing but the table is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1.0), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [N, H, D] by the rows of the table already chosen for their positions."""
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
+
+
+# --- The gated activation silu(gate) * up (Shazeer, 2002.05202) of a fused gate-and-up projection.
+
+
+class _Swiglu(torch.autograd.Function):
+    """The backward writes both halves of the gradient in place, instead of concatenating them; on a GPU each way is one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        if use_kernels(gate_up):
+            from burnish.models.kernels.triton import rows
+
+            ctx.save_for_backward(gate_up)
+            return rows.gate(gate_up)
+        ctx.library = kernels(gate_up)
+        if ctx.library is not None:
+            gate_up = gate_up.contiguous()
+            ctx.save_for_backward(gate_up)
+            return cpu_rows.gate(ctx.library, gate_up, is_gelu=False)
+        gate, up = gate_up.chunk(2, -1)
+        activated = functional.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        if not rest and not gate_up.is_cuda:
+            return cpu_rows.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=False)
+        if not rest:
+            from burnish.models.kernels.triton import rows
+
+            return rows.gate_backward(grads[0], gate_up)
+        activated = rest[0]
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.mul(grads[0], activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu of the first half of the last dimension times the second half."""
+    if torch.is_grad_enabled() or use_kernels(gate_up):
+        return _Swiglu.apply(gate_up)
+    library = kernels(gate_up)
+    if library is not None:
+        return cpu_rows.gate(library, gate_up.contiguous(), is_gelu=False)
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate).mul_(up)
+
+
+# --- The gated activation gelu(gate) * up with the tanh form of GELU (Shazeer, 2002.05202) of a fused gate-and-up projection.
+
+FORM = "tanh"
+
+
+class _Geglu(torch.autograd.Function):
+    """The backward writes both halves of the gradient in place, instead of concatenating them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.library = kernels(gate_up)
+        if ctx.library is not None:
+            gate_up = gate_up.contiguous()
+            ctx.save_for_backward(gate_up)
+            return cpu_ops.gate(ctx.library, gate_up, is_gelu=True)
+        gate, up = gate_up.chunk(2, -1)
+        activated = functional.gelu(gate, approximate=FORM)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        if not rest:
+            return cpu_ops.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=True)
+        (activated,) = rest
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.mul(grads[0], activated, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate=FORM))
+        return grad
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """GELU of the first half of the last dimension times the second half."""
+    if torch.is_grad_enabled():
+        return _Geglu.apply(gate_up)
+    library = kernels(gate_up)
+    if library is not None:
+        return cpu_ops.gate(library, gate_up.contiguous(), is_gelu=True)
+    gate, up = gate_up.chunk(2, -1)
+    return functional.gelu(gate, approximate=FORM).mul_(up)
+
+
+def exact_geglu(gate_up: Tensor) -> Tensor:
+    """The same by operations that give a row the same bits beside whatever rows it stands."""
+    gate, up = gate_up.chunk(2, -1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
+    # 0.5 (1 + tanh(u)) is a logistic function of 2u; torch's exponential rounds alike everywhere in a tensor, its tanh does not.
+    return gate / (1 + (-2 * inner).exp()) * up

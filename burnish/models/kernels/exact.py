@@ -1,0 +1,114 @@
+"""Operations that give a token the same bits wherever and beside whatever it is computed.
+
+A matmul library picks its kernel by the number of rows, and a softmax over a longer row adds in another order: so the
+learner's log-prob of a token differs from the engine's by rounding. These operations fix both: rows go through matmuls in
+tiles of one size, attention walks over a row's keys in blocks of one size and in their order. Norms, rotations and
+activations are independent of other rows as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.models.kernels.device import use_kernels
+from burnish.models.kernels.elementwise import swiglu
+from burnish.models.kernels.paged_layout import Placement
+from burnish.models.lora.adapters import LoraLinear
+from burnish.models.quantization.nf4 import dense
+
+TILE = 64  # rows of a matmul
+CHUNK = 1024  # tokens whose keys are gathered at once, on a CPU
+
+
+def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer on rows [N, in], with its adapters where it has any."""
+    y = _linear(x, dense(layer.weight, x.dtype), layer.bias)
+    if isinstance(layer, LoraLinear) and layer.is_on:
+        z = _linear(x, layer.lora_a, None)
+        for ((start, stop), _, b), part in zip(layer.blocks(), z.split(layer.rank, 1), strict=True):
+            y[:, start:stop] += layer.scale * _linear(part.contiguous(), b, None)
+    return y
+
+
+def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The output head on rows [N, hidden]; [N, vocab]."""
+    return _linear(hidden, weight, None)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if use_kernels(x):
+        from burnish.models.kernels.triton import exact as kernel
+
+        return kernel.exact_linear(x, weight, bias)
+    rows = x.shape[0]
+    padded = functional.pad(x, (0, 0, 0, -rows % TILE))
+    return torch.cat([functional.linear(tile, weight, bias) for tile in padded.split(TILE)])[:rows]
+
+
+def exact_swiglu(gate_up: Tensor) -> Tensor:
+    """The gated activation of rows [N, 2 * size]."""
+    if use_kernels(gate_up):
+        return swiglu(gate_up)
+    # torch's silu rounds the end of each thread's stretch otherwise than the rest; its exponential does not.
+    gate, up = gate_up.chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:
+    """[N, heads * D]: each token's query [N, heads, D] against the keys of its row up to its own."""
+    if use_kernels(q):
+        from burnish.models.kernels.triton import exact as kernel
+
+        return kernel.exact_attention(q, keys, values, place, window).flatten(1)
+    table = place.table[place.owner]
+    parts = [
+        _walk(*part, keys, values, window)
+        for part in zip(q.split(CHUNK), table.split(CHUNK), place.position.split(CHUNK), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _walk(q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Online softmax over one page of keys after the other; pages beyond a token's own change nothing of its sums."""
+    rows, heads, dim = q.shape
+    _, kv_heads, page, _ = keys.shape
+    # In float32 at least: in half types a batched matmul picks its kernel by the size of the batch.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q.reshape(rows * kv_heads, -1, dim).to(wide)
+    best = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    total, sums = torch.zeros_like(best), torch.zeros_like(queries)
+    for k in range(int(position.max()) // page + 1):
+        number = table[:, k].long()
+        column = torch.arange(k * page, (k + 1) * page, device=q.device)
+        seen = column <= position[:, None]
+        if window is not None:
+            seen &= column > position[:, None] - window
+        key, value = (x[number].view(-1, page, dim).to(wide) for x in (keys, values))
+        unseen = ~seen.repeat_interleave(kv_heads, 0)
+        value = value.masked_fill(unseen[:, :, None], 0)  # what a page held before may be NaN, and 0 * NaN is too
+        scores = torch.bmm(queries, key.transpose(1, 2)) * dim**-0.5
+        scores = scores.masked_fill(unseen[:, None], -torch.inf)
+        top = torch.maximum(best, scores.amax(-1, keepdim=True))
+        base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, as it should be
+        weight, shrink = (scores - base).exp(), (best - base).exp()
+        total = total * shrink + weight.sum(-1, keepdim=True)
+        sums = sums * shrink + torch.bmm(weight, value)
+        best = top
+    return (sums / total.masked_fill(total == 0, 1.0)).view(rows, heads * dim).to(q.dtype)
+
+
+def token_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probs [N] of the tokens under logits [N, vocab], by the arithmetic the sampler reports them with."""
+    if use_kernels(logits):
+        from burnish.models.kernels.triton import sampling
+
+        return sampling.score(logits, tokens, temperature)
+    return tempered_logp(logits, temperature).gather(1, tokens[:, None])[:, 0]
+
+
+def tempered_logp(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """log-softmax of logits over a temperature (one, or [N, 1]), in float32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide / temperature).log_softmax(-1)

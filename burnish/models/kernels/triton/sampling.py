@@ -1,0 +1,313 @@
+"""Drawing a token for each row, its log-prob and the bookkeeping of the row, in one pass over the logits.
+
+By inversion of the cumulative distribution in vocabulary order with one uniform number from (key, position): the first
+kernel sums exponentials over chunks of the vocabulary, the second finds the chunk the number falls into and reads that
+chunk again, so the logits are read once and never widened in memory. `burnish.core.random_keys` gives the same numbers. A row's
+bias and its truncation (`truncation.py`) are applied to what is read; the sums of the model's own distribution, where
+someone wants them, are made in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+from burnish.models.kernels.triton.truncation import Bias, cut_off, load_logits
+
+CHUNK = 4096
+
+
+@triton.jit
+def _inverse(temperature):
+    """What logits are multiplied by: one division by the rounding of IEEE, since the plain one differs from kernel to kernel."""
+    return tl.div_rn(1.0, tl.where(temperature == 0, 1.0, temperature))
+
+
+@triton.jit
+def _sum_chunks(
+    logits_ptr,
+    source_ptr,
+    row_ptr,
+    temperature_ptr,
+    bias_token_ptr,
+    bias_value_ptr,
+    bias_count_ptr,
+    cut_value_ptr,
+    cut_last_ptr,
+    best_ptr,
+    total_ptr,
+    raw_best_ptr,
+    raw_total_ptr,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    BIASED: tl.constexpr,
+    BIASES: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    RAW: tl.constexpr,
+):
+    index = tl.program_id(0)
+    chunk = chunks - 1 - tl.program_id(1)  # what was written last is in the cache still
+    source = tl.load(source_ptr + index).to(tl.int64)
+    row = tl.load(row_ptr + index)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    raw, x = load_logits(
+        logits_ptr + source * vocab, chunk * CHUNK, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr,
+        CHUNK, BIASED, BIASES,
+    )  # fmt: skip
+    if TRUNCATED:
+        x = cut_off(x, chunk * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+    x *= _inverse(temperature)
+    best = tl.max(x, 0)
+    total = tl.sum(tl.exp(x - tl.where(best == -float("inf"), 0.0, best)), 0)
+    tl.store(best_ptr + index * chunks + chunk, best)
+    tl.store(total_ptr + index * chunks + chunk, total)
+    if RAW:
+        best = tl.max(raw, 0)
+        total = tl.sum(tl.exp(raw - tl.where(best == -float("inf"), 0.0, best)), 0)
+        tl.store(raw_best_ptr + index * chunks + chunk, best)
+        tl.store(raw_total_ptr + index * chunks + chunk, total)
+
+
+@triton.jit
+def _joined(best_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
+    """Of a row's chunks: the largest logit of each, the mass of each beside the largest of all, that largest, all mass."""
+    part = tl.arange(0, CHUNKS)
+    bests = tl.load(best_ptr + part, mask=part < chunks, other=-float("inf"))
+    totals = tl.load(total_ptr + part, mask=part < chunks, other=0.0)
+    best = tl.max(bests, 0)
+    masses = totals.to(tl.float64) * tl.exp((bests - best).to(tl.float64))
+    return bests, masses, best, tl.sum(masses, 0)
+
+
+@triton.jit
+def _mix(x, MULTIPLIER_1: tl.constexpr, MULTIPLIER_2: tl.constexpr):
+    x = (x ^ (x >> 30)) * tl.full([], MULTIPLIER_1, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full([], MULTIPLIER_2, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    source_ptr,
+    row_ptr,
+    temperature_ptr,
+    bias_token_ptr,
+    bias_value_ptr,
+    bias_count_ptr,
+    cut_value_ptr,
+    cut_last_ptr,
+    best_ptr,
+    total_ptr,
+    raw_best_ptr,
+    raw_total_ptr,
+    ints_ptr,
+    stop_ptr,
+    ring_token_ptr,
+    ring_logp_ptr,
+    ring_raw_ptr,
+    vocab,
+    chunks,
+    ints_stride,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BIASED: tl.constexpr,
+    BIASES: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    RAW: tl.constexpr,
+    STOPS: tl.constexpr,
+    RING: tl.constexpr,
+    GOLDEN: tl.constexpr,
+    MULTIPLIER_1: tl.constexpr,
+    MULTIPLIER_2: tl.constexpr,
+):
+    index = tl.program_id(0)
+    row = tl.load(row_ptr + index)
+    live_at = ints_ptr + row
+    produced_at = live_at + ints_stride
+    last_at = produced_at + ints_stride
+    position_at = last_at + ints_stride
+    limit_at = position_at + ints_stride
+    key_at = limit_at + ints_stride
+    drawn_at = key_at + ints_stride
+    if tl.load(live_at) != 0:
+        source = tl.load(source_ptr + index).to(tl.int64)
+        temperature = tl.load(temperature_ptr + row).to(tl.float32)
+        greedy = temperature == 0
+        part = tl.arange(0, CHUNKS)
+        bests, masses, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
+        ends = tl.cumsum(masses, 0)
+
+        drawn = tl.load(drawn_at)
+        key = tl.load(key_at).to(tl.uint64, bitcast=True)
+        bits = _mix(
+            key + (drawn + 1).to(tl.uint64, bitcast=True) * tl.full([], GOLDEN, tl.uint64), MULTIPLIER_1, MULTIPLIER_2
+        )
+        uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+        # Against the last running sum, not the sum: they may differ in the last bit, and a draw must fall inside.
+        goal = uniform * tl.max(ends, 0)
+        here = tl.sum((ends < goal).to(tl.int32), 0)
+        first_best = tl.min(tl.where(bests == best, part, CHUNKS), 0)
+        here = tl.minimum(tl.where(greedy, first_best, here), chunks - 1)
+        before = tl.sum(tl.where(part < here, masses, 0.0), 0)
+
+        column = tl.arange(0, CHUNK)
+        raw, x = load_logits(
+            logits_ptr + source * vocab, here * CHUNK, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr,
+            CHUNK, BIASED, BIASES,
+        )  # fmt: skip
+        if TRUNCATED:
+            x = cut_off(x, here * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+        x *= _inverse(temperature)
+        running = before + tl.cumsum(tl.exp(x - best).to(tl.float64), 0)
+        passed = tl.sum((running < goal).to(tl.int32), 0)
+        # Rounding may leave the goal beyond the last sum: then the last token that can be drawn is it.
+        last = tl.max(tl.where(x > -float("inf"), column, 0), 0)
+        found = tl.minimum(passed, last)
+        found = tl.where(greedy, tl.min(tl.where(x == best, column, CHUNK - 1), 0), found)
+        chosen = tl.sum(tl.where(column == found, x, 0.0), 0)
+        token = (here * CHUNK + found).to(tl.int64)
+
+        produced = tl.load(produced_at)
+        slot = row * RING + produced % RING
+        tl.store(ring_token_ptr + slot, token.to(tl.int32))
+        tl.store(ring_logp_ptr + slot, chosen - best - tl.log(total).to(tl.float32))
+        if RAW:
+            _, _, raw_best, raw_total = _joined(
+                raw_best_ptr + index * chunks, raw_total_ptr + index * chunks, chunks, CHUNKS
+            )
+            chosen = tl.sum(tl.where(column == found, raw, 0.0), 0)
+            tl.store(ring_raw_ptr + slot, chosen - raw_best - tl.log(raw_total).to(tl.float32))
+        stops = tl.load(stop_ptr + row * STOPS + tl.arange(0, STOPS))
+        stopped = tl.sum((stops == token).to(tl.int32), 0) > 0
+        goes_on = (stopped == 0) & (produced + 1 < tl.load(limit_at))
+        tl.store(produced_at, produced + 1)
+        tl.store(drawn_at, drawn + 1)
+        tl.store(last_at, token)
+        tl.store(position_at, tl.where(goes_on, tl.load(position_at) + 1, -1))
+        tl.store(live_at, goes_on.to(tl.int64))
+
+
+def _sums(
+    logits: Tensor,
+    source: Tensor,
+    row: Tensor,
+    temperature: Tensor,
+    cut: tuple[Tensor, Tensor] | None = None,
+    bias: Bias | None = None,
+    raw: bool = False,
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Biases and cuts as the kernels take them; the best logit and the mass of every chunk, then both of the model itself."""
+    count, vocab = source.shape[0], logits.shape[1]
+    chunks = triton.cdiv(vocab, CHUNK)
+    options = (*(bias or (row, row, row)), *(cut or (row, row)))
+    # Tensors of their own: where one begins decides how a kernel reads it, and with that the order of its sums.
+    sums = [torch.empty(count, chunks, dtype=torch.float32, device=logits.device) for _ in range(4 if raw else 2)]
+    sums = sums if raw else [*sums, *sums]
+    _sum_chunks[(count, chunks)](
+        logits,
+        source,
+        row,
+        temperature,
+        *options,
+        *sums,
+        vocab,
+        chunks,
+        CHUNK=CHUNK,
+        BIASED=bias is not None,
+        BIASES=bias[0].shape[1] if bias is not None else 1,
+        TRUNCATED=cut is not None,
+        RAW=raw,
+        num_warps=4,
+        enable_fp_fusion=False,  # what is drawn and what is scored have the same bits
+    )
+    return options, sums
+
+
+def draw(
+    logits: Tensor,
+    source: Tensor,
+    row: Tensor,
+    temperature: Tensor,
+    ints: Tensor,
+    stop: Tensor,
+    ring_token: Tensor,
+    ring_logp: Tensor,
+    cut: tuple[Tensor, Tensor] | None = None,
+    bias: Bias | None = None,
+    ring_raw: Tensor | None = None,
+) -> None:
+    """`burnish.inference.native.device_state.RowState.draw` as two kernels; see there. `cut` is of each row of `row`, `bias` of all."""
+    count, vocab = source.shape[0], logits.shape[1]
+    chunks = triton.cdiv(vocab, CHUNK)
+    options, sums = _sums(logits, source, row, temperature, cut, bias, ring_raw is not None)
+    _draw[(count,)](
+        logits,
+        source,
+        row,
+        temperature,
+        *options,
+        *sums,
+        ints,
+        stop,
+        ring_token,
+        ring_logp,
+        ring_logp if ring_raw is None else ring_raw,
+        vocab,
+        chunks,
+        ints.stride(0),
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks),
+        BIASED=bias is not None,
+        BIASES=bias[0].shape[1] if bias is not None else 1,
+        TRUNCATED=cut is not None,
+        RAW=ring_raw is not None,
+        STOPS=stop.shape[1],
+        RING=ring_token.shape[1],
+        GOLDEN=GOLDEN,
+        MULTIPLIER_1=MULTIPLIER_1,
+        MULTIPLIER_2=MULTIPLIER_2,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _score(logits_ptr, token_ptr, inverse, best_ptr, total_ptr, out_ptr, vocab, chunks, CHUNKS: tl.constexpr):
+    index = tl.program_id(0)
+    _, _, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
+    chosen = tl.load(logits_ptr + index.to(tl.int64) * vocab + tl.load(token_ptr + index)).to(tl.float32)
+    chosen *= inverse
+    tl.store(out_ptr + index, chosen - best - tl.log(total).to(tl.float32))
+
+
+def score(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probs [N] of given tokens under logits [N, vocab], by the same sums in the same order as `draw` reports them."""
+    count, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    every = torch.arange(count, device=logits.device)
+    heat = torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
+    _, (best, total, _, _) = _sums(logits, every, torch.zeros_like(every), heat)
+    out = torch.empty(count, dtype=torch.float32, device=logits.device)
+    # As many warps as `_draw` has: a sum's order follows from how its terms lie in them.
+    _score[(count,)](
+        logits,
+        tokens,
+        float(np.float32(1) / np.float32(temperature or 1.0)),  # as `_inverse` gives it
+        best,
+        total,
+        out,
+        vocab,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return out

@@ -1,0 +1,223 @@
+"""LoRA on our decoder: adding adapters, switching them off, swapping their content, merging them (layers: `ops/lora.py`).
+
+Everything but the adapters is frozen. Their parameters have the model's type, as all that engine and learner share; in
+a half type the optimizer keeps float32 master copies of them, as of any parameter. A model with the adapter off is the
+model it was added to, bit for bit, so a reference to stay near needs no copy of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.config.model import Lora
+from burnish.core.random_keys import fold
+from burnish.core.sharded_tensors import local
+from burnish.models.decoder import Decoder
+from burnish.models.quantization.nf4 import Nf4, Nf4Weight, dense, linear
+from burnish.models.quantization.nf4_decoder import quantise_layers
+from burnish.models.weight_layout import Projection, lora_parameters, projections, targets
+from burnish.models.weight_loading import blocks, hf_tensors
+
+# --- A frozen linear layer with low-rank adapters on blocks of its outputs (LoRA, 2106.09685).
+#
+#     y_i = W_i x + scale B_i A_i x
+#
+# for each block i of rows of W that has an adapter: query, key and value of a fused projection have one each, as in Hugging
+# Face's unfused layers. All A's are one matrix, so that x is read once; each B adds into its columns of y. The backward keeps
+# x and A x alone, and computes no gradient for W, which may be in 4 bits (`ops/nf4.py`).
+
+Span = tuple[int, int]
+"""Outputs [start, stop) that one adapter adds to."""
+
+
+def add_blocks_(y: Tensor, z: Tensor, b: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
+    """y[:, span_i] += scale z_i B_i^T, with z [N, blocks * rank] and the B's one below the other [outputs of the blocks, rank]."""
+    row = 0
+    for (start, stop), part in zip(spans, z.split(b.shape[1], 1), strict=True):
+        y[:, start:stop].addmm_(part, b[row : row + stop - start].t(), alpha=scale)
+        row += stop - start
+    return y
+
+
+class _Lora(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | Nf4,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        spans: Sequence[Span],
+        scale: float,
+    ) -> Tensor:
+        plain = [weight] if isinstance(weight, Tensor) else []
+        if any(frozen is not None and frozen.requires_grad for frozen in (*plain, bias)):
+            raise RuntimeError("the weight under an adapter is frozen, and its gradient is never computed")
+        z = functional.linear(x, a)  # [N, blocks * rank]
+        ctx.save_for_backward(x, z, a, b, *plain)
+        ctx.spans, ctx.scale, ctx.matrix = spans, scale, None if plain else weight
+        return add_blocks_(functional.linear(x, dense(weight, x.dtype), bias), z, b, spans, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, z, a, b, *plain = ctx.saved_tensors
+        parts = [grad[:, start:stop] for start, stop in ctx.spans]
+        rows = b.split([stop - start for start, stop in ctx.spans])
+        grad_b = torch.cat([p.t() @ z_i for p, z_i in zip(parts, z.split(b.shape[1], 1), strict=True)]).mul_(ctx.scale)
+        grad_z = torch.cat([p @ b_i for p, b_i in zip(parts, rows, strict=True)], 1).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ dense(plain[0] if plain else ctx.matrix, grad.dtype)).addmm_(grad_z, a)
+        return grad_x, None, None, grad_z.t() @ x, grad_b, None, None
+
+
+class LoraLinear(nn.Linear):
+    """The linear layer `base`, its own tensors frozen, with an adapter on each of the `spans` of its outputs.
+
+    `lora_a` [blocks * rank, in] holds the A's one below the other, `lora_b` [outputs of the blocks, rank] the B's, both in
+    the type of the weight, or `dtype`: what the engine multiplies by is then what the learner trains. They start as zeros.
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    weight: Tensor | Nf4Weight  # type: ignore[assignment]  # torch's Linear declares a tensor; in 4 bits it is a module
+
+    def __init__(
+        self, base: nn.Linear, spans: Sequence[Span], rank: int, scale: float, dtype: torch.dtype | None = None
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight.requires_grad_(False), base.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self.spans, self.rank, self.scale = tuple(spans), rank, scale
+        outputs = sum(stop - start for start, stop in spans)
+        like = next(chain(base.parameters(), base.buffers()))
+        dtype = like.dtype if dtype is None else dtype
+        self.lora_a = nn.Parameter(like.new_zeros(len(self.spans) * rank, self.in_features, dtype=dtype))
+        self.lora_b = nn.Parameter(like.new_zeros(outputs, rank, dtype=dtype))
+        self.is_on = True
+        """Whether the adapter takes part; without it the layer is `base`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, in] rows to [N, out]."""
+        weight = self.weight.matrix if isinstance(self.weight, Nf4Weight) else self.weight
+        return self.product(x, weight, self.bias, self.lora_a, self.lora_b)
+
+    def product(self, x: Tensor, weight: Tensor | Nf4, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        """The same by these tensors."""
+        if self.is_on and torch.is_grad_enabled():
+            return _Lora.apply(x, weight, bias, a, b, self.spans, self.scale)
+        y = linear(x, weight, bias)
+        return add_blocks_(y, functional.linear(x, a), b, self.spans, self.scale) if self.is_on else y
+
+    def blocks(self) -> list[tuple[Span, Tensor, Tensor]]:
+        """The outputs, A [rank, in] and B [outputs, rank] of each adapter, as views."""
+        rows = self.lora_b.split([stop - start for start, stop in self.spans])
+        return list(zip(self.spans, self.lora_a.split(self.rank), rows, strict=True))
+
+
+__all__ = ["adapter_off", "adapter_weights", "add_lora", "holding", "lora_parameters", "merged_tensors", "wrap_layers"]
+
+
+def wrap_layers(model: Decoder, lora: Lora) -> None:
+    """Freeze the model and give its targets adapters of zeros, on the very tensors it has, or on these in 4 bits."""
+    model.requires_grad_(False)
+    quantise_layers(model, lora.base)
+    dtype = model.embedding.weight.dtype
+    wanted = targets(model.arch, lora)
+    for layer in model.layers:
+        for name in dict.fromkeys(target.module for target in wanted):
+            spans = [(target.start, target.stop) for target in wanted if target.module == name]
+            base = cast(nn.Linear, getattr(layer, name))
+            setattr(layer, name, LoraLinear(base, spans, lora.rank, lora.scale, dtype))
+    model.lora = lora
+
+
+@torch.no_grad()
+def add_lora(model: Decoder, lora: Lora, seed: int) -> None:
+    """Adapters that change nothing yet: B is 0; A is uniform in +-1/sqrt(inputs) (Kaiming's, as PEFT starts them).
+
+    Each A depends on the seed, its layer and its name alone.
+    """
+    wrap_layers(model, lora)
+    for index, target, a, _ in adapters(model):
+        generator = torch.Generator().manual_seed(fold("lora", seed, index, target.name))
+        bound = 1 / math.sqrt(target.num_inputs)
+        a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+
+
+def adapters(model: Decoder) -> Iterator[tuple[int, Projection, Tensor, Tensor]]:
+    """(layer, projection, A [rank, in], B [out, rank]) of every adapter, as views of the parameters."""
+    for index, layer in enumerate(model.layers):
+        for projection in projections(model.arch):
+            module = getattr(layer, projection.module)
+            for (start, _), a, b in module.blocks() if isinstance(module, LoraLinear) else ():
+                if start == projection.start:
+                    yield index, projection, a, b
+
+
+def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the adapters by name; none where the model has no adapter."""
+    return {name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapter. For passes without gradient: a backward that recomputes would find it on again."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
+
+
+@contextmanager
+def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other adapter weights, by name; afterwards it has its own again, bit for bit, at the same addresses.
+
+    Of a model that is spread over processes, `weights` are spread like it. A graph of the model's own forward may wait for its
+    backward meanwhile.
+    """
+    own = {name: local(parameter) for name, parameter in adapter_weights(model).items()}
+    kept = {name: tensor.clone() for name, tensor in own.items()}
+    _write(own, weights)
+    try:
+        yield
+    finally:
+        _write(own, kept)
+
+
+def _write(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        # By way of `data`, which autograd does not watch: it would refuse the backward of a graph that saved the parameter.
+        tensor.data.copy_(local(weights[name]))
+
+
+@torch.no_grad()
+def merged_tensors(model: Decoder, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names with the adapters added in: W + scale B A in float32 at least, rounded once to the
+    model's type, or not at all if `wide`."""
+    deltas = {
+        (f"layers.{index}.{projection.module}.weight", projection.start): (a, b)
+        for index, projection, a, b in adapters(model)
+    }
+    for block, (name, tensor) in zip(blocks(model.arch), hf_tensors(model), strict=True):
+        if model.lora is not None and (block.ours, block.start) in deltas:
+            a, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in deltas[block.ours, block.start])
+            merged = tensor.to(a.dtype) + model.lora.scale * (b @ a)
+            tensor = merged if wide else merged.to(tensor.dtype)
+        yield name, tensor

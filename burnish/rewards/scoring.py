@@ -1,0 +1,381 @@
+"""Scoring completions: the weighted sum of the parts that apply to a row, computed in processes that can be killed.
+
+    with Rewards(config.reward) as rewards:
+        scores = rewards.score(requests)        # or submit(...) as completions finish, and poll(...)
+
+Built-in verifiers run in workers without network; a user's functions run in workers of their own that keep it. A judge
+asks its endpoint, or an engine that was handed in, from threads of this process. A model is a callable handed in, which
+scores all that is waiting when somebody polls. Values depend on the requests alone, never on the number of workers or on what else is being scored.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, cast
+
+from burnish.config.data import Reward
+from burnish.config.errors import UserError
+from burnish.data.row import Row
+from burnish.rewards.code import check_sandbox, read_tests
+from burnish.rewards.judge.endpoint import Asker
+from burnish.rewards.judge.judge import Judge
+from burnish.rewards.judge.options import JudgeOptions
+from burnish.rewards.reward_parts import JUDGE, MODEL, Open, Part, check_parts, check_row, combine
+from burnish.rewards.types import Failure, HandedIn, PartSpec, Result, Score, ScoreRequest, is_missing
+from burnish.rewards.user_rewards import (
+    ANSWERS,
+    OPENRLHF,
+    ROW_COLUMNS,
+    VERL,
+    VERL_BATCH,
+    Convention,
+    own,
+    reserved_columns,
+)
+from burnish.rewards.worker import Call, Setup
+from burnish.rewards.worker_pool import Outcome, Outcomes, Pool
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 64  # requests in one call of a batch function
+SHOWN_CHARS = 400
+
+
+GIVES_ANSWER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
+"""The parameter of a convention that is always there, with or without an expected answer."""
+
+
+class AnyPool(Protocol):
+    """Who computes calls; `Pool` says what each method means."""
+
+    counters: dict[str, int]
+
+    def submit(self, calls: Sequence[Call]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Rewards:
+    """Scores requests in the background. Its methods are called from one thread; close it, or use it in `with`."""
+
+    def __init__(
+        self, config: Reward, base: Path | None = None, is_elsewhere: bool = False, max_steps: int = 0
+    ) -> None:
+        """With `is_elsewhere` no process is started here: `employ` says who computes, before anything is submitted. `max_steps` of the
+        run are told to functions that ask for the trainer's state."""
+        self._config = config
+        self._is_elsewhere = is_elsewhere
+        self._parts = check_parts(config.parts, base)
+        self._has_checked_sandbox = False
+        self._has_warned_of: set[str] = set()  # parts that are told None for an answer
+        if any(part.config.name == "code" for part in self._parts):
+            self._check_sandbox()
+        self._by_source: dict[str, list[int]] = {}
+        self._outcomes: Outcomes = queue.SimpleQueue()
+        self._open: dict[int, Open] = {}
+        self._done: dict[int, Score] = {}
+        self._next_ticket = 0
+        self._broken: BaseException | None = None
+        self._is_closed = False
+        self._counters = {"answer_timeout": 0, "scorer_failed": 0}
+        self._handed_in: dict[int, HandedIn] = {}  # by the index of their part
+        self._waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}  # for those, by part: tickets and requests
+        self._pools: dict[str, Pool | Judge | AnyPool] = {}  # by place
+        self.setups: dict[str, Setup] = {}  # of the processes of a place
+        for place in sorted({part.place for part in self._parts if part.config.name != MODEL}):
+            parts = {i: p.config for i, p in enumerate(self._parts) if p.place == place}
+            if place not in ("verifiers", "users"):
+                options = JudgeOptions.of(next(iter(parts.values())).options, place)
+                self._pools[place] = Judge(options, self._outcomes, base)
+                continue
+            specs = {i: PartSpec(part.name, part.options) for i, part in parts.items()}
+            folder = None if base is None else str(Path(base).resolve())
+            isolated = place == "verifiers"
+            setup = Setup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox, max_steps)
+            self.setups[place] = setup
+            if not is_elsewhere:
+                self._pools[place] = Pool(setup, config.workers, self._outcomes)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part in the sum, by its name in `Score.parts`."""
+        return {part.label: part.config.weight for part in self._parts}
+
+    @property
+    def pending(self) -> int:
+        """How many submitted requests have not been returned yet."""
+        return len(self._open) + len(self._done)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What went wrong so far: answer_timeout and scorer_failed by part of a request, scorer_retried by call."""
+        total = dict(self._counters)
+        for pool in dict.fromkeys(self._pools.values()):
+            for name, count in pool.counters.items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def hand_in(self, scorers: Mapping[int, HandedIn | Asker]) -> None:
+        """Take the models that compute the parts of these indexes, or answer for a judge; before anything is submitted."""
+        for index, scorer in scorers.items():
+            pool = self._pools.get(self._parts[index].place)
+            if isinstance(pool, Judge):
+                pool.hand_in(cast(Asker, scorer))
+            else:
+                self._handed_in[index] = cast(HandedIn, scorer)
+
+    def employ(self, make: Callable[[Outcomes], AnyPool]) -> None:
+        """Have verifiers, users' functions and models computed by somebody else, who puts outcomes into the queue."""
+        pool = make(self._outcomes)
+        self._pools |= {part.place: pool for part in self._parts if part.config.name != JUDGE}
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> None:
+        """Start scoring; `poll` returns the scores as they are done."""
+        self._submit(requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Score]:
+        """The scores that are done, waiting at most `timeout_s` (None: no limit) for the first; [] if none is pending."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._collect(0.0)
+        while not self._done and self._open and (deadline is None or time.monotonic() < deadline):
+            self._collect(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        scores = list(self._done.values())
+        self._done.clear()
+        return scores
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """The scores of these requests, in their order; others that finish meanwhile stay for `poll`."""
+        tickets = self._submit(requests)
+        while any(ticket in self._open for ticket in tickets):
+            self._collect(None)
+        return [self._done.pop(ticket) for ticket in tickets]
+
+    def close(self) -> None:
+        """Kill and reap every worker; what is pending is dropped."""
+        for pool in dict.fromkeys(self._pools.values()) if not self._is_closed else ():
+            pool.close()
+        self._is_closed = True
+        self._waiting.clear()
+        self._open.clear()
+        self._done.clear()
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, requests: Sequence[ScoreRequest]) -> list[int]:
+        if self._is_closed:
+            raise RuntimeError("submit after close")
+        limit, whole = self._config.max_answer_chars, requests
+        requests = [replace(r, completion=r.completion[-limit:], tokens=None, written=None) for r in requests]
+        applying = [self._applying(request) for request in requests]
+        tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
+        calls: dict[str, list[Call]] = {place: [] for place in self._pools}
+        waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}
+        for index, part in enumerate(self._parts):
+            if part.config.name == MODEL and not self._is_elsewhere:
+                self._model(index)
+                waiting[index] = [(t, r) for t, r, some in zip(tickets, whole, applying, strict=True) if index in some]
+                continue
+            given = requests
+            if part.config.name == MODEL:
+                given = [_whole(r) for r in whole]
+            elif part.user is not None and part.user.wants_tokens:
+                given = [replace(_whole(w), completion=r.completion) for w, r in zip(whole, requests, strict=True)]
+            rows = [(t, r) for t, r, indexes in zip(tickets, given, applying, strict=True) if index in indexes]
+            size = CHUNK if part.is_batch or part.config.name == MODEL else 1
+            for at in range(0, len(rows), size):
+                some_tickets, some_requests = zip(*rows[at : at + size], strict=True)
+                calls[part.place].append(Call(index, some_tickets, _pickled(some_requests)))
+        # Nothing is queued before every row has passed its checks, so an error leaves nothing half submitted.
+        self._next_ticket += len(requests)
+        self._open |= {t: Open(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)}
+        for place, some_calls in calls.items():
+            self._pools[place].submit(some_calls)
+        for index, some in waiting.items():
+            self._waiting.setdefault(index, []).extend(some)
+        return tickets
+
+    def _model(self, index: int) -> HandedIn:
+        if index not in self._handed_in:
+            raise RuntimeError(f"reward part {self._parts[index].label!r} is a model, and nobody handed one in")
+        return self._handed_in[index]
+
+    def _ask_models(self) -> None:
+        """Score what waits for the models that were handed in, all of it at once."""
+        for index in [index for index, rows in self._waiting.items() if rows]:
+            rows = self._waiting.pop(index)
+            try:
+                results = self._model(index)([request for _, request in rows])
+            except Exception:  # noqa: BLE001 - as of a scoring process: told with each sample, and counted
+                results = [Failure(traceback.format_exc())] * len(rows)
+            for (ticket, _), result in zip(rows, results, strict=True):
+                call = Call(index, (ticket,), b"")
+                if isinstance(result, Failure):
+                    self._record(Outcome(call, error=result.error))
+                else:
+                    self._record(Outcome(call, [result]))
+
+    def check(self, rows: Iterable[Row], answer_key: str = "data.train.answer_key=") -> None:
+        """Whether each row has a part that applies to it and what that needs, before anything is sampled.
+
+        `answer_key` is what a user sets to name the column of the answer.
+        """
+        for row in rows:
+            applying = self._applying(row)
+            names = [self._parts[index].config.name for index in applying]
+            for index in applying:
+                self._warn_of_none(self._parts[index], row)
+            check_row(
+                row,
+                [(f"reward.parts[{i}] ({self._parts[i].config.name})", self._parts[i].config) for i in applying],
+                answer_key,
+            )
+            if "code" in names or ("row" in names and row.extra["verifier"] == "code"):
+                self._check_sandbox()
+                try:
+                    read_tests(row.answer)
+                except ValueError as error:
+                    raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
+
+    def _warn_of_none(self, part: Part, row: Row) -> None:
+        """Log a line, once for each part, where a user's function is told None for an answer: it may have no use for one."""
+        name = None if part.user is None else GIVES_ANSWER.get(part.user.convention)
+        if part.user is None or name is None or not part.user.wants(name) or part.label in self._has_warned_of:
+            return
+        if is_missing(own(row, "ground_truth")):
+            self._has_warned_of.add(part.label)
+            logger.warning(
+                "reward part %r: row %r has no expected answer, so %s is None there (it has: %s); where a column holds it, set answer_key "
+                "of the data source",
+                part.label,
+                row.id,
+                name,
+                ", ".join(row.extra) or "no columns",
+            )
+
+    def _check_sandbox(self) -> None:
+        """Refuse to start where programs cannot be run; once."""
+        if self._has_checked_sandbox:
+            return
+        self._has_checked_sandbox = True
+        if self._config.sandbox == "unsafe":
+            logger.warning(
+                "reward.sandbox=unsafe: programs written by the model run on this machine as you, and can read, change and send "
+                "away whatever you can; only their time, memory, processes and output are limited"
+            )
+        check_sandbox(self._config.sandbox != "unsafe")
+
+    def _applying(self, request: ScoreRequest | Row) -> list[int]:
+        """The parts that apply to a row, by its data source; the row is checked against what they need."""
+        source = request.data_source
+        if source not in self._by_source:
+            found = [i for i, p in enumerate(self._parts) if p.config.sources is None or source in p.config.sources]
+            if not found:
+                listed = "; ".join(f"{p.label}: {', '.join(p.config.sources or [])}" for p in self._parts)
+                raise UserError(
+                    f"no reward part applies to data_source {source!r} of row {request.id!r} (sources of the parts: "
+                    f"{listed}); add it to a part's sources"
+                )
+            self._by_source[source] = found
+        for index in self._by_source[source]:
+            part = self._parts[index]
+            missing = [name for name in part.required if not _has(request, name)]
+            if missing:
+                made = [name for name in ROW_COLUMNS if name not in request.extra and _has(request, name)]
+                available = ", ".join([*request.extra, *made])
+                hint = "; 'task' scores only rows of generated tasks" if missing == ["task"] else ""
+                raise UserError(
+                    f"reward.parts[{index}] ({self._parts[index].config.name}) needs a column {missing[0]!r}, which row "
+                    f"{request.id!r} of {source!r} does not have (it has: {available}){hint}"
+                )
+            if part.user is not None and (clash := [n for n in reserved_columns(part.user) if n in request.extra]):
+                raise UserError(
+                    f"reward.parts[{index}] ({part.config.name}): row {request.id!r} of {source!r} has a column {clash[0]!r}, and the "
+                    f"function gets what {part.user.convention.name} calls so: rename the column"
+                )
+        return self._by_source[source]
+
+    def _collect(self, timeout_s: float | None) -> None:
+        """Take the outcomes that are there, waiting for the first one."""
+        if self._broken is not None:
+            raise self._broken
+        if any(self._waiting.values()):
+            self._ask_models()
+            timeout_s = 0
+        try:
+            outcome = self._outcomes.get(timeout=timeout_s) if timeout_s != 0 else self._outcomes.get_nowait()
+            while True:
+                if isinstance(outcome, BaseException):
+                    self._broken = outcome
+                    raise outcome
+                self._record(outcome)
+                outcome = self._outcomes.get_nowait()
+        except queue.Empty:
+            return
+
+    def _record(self, outcome: Outcome) -> None:
+        index = outcome.call.part
+        label = self._parts[index].label
+        for at, ticket in enumerate(outcome.call.tickets):
+            item = self._open[ticket]
+            item.missing.remove(index)
+            if outcome.results is not None:
+                result = item.results[index] = outcome.results[at]
+                if result.timed_out:
+                    self._counters["answer_timeout"] += 1
+                    item.timed_out = True
+            elif outcome.timed_out:
+                self._counters["answer_timeout"] += 1
+                item.timed_out = True
+                item.results[index] = Result(0.0, timed_out=True)
+            else:
+                self._counters["scorer_failed"] += 1
+                shown = item.request.completion[-SHOWN_CHARS:]
+                item.errors.append(
+                    f"reward part {label!r} failed{_twice(self._parts[index])} on row {item.request.id!r} of {item.request.data_source!r}\n"
+                    f"{outcome.error}\nthe completion (its last {SHOWN_CHARS} characters): {shown!r}"
+                )
+            if not item.missing:
+                self._done[ticket] = combine(self._parts, self._open.pop(ticket))
+
+
+def _has(request: ScoreRequest | Row, name: str) -> bool:
+    """Whether a function can be given a column of a row."""
+    if name in request.extra or name in ("data_source", "truncated"):
+        return True
+    return name in ANSWERS and not is_missing(request.answer)
+
+
+def _whole(request: ScoreRequest) -> ScoreRequest:
+    """A request with its tokens as plain numbers, as it travels to a model or to a function that asks for tokens."""
+    tokens = None if request.tokens is None else [int(token) for token in request.tokens]
+    written = None if request.written is None else [bool(one) for one in request.written]
+    return replace(request, tokens=tokens, written=written)
+
+
+def _twice(part: Part) -> str:
+    """Workers are tried again; a judge and a model have their own ways, and say what they did."""
+    return "" if part.config.name in (MODEL, JUDGE) else " twice"
+
+
+def _pickled(requests: Sequence[ScoreRequest]) -> bytes:
+    try:
+        return pickle.dumps(list(requests))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        ids = ", ".join(repr(r.id) for r in requests[:3])
+        raise UserError(
+            f"row {ids}: its answer or extra columns cannot be sent to a scoring process: {error}"
+        ) from error

@@ -1,0 +1,76 @@
+"""Measuring a policy on held-out prompts: accuracy or mean reward, by a column of the rows if asked, and lengths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from burnish.config.rollout import Sampling
+from burnish.core.engine import SamplingOptions
+from burnish.core.trajectory import judged
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample
+from burnish.rewards.scoring import Rewards
+from burnish.rollout.runner import Driver
+from burnish.rollout.scoring import Progress, RolloutBatch, rollout_and_score
+
+
+def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOptions:
+    """A config's sampling section as the engine wants it; the model's end tokens always end a completion."""
+    return SamplingOptions(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens,
+        stop_tokens=eos_ids,
+        stop=tuple(config.stop),
+    )
+
+
+def measure(
+    driver: Driver,
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingOptions,
+    progress: Progress,
+    step: int = 0,
+) -> RolloutBatch:
+    """`n` scored completions of each prompt. The noise is that of the `eval` stream: the same at every step of a run.
+    `step` is the one that would come next."""
+    return rollout_and_score(
+        driver, rewards, [PromptSample(p, 0, step=step) for p in prompts], n, sampling, "eval", progress
+    )
+
+
+def summary(scored: RolloutBatch, by: str | None = None) -> dict[str, float]:
+    """accuracy, reward_mean, length_mean, truncated, failed, and turns_mean where there are several turns.
+
+    The accuracy is of the samples that have one. A graded reward gives none: then reward_mean is the figure. With `by` that figure also stands
+    for each value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
+    """
+    trajectories = [t for t in scored.trajectories if t.reward is not None]
+    values = {"failed": float(len(scored.trajectories) - len(trajectories))}
+    if not trajectories:
+        return values
+    verdicts = judged(trajectories)
+    if verdicts:
+        values["accuracy"] = _mean([accuracy for _, accuracy in verdicts])
+    values["reward_mean"] = _mean([float(t.reward or 0.0) for t in trajectories])
+    values["length_mean"] = _mean([t.num_actions for t in trajectories])
+    values["truncated"] = _mean([t.truncated and t.finish != "turns" for t in trajectories])
+    if any(len(t.turns) > 1 for t in trajectories):
+        values["turns_mean"] = _mean([len(t.turns) for t in trajectories])
+    if by is not None:
+        column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in scored.draws}
+        graded = [(t, float(t.reward or 0.0)) for t in trajectories]
+        parts = defaultdict(list)
+        for t, figure in verdicts or graded:
+            parts[column[t.prompt_id]].append(figure)
+        name = "accuracy" if verdicts else "reward_mean"
+        values.update({f"{name}/{by}={value}": _mean(parts[value]) for value in sorted(parts, key=str)})
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values)) / len(values)

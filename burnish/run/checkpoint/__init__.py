@@ -1,0 +1,1 @@
+"""Checkpoints: contents, background saving, retention."""

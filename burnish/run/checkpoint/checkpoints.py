@@ -1,0 +1,246 @@
+"""Checkpoints: which exist, which are whole, which stay.
+
+A checkpoint is a folder `step-000050`, written under a temporary name and renamed. Its manifest `burnish.json`, written
+last, holds the step, the score with the name of its metric, and of every file its size, its CRC-32 and whether it is part of the model or of what
+training needs besides; so a damaged one is found before it is loaded.
+The newest `keep_last` stay, and the best of each metric; the others go, and only after the new one is on disk. `index.json`
+says the same for people and other tools; the manifests are what counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.config.yaml_text import parse
+from burnish.run.checkpoint.contents import (
+    Snapshot,
+    Sums,
+    are_sums,
+    what_is_damaged,
+    whole_folder,
+    write_file,
+    write_part,
+)
+from burnish.run.durable_files import OR_ANEW, atomic_directory, atomic_write, remove
+from burnish.run.run_directory import kept_configs
+
+MANIFEST = "burnish.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint folder, the step it was taken after, and its validation score where it has one."""
+
+    path: Path
+    step: int
+    score: float | None
+    metric: str | None = None
+    """The metric the score is the value of; a leading minus says that lower is better. None where it is not known."""
+
+    @property
+    def score_text(self) -> str:
+        """The score with what it is: `validation/greedy/accuracy 0.500`."""
+        if self.score is None:
+            return "no score"
+        name = "score" if self.metric is None else self.metric.removeprefix("-")
+        return f"{name} {self.score:.3f}" + (", lower is better" if self.is_lower_better else "")
+
+    @property
+    def is_lower_better(self) -> bool:
+        return self.metric is not None and self.metric.startswith("-")
+
+
+def damage(path: Path, contents: bool = True, of: str | None = None) -> str | None:
+    """Why a checkpoint cannot be used, or None. Without `contents` only names and sizes are compared, which is quick.
+
+    With `of` only the files of the `model`, or those of the `state` of training, are looked at.
+    """
+    manifest = read_manifest(path)
+    if manifest is None:
+        return f"{MANIFEST} is missing or damaged"
+    wanted = {name: entry for name, entry in manifest["files"].items() if of is None or entry["of"] == of}
+    return what_is_damaged(path, wanted, contents)
+
+
+def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint with the best score; of equal scores the earlier, which needed less training.
+
+    Values of different metrics cannot be compared. The metric is that of the newest checkpoint with a score.
+    """
+    scored = [c for c in checkpoints if c.score is not None]
+    return best_of_each_metric(checkpoints)[scored[-1].metric] if scored else None
+
+
+def best_of_each_metric(checkpoints: list[Checkpoint]) -> dict[str | None, Checkpoint]:
+    """The best checkpoint by each metric that any of them has a score of."""
+    best: dict[str | None, tuple[float, Checkpoint]] = {}
+    for checkpoint in sorted(checkpoints, key=lambda c: c.step):
+        if checkpoint.score is None:
+            continue
+        value = -checkpoint.score if checkpoint.is_lower_better else checkpoint.score
+        if checkpoint.metric not in best or value > best[checkpoint.metric][0]:
+            best[checkpoint.metric] = value, checkpoint
+    return {metric: checkpoint for metric, (_, checkpoint) in best.items()}
+
+
+def score_by(metric: str, measured: Mapping[str, float]) -> tuple[float, str] | None:
+    """The score of a checkpoint with its metric, which may begin with a minus; None where that was not measured."""
+    value = measured.get(metric.removeprefix("-"))
+    return None if value is None else (value, metric)
+
+
+def unnamed_metric(run: Path) -> str | None:
+    """The metric of scores whose manifest names none; None where `run` has no config.
+
+    Versions without `run.best_by` wrote such manifests. They scored by the held-out accuracy, for `burnish train` in the first mode.
+    """
+    files = [file for file in (*kept_configs(run), run / "config.yaml") if file.is_file()]
+    parsed = [parse(file.read_text(), str(file)) for file in files]
+    configs = [config for config in parsed if isinstance(config, dict) and "run" in config]
+    if not configs:
+        return None
+    earlier = [config for config in configs if "best_by" not in config["run"]]
+    config = earlier[-1] if earlier else configs[0]
+    if "validation" in config:
+        kind = next(iter(config["validation"]["modes"]))
+    else:
+        kind = "answers" if config.get("preference", {}).get("loss", {}).get("name") == "kto" else "pairs"
+    return f"validation/{kind}/accuracy"
+
+
+def print_to_stderr(text: str) -> None:
+    """The default destination of notes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Checkpoints:
+    """The checkpoints of one run. `report` takes a sentence about each damaged checkpoint that is passed over."""
+
+    def __init__(self, folder: Path, keep_last: int, report: Callable[[str], None] = print_to_stderr) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.report = report
+
+    def write(self, step: int, snapshot: Snapshot, score: float | None = None, metric: str | None = None) -> Path:
+        """Make a snapshot the checkpoint of `step`, then prune. Returns its path. `metric` is what the score is a value of.
+
+        Checkpoints of later steps go too: a run that writes step 40 has turned back from them. Of several processes
+        each calls this with its part, and the first, which also prunes, returns when the checkpoint is whole.
+        """
+        path = self.folder / f"step-{step:06d}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if snapshot.part.count == 1:
+            with atomic_directory(path, replace=True) as folder:
+                _write_manifest(folder, step, score, metric, snapshot.write(folder))
+        else:
+            write_part(path, snapshot)
+            if snapshot.part.index != 0:
+                return path
+            with whole_folder(path, snapshot.part) as (folder, sums):
+                _write_manifest(folder, step, score, metric, sums)
+        kept = self._kept(step)
+        self._write_index(kept)
+        for old in self.folders():
+            if old not in [c.path for c in kept]:
+                remove(old)
+        return path
+
+    def all(self) -> list[Checkpoint]:
+        """Every checkpoint with a readable manifest, oldest first; contents are not checked."""
+        found = []
+        for path in self.folders():
+            if manifest := read_manifest(path):
+                score, metric = manifest["score"], manifest.get("metric")
+                if score is not None and metric is None:
+                    metric = self._unnamed_metric
+                found.append(Checkpoint(path, manifest["step"], score, metric))
+        return found
+
+    @cached_property
+    def _unnamed_metric(self) -> str | None:
+        return unnamed_metric(self.folder.parent)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None where none was ever written.
+
+        A damaged one is reported and the one before is taken; if all are damaged that is a `UserError`.
+        """
+        reasons = []
+        for path in reversed(self.folders()):
+            reason = damage(path)
+            if reason is None:
+                return next(c for c in self.all() if c.path == path)
+            reasons.append(f"{path}: {reason}")
+            self.report(f"checkpoint {path} is damaged ({reason}); trying the one before")
+        if reasons:
+            listed = "\n  ".join(reasons)
+            raise UserError(f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, {OR_ANEW}")
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The whole checkpoint with the best score, or None where none has a score."""
+        candidates = self.all()
+        while (best := best_of(candidates)) is not None:
+            reason = damage(best.path)
+            if reason is None:
+                return best
+            self.report(f"checkpoint {best.path} is damaged ({reason}); trying the next best")
+            candidates.remove(best)
+        return None
+
+    def _kept(self, step: int) -> list[Checkpoint]:
+        usable = [c for c in self.all() if c.step <= step and damage(c.path, contents=False) is None]
+        # The metric may change when a run goes on, and change back: the best by an earlier one must still be there then.
+        best = best_of_each_metric(usable).values()
+        return [c for c in usable if c in usable[-self.keep_last :] or c in best]
+
+    def _write_index(self, kept: list[Checkpoint]) -> None:
+        best = best_of(kept)
+        rows = [{"step": c.step, "score": c.score, "metric": c.metric, "folder": c.path.name} for c in kept]
+        best_by = best.metric if best else None
+        index = {"checkpoints": rows, "latest": kept[-1].step, "best": best.step if best else None, "best_by": best_by}
+        atomic_write(self.folder / "index.json", json.dumps(index, indent=1) + "\n")
+
+    def folders(self) -> list[Path]:
+        """Every folder of a checkpoint, whole or not, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [p for p in self.folder.iterdir() if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def _write_manifest(folder: Path, step: int, score: float | None, metric: str | None, sums: Sums) -> None:
+    finite = score if score is not None and math.isfinite(score) else None
+    named = None if finite is None else metric
+    manifest = {"step": step, "score": finite, "metric": named, "files": dict(sorted(sums.items()))}
+    write_file(folder, MANIFEST, [json.dumps(manifest, indent=1).encode()])
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint; None where it is missing, cannot be read, or lacks what a manifest has."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if _is_manifest(manifest) else None
+
+
+def _is_manifest(found: Any) -> bool:
+    if not isinstance(found, dict) or not {"step", "score", "files"} <= found.keys():
+        return False
+    return (
+        type(found["step"]) is int
+        and (found["score"] is None or type(found["score"]) in (int, float))
+        and isinstance(found.get("metric"), str | None)
+        and are_sums(found["files"])
+        and all(entry.get("of") in ("model", "state") for entry in found["files"].values())
+    )

@@ -1,0 +1,276 @@
+"""What may be wrong between the engine that samples and the trainer: causes as data, told apart by what was measured.
+
+A cause is recognised by the metrics of `burnish.algorithms.correction.diagnostics` and `.surprise` over the last steps that were out
+of range, by how the gap came (`Course`), and by what the configuration says (`Facts`). Where two causes look the same in
+all of these, the line names both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+RISEN = 4.0
+"""A gap has risen where it is so many times what it was while engine and trainer had the same weights."""
+ROUNDING = 1e-5
+"""Shares below this are rounding, and not told apart."""
+GROWN = 1.5
+"""A gap that is so many times what it was when it came is growing; others vary by a fifth from step to step."""
+ONE_SIDED = -0.8
+"""A balance below this is no noise."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the configuration says, and a diagnosis may point at; None is not known."""
+
+    top_p: float | None = None
+    top_k: int | None = None
+    temperature: float | None = None
+    engine: str = "engine"
+    engine_dtype: str | None = None
+    learner_dtype: str | None = None
+    selection: str = "none"
+    """What filters do to the samples trained on: `none`; `unlikely`, they prefer those; `any`, they may prefer either."""
+
+
+@dataclass
+class Course:
+    """How the gap came: the share of the first step whose tokens were of the trainer's own weights, and what followed."""
+
+    start: float | None = None
+    num_still: int = 0
+    """Steps after the first one at which the gap had not risen, until it did."""
+    onset: float | None = None
+    """The share when it rose."""
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+
+    def see(self, share: float, lag: float) -> None:
+        """Take in a step: its share, and how many updates its tokens were old."""
+        self.last.append(share)
+        if self.start is None:
+            self.start = share if lag == 0 else None
+        elif share <= RISEN * max(self.start, ROUNDING):
+            self.num_still, self.onset = self.num_still + 1, None
+        elif self.onset is None:
+            self.onset = share
+
+    @property
+    def now(self) -> float:
+        return median(self.last)
+
+    @property
+    def has_risen(self) -> bool:
+        return self.start is not None and self.now > RISEN * max(self.start, ROUNDING)
+
+    @property
+    def follows_updates(self) -> bool:
+        """Whether it rose with the first update, or goes on rising with every one."""
+        return self.has_risen and (self.num_still == 0 or (self.onset is not None and self.now > GROWN * self.onset))
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What causes are told apart by."""
+
+    steps: Sequence[Mapping[str, float]]
+    """Metrics of the last steps out of range."""
+    course: Course
+    facts: Facts
+
+    def __getitem__(self, name: str) -> float:
+        """The median of a symptom; nan where it was not measured: no comparison with that holds."""
+        found = [m[f"mismatch/{name}"] for m in self.steps if f"mismatch/{name}" in m]
+        return median(found) if found else math.nan
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the engine says that most tokens are of the trainer's weights, or says nothing."""
+        return not self["lag_mean"] >= 0.5
+
+    @property
+    def grows_with_age(self) -> bool:
+        """Whether older tokens are further off."""
+        return self["lag_corr"] > 0.15
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One likely cause: how to recognise it, and what to say."""
+
+    name: str
+    holds: Callable[[Signs], bool]
+    cause: Callable[[Signs], str]
+    remedy: str
+
+
+# --- what they look like -----------------------------------------------------------------------------------------------
+
+
+def _never_arrived(s: Signs) -> bool:
+    return s.is_fresh and s.course.follows_updates and not s.grows_with_age
+
+
+def _tempered(s: Signs) -> bool:
+    """One factor explains the gap, the likeliest token of every place leans the same way, and no tail is missing."""
+    one_way = s["sure_lean"] * math.copysign(1, s["heat"]) > 0.9
+    return abs(s["heat_fit"]) > 0.8 and -4 < s["heat"] < 0.8 and one_way and s["balance"] > ONE_SIDED - 0.1
+
+
+def _truncated(s: Signs) -> bool:
+    return s["balance"] < ONE_SIDED
+
+
+def _unlike_its_report(s: Signs) -> bool:
+    """Tokens are less or more surprising than they should be, beyond what the gap explains."""
+    return abs(s["surprise"]) > 0
+
+
+def _reencoded(s: Signs) -> bool:
+    """All is well in a row until a token is far off, and nothing is behind it, if the row does not end there."""
+    return s["far_share"] > 0 and s["share_before"] < 0.05 and not s["share_behind"] < 5 * s["share_before"]
+
+
+def _stale(s: Signs) -> bool:
+    """Tokens are old, and the gap came with that or grows with their age."""
+    return s.grows_with_age or (not s.is_fresh and (s.course.start is None or s.course.has_risen))
+
+
+def _fades(s: Signs) -> bool:
+    """The gap is largest next to the prompt."""
+    return s["first_share"] > 2.5 * s["late_share"] > 0 and s["first_share"] > 0.01
+
+
+# --- what is said of them ----------------------------------------------------------------------------------------------
+
+
+def _say_temperature(s: Signs) -> str:
+    factor = 1 / (1 - s["heat"])
+    way = "hotter" if factor > 1 else "colder"
+    said = "" if s.facts.temperature is None else f" (temperature={s.facts.temperature:g} is set)"
+    return (
+        f"a wrong temperature{said}: the engine's log-probs are of a {way} policy than the trainer's, at about {factor:.2g} "
+        "times its temperature"
+    )
+
+
+def _settings(facts: Facts) -> str:
+    said = [f"top_p={facts.top_p:g}"] if facts.top_p is not None and facts.top_p < 1 else []
+    said += [f"top_k={facts.top_k}"] if facts.top_k else []
+    return f" ({', '.join(said)} is set)" if said else ", by a default of its own"
+
+
+def _say_truncated(s: Signs) -> str:
+    return f"top-p or top-k is on{_settings(s.facts)}: the engine is surer than the trainer everywhere"
+
+
+def _say_unlike(s: Signs) -> str:
+    excess = s["surprise_excess"]
+    if excess < 0:
+        what = f"top-p or top-k is on{_settings(s.facts)}, or tokens are drawn colder than asked for"
+        seen = f"tokens are {-excess:.0%} less surprising than the trainer's entropy"
+    else:
+        what = "a wrong temperature: tokens are drawn hotter than asked for, or not from what is reported"
+        seen = f"tokens are {excess:.0%} more surprising than the trainer's entropy"
+    return f"{what}: {seen}, though the log-probs reported agree with the trainer's"
+
+
+def _say_reencoded(s: Signs) -> str:
+    return (
+        f"a server that re-encodes text: {s['far_share']:.2%} of tokens are more than 20 times off, while the tokens before "
+        f"them agree (half of all to {s['gap_median']:.1g})"
+    )
+
+
+def _say_stale(s: Signs) -> str:
+    if s.grows_with_age:
+        return f"stale weights: the gap grows by {s['lag_slope']:.2g} with every update a token is old (mean {s['lag_mean']:.2g})"
+    return f"stale weights: tokens are {s['lag_mean']:.2g} updates old"
+
+
+def _say_never(s: Signs) -> str:
+    return (
+        f"weights never arrived, or arrive late: the two policies were {s.course.start:.1g} apart at the first step and are "
+        f"{s.course.now:.2g} apart now, although the {s.facts.engine} says its version is fresh"
+    )
+
+
+def _say_precision(s: Signs) -> str:
+    e, t = s.facts.engine_dtype, s.facts.learner_dtype
+    if e and t and e != t:
+        what = f"precision of the engine ({e} against the trainer's {t})"
+    else:
+        what = f"precision of the engine (rounded weights, other arithmetic), or {CHANGED}"
+    return f"{what}: a gap without a direction or a trend"
+
+
+CHANGED = "an added BOS token or a prompt encoded otherwise"
+SAMPLING = "set rollout.top_p=1 and rollout.top_k=0, and see that the server's generation defaults do not set them"
+PROMPT = "send token ids, not text, and turn off the server's add_special_tokens"
+CAUSES: tuple[Cause, ...] = (
+    # What came with the updates can look like anything: a policy that grows surer is a colder one.
+    Cause(
+        "weights never arrived",
+        _never_arrived,
+        _say_never,
+        "check that the engine loads what it is sent: names, adapters, a cache of prefixes kept across updates",
+    ),
+    Cause(
+        "wrong temperature",
+        _tempered,
+        _say_temperature,
+        "give engine and trainer the same rollout.temperature, and see that the server reports log-probs after it",
+    ),
+    Cause("truncated sampling", _truncated, _say_truncated, SAMPLING),
+    Cause(
+        "re-encoding",
+        _reencoded,
+        _say_reencoded,
+        "take token ids from the engine, not text, and look at the worst tokens in the samples",
+    ),
+    Cause("unlike its report", _unlike_its_report, _say_unlike, f"{SAMPLING}; compare the temperature it draws with"),
+    Cause(
+        "stale weights",
+        _stale,
+        _say_stale,
+        "allow less staleness, update the engine more often, or lower the learning rate",
+    ),
+    Cause(
+        "another prompt",
+        _fades,
+        lambda s: (
+            f"{CHANGED}: the gap is {s['first_share'] / s['late_share']:.2g} times larger at the first token written than late "
+            "in a row"
+        ),
+        PROMPT,
+    ),
+    # Rounded weights and a changed prompt are both another function of the same text, from the first step to the last.
+    Cause(
+        "a steady gap",
+        lambda s: s["far_share"] > 0.01,
+        lambda s: f"{CHANGED}, or weights that are another model's: a gap without a trend, too large for rounding",
+        f"{PROMPT}; check the model the engine serves, and that it loads what it is sent",
+    ),
+    Cause(
+        "a steady gap",
+        lambda s: s["share"] >= 0,
+        _say_precision,
+        f"run the engine in the trainer's dtype (float16 or float32 for both if need be); {PROMPT}; or correct it: "
+        "correction=decoupled_token_is",
+    ),
+    Cause(
+        "unknown",
+        lambda s: True,
+        lambda s: "not known, for the symptoms were not measured",
+        "look at the worst tokens in the samples",
+    ),
+)
+"""In the order they are asked: those with the most particular signs first. Those of one name are one cause."""
+
+
+def diagnose(signs: Signs) -> Cause:
+    """The first cause whose signs are there."""
+    return next(cause for cause in CAUSES if cause.holds(signs))

@@ -1,0 +1,413 @@
+"""The run directory: where everything of one run lies, who may write it, and whether a command means the same run.
+
+    <root>/<name>/config.yaml  metrics.jsonl  journal/  samples/  checkpoints/  report.html  curves.png  log.txt
+
+The same command again finds the same config and goes on. Some keys may have other values then: the change is told and
+recorded, and the config from before stays as config.1.yaml, config.2.yaml and so on. Any other difference is refused with
+the keys that differ, so two experiments never mix. One process at a time writes a run: the lock is the kernel's
+(`flock`), so it goes with the process however that ends.
+
+A run that begins afresh moves the old one of its name to <name>.1 or the next free number, when all checks of the new one have passed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from burnish.config.errors import UserError, nearest
+from burnish.run.durable_files import OR_ANEW, FolderId, atomic_write, folder_id, sweep
+from burnish.run.journal import Journal
+
+Tree = dict[str, Any]
+MAX_SHOWN_KEYS = 12
+MAY_CHANGE = (
+    "run.directory",
+    "run.name",
+    "run.save",
+    "run.save_every",
+    "run.keep_last",
+    "run.keep_best",
+    "run.best_by",
+    "run.samples_every",
+    "run.trackers",
+    "reward.workers",
+    "parallel.replicate",
+    "parallel.shard",
+    "parallel.sequence",
+    "parallel.offload",
+    "placement.name",
+    "placement.workers",
+    "placement.engines",
+    "placement.cpus",
+    "placement.layout",
+    "placement.pools",
+    "placement.roles",
+    "placement.sync",
+    "placement.timeout_s",
+    "rollout.source.deadline_s",
+)
+MEASURING = ("validation", "preference.held_out_every")
+"""What a run that goes on may measure otherwise; the training itself stays as it is."""
+TOTALS = ("training.steps", "sft.updates", "preference.updates", "reward_model.updates")
+"""How long a run is. It may become longer, and schedules of the learning rate are then those of the new length."""
+OPTIMIZERS = tuple(
+    f"{section}.optimizer"
+    for section in ("training", "sft", "preference", "reward_model", "algorithm.critic", "algorithm.process")
+)
+SCHEDULE = tuple(f"{name}.{key}" for name in OPTIMIZERS for key in ("lr", "schedule", "warmup", "decay", "final"))
+"""Learning rates and their schedules: another value counts from the next update on."""
+ROWS = "data.validation"
+"""The held-out rows, which may change too, unless a new model's tokenizer was made of their letters."""
+BEFORE = ("lock", "stacks")
+"""What may lie in a run's folder before its config: the supervisor keeps the stacks of a driver that hung, however early."""
+_held: set[int] = set()
+
+
+def _is_in(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def may_change(key: str) -> bool:
+    """Whether another value there leaves a run's numbers as they are."""
+    return _is_in(key, MAY_CHANGE)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value than when the run was last begun."""
+
+    key: str
+    old: str
+    new: str
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether steps that are made again come out differently."""
+        return _is_in(self.key, (*TOTALS, *SCHEDULE))
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} before, {self.new} from here on"
+
+
+def run_name(given: str | None, recipe: str, seed: int) -> str:
+    """What a run is called: as its config says, or else after its recipe and seed."""
+    return given or f"{recipe}-{seed}"
+
+
+def _forget_locks() -> None:
+    """In a forked child: give up its copy of each lock, or an orphaned worker would keep a dead run locked."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+class RunDirectory:
+    """Paths of one run; `claim` and `create` also hold its lock until `close` (or the end of a `with` block)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.journal = path / "journal"
+        self.samples = path / "samples"
+        self.worst_tokens = self.samples / "worst_tokens.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.report = path / "report.html"
+        self.curves = path / "curves.png"
+        self.log = path / "log.txt"
+        self.changes: list[Change] = []
+        """Keys whose values differ from those the run was last begun with."""
+        self.is_replaced = False
+        """Whether the run that is there is an old one, which `begin` moves to another name."""
+        self.old_run: Path | None = None
+        """Where `begin` has moved the old run."""
+        self._lock: int | None = None
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        name: str,
+        config_text: str,
+        complete: Callable[[Tree], Tree] = lambda tree: tree,
+        replaced: FolderId | None = None,
+    ) -> RunDirectory:
+        """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
+        run = cls.claim(root, name, config_text, complete, replaced)
+        try:
+            run.begin(config_text)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def claim(
+        cls,
+        root: Path,
+        name: str,
+        config_text: str,
+        complete: Callable[[Tree], Tree] = lambda tree: tree,
+        replaced: FolderId | None = None,
+    ) -> RunDirectory:
+        """The same without writing more than the lock: until `begin`, a new run vanishes when it is closed.
+
+        So what is wrong with models and data is found while no second process can start the same run, and leaves
+        nothing behind that would stand in the way of the corrected command. `complete` adds to the config of an old run the
+        defaults of keys that did not exist when it was written. `replaced` is the folder of an old run: `begin` moves it to another
+        name, and until then it stays as it is. A process that goes on with the new run has the same `replaced`, which then is
+        another folder.
+        """
+        run = cls._named(root, name, replaced)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.lock()
+        except OSError as error:
+            raise UserError(f"cannot write the run directory {run.path}: {error.strerror}") from error
+        try:
+            run.is_replaced = run._is_old(replaced)
+            run._compare(config_text, complete)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def check(
+        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+    ) -> None:
+        """The refusals of `claim` but that of the lock: takes no lock and writes nothing."""
+        cls._named(root, name)._compare(config_text, complete)
+
+    @classmethod
+    def _named(cls, root: Path, name: str, replaced: FolderId | None = None) -> RunDirectory:
+        if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+            raise UserError(
+                f"run name {name!r} cannot be a folder name: use letters, digits and _ - + = . (not first); the folder of all runs is run.directory"
+            )
+        run = cls(root / name)
+        if run.path.exists() and not run.config.exists() and not run._is_old(replaced):
+            _refuse_foreign(run.path)
+        return run
+
+    def _compare(self, config_text: str, complete: Callable[[Tree], Tree]) -> None:
+        """Find what differs from the config of an old run; the error for what may not."""
+        if self.config.exists() and not self.is_replaced:
+            self.changes = _changes(self, config_text, complete)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """A run to read; takes no lock, so a run can be looked at while it trains."""
+        run = cls(path)
+        if not run.config.is_file():
+            siblings = [c.parent.name for c in path.parent.glob("*/config.yaml")] if path.parent.is_dir() else []
+            raise UserError(f"{path} is not a run: it has no config.yaml{nearest(path.name, siblings)}")
+        return run
+
+    def lock(self) -> None:
+        """Become the only writer, or raise a `UserError` that names the process that is."""
+        file = self.path / "lock"
+        while True:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise UserError(
+                    f"run {self.path} is being written by another process (pid {owner}): wait for it, stop it, or choose another run.name"
+                ) from None
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                break
+            os.close(descriptor)  # its folder was moved to another name, or removed, before the lock was taken
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        _held.add(descriptor)
+        self._lock = descriptor
+
+    def close(self) -> None:
+        """Give the lock back; a run that never began goes with it. Safe to call twice."""
+        if self._lock is not None and self._lock in _held:
+            if not self.config.exists() and [entry.name for entry in self.path.iterdir()] == ["lock"]:
+                (self.path / "lock").unlink()
+                self.path.rmdir()
+            self.release()
+        self._lock = None
+
+    def release(self) -> None:
+        """Give the lock back and leave everything else as it is. Safe to call twice."""
+        if self._lock is not None and self._lock in _held:
+            _held.remove(self._lock)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child that was forked but has not run yet
+            os.close(self._lock)
+        self._lock = None
+
+    def begin(self, config_text: str) -> None:
+        """Write the config of a new run and its folders; clear what a killed writer left in an old one."""
+        try:
+            if self.is_replaced:
+                self._move_old_run()
+            if self.changes:
+                self._keep_config()
+                if self.changes_training:
+                    self.forget_rollouts()
+            atomic_write(self.config, config_text)  # last: a kill before it finds the changes again
+            for folder in (self.path, self.journal, self.samples, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+                sweep(folder)
+        except OSError as error:
+            where = error.filename or self.path
+            moved = f" (the old run is now {self.old_run})" if self.old_run is not None else ""
+            raise UserError(
+                f"cannot write {where}: {error.strerror}; see to that and run the same command again{moved}"
+            ) from error
+
+    def _is_old(self, replaced: FolderId | None) -> bool:
+        """Whether a run is there, in the folder that is to be replaced."""
+        is_there = self.config.exists() or self.journal.is_dir()
+        return replaced is not None and is_there and folder_id(self.path) == replaced
+
+    def _move_old_run(self) -> None:
+        """Rename the old run and make an empty folder in its place, with a lock of its own.
+
+        The old lock, which goes with the renamed folder, is held until the new one is taken. A kill between leaves the old run whole
+        under its new name.
+        """
+        number = 1
+        while (target := self.path.with_name(f"{self.name}.{number}")).exists():
+            number += 1
+        old = RunDirectory(target)
+        os.rename(self.path, target)
+        old._lock, self._lock = self._lock, None
+        self.old_run, self.is_replaced = target, False
+        try:
+            self.path.mkdir()
+            self.lock()
+        finally:
+            old.release()
+
+    @property
+    def changes_training(self) -> bool:
+        """Whether the length of the run or its learning rates differ from those it was last begun with."""
+        return any(change.is_of_training for change in self.changes)
+
+    def _keep_config(self) -> None:
+        """Copy the config from before the changes to the next free name."""
+        kept = kept_configs(self.path)
+        text = self.config.read_bytes()
+        if not kept or kept[-1].read_bytes() != text:
+            number = 1 + (int(kept[-1].name.split(".")[1]) if kept else 0)
+            atomic_write(self.path / f"config.{number}.yaml", text)
+
+    def forget_rollouts(self) -> None:
+        """Have the rollouts in the journal made again: they are of a policy that was trained otherwise."""
+        if self.journal.is_dir():
+            Journal(self.journal).forget(0)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def kept_configs(path: Path) -> list[Path]:
+    """The configs that a run had before changes, oldest first."""
+    found = [file for file in path.glob("config.*.yaml") if file.name.split(".")[1].isdigit()]
+    return sorted(found, key=lambda file: int(file.name.split(".")[1]))
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder that is not a run stays untouched. One that ended before its config was written holds nothing but what `BEFORE` names."""
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, but the run wants a folder there: choose another run.name")
+    foreign = sorted(e.name for e in path.iterdir() if e.name not in BEFORE and not e.name.startswith("."))
+    if "journal" in foreign and "checkpoints" in foreign:
+        raise UserError(
+            f"{path / 'config.yaml'} is missing, so what this run was made with is not known: restore it from a copy"
+            f"{_older_config(path)}, {OR_ANEW}"
+        )
+    if foreign:
+        raise UserError(
+            f"{path} exists and is not a run (no config.yaml, but {', '.join(foreign[:3])}): choose another run.name"
+        )
+
+
+def _changes(run: RunDirectory, config_text: str, complete: Callable[[Tree], Tree]) -> list[Change]:
+    """What differs from the config of an old run; the error for what may not."""
+    old, new = flatten(complete(_old_config(run))), flatten(yaml.safe_load(config_text))
+    missing = object()
+    differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
+    is_new_model = any(not flat.get("model.path") for flat in (old, new))
+    allowed = (*MAY_CHANGE, *MEASURING, *TOTALS, *SCHEDULE, *(() if is_new_model else (ROWS,)))
+    refused = [k for k in differing if not _is_in(k, allowed)]
+    if refused:
+        shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in refused[:MAX_SHOWN_KEYS]]
+        if len(refused) > len(shown):
+            shown.append(f"  and {len(refused) - len(shown)} more")
+        raise UserError(
+            f"run {run.path} exists with another config:\n"
+            + "\n".join(shown)
+            + "\ngive this one another run.name, repeat the old settings to continue it, "
+            f"{OR_ANEW}\n"
+            "(a run that goes on may have more steps, another learning rate and schedule, other validation, trackers, saving and "
+            "placement; another model, data, seed or algorithm would make its first steps part of another experiment)"
+        )
+    _refuse_fewer_steps(run, new, differing)
+    return [Change(k, _value(old, k), _value(new, k)) for k in differing]
+
+
+def _old_config(run: RunDirectory) -> Tree:
+    try:
+        found = yaml.safe_load(run.config.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no keys")
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, too
+        raise UserError(
+            f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_older_config(run.path)}, {OR_ANEW}"
+        ) from error
+    return found
+
+
+def _older_config(path: Path) -> str:
+    kept = kept_configs(path)
+    return f" ({kept[-1]} is the one before the last change)" if kept else ""
+
+
+def _refuse_fewer_steps(run: RunDirectory, new: dict[str, Any], differing: list[str]) -> None:
+    """Refuse a total of steps or updates that is smaller than the number the run has made already."""
+    made = max((int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()), default=0)
+    for key in TOTALS:
+        if key in differing and isinstance(new.get(key), int) and new[key] < made:
+            raise UserError(
+                f"{key}={new[key]}, but run {run.path} has made {made}: give {made} or more, or another run.name for a shorter one"
+            )
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`: the dotted names people type as overrides. Lists stay values."""
+    if not isinstance(value, dict) or (not value and prefix):
+        return {prefix: value} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _value(flat: dict[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "not set"

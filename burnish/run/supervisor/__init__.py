@@ -1,0 +1,1 @@
+"""The supervisor process above the driver."""

@@ -1,0 +1,169 @@
+"""A worker's handle on its zygote: start it, have programs run, and never wait for it without a bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import burnish
+from burnish.config.errors import UserError
+from burnish.sandbox.limits import Limits
+from burnish.sandbox.rpc import frame, receive, send
+
+START_S = 30.0
+ENVIRONMENT = {"HOME": "/scratch", "LANG": "C.UTF-8", "PATH": "/nowhere", "PYTHONHASHSEED": "0", "TMPDIR": "/scratch"}
+"""All that a program finds in its environment. Hashes are the same each time, so that verdicts are."""
+LAUNCH = "import sys; sys.path.append({root!r}); from burnish.sandbox.zygote import main; main()"
+
+ADVICE = """code rewards run programs in a sandbox, and this system does not let them: {problem}
+What to do, one of:
+- as an ordinary user: allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000;
+  on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)
+- in a container: start it with --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined
+- reward.sandbox=unsafe: programs written by the model then run as you, with your files in reach; only time, memory, processes
+  and output stay limited. Do that only on a machine that has nothing to lose."""
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed: nothing is known about the program."""
+
+
+class RunLost(SandboxError):
+    """The sandbox failed while a program ran in it, in a way that the program can have caused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a run ended: `reason` is ended, time, cpu, memory, processes or output, or lost (burnish.rewards.code)."""
+
+    reason: str
+    status: int | None  # of the program's process: its exit status, negative for a signal
+    output: str
+    errors: str
+    verdicts: list[dict[str, Any]]
+
+
+class Sandbox:
+    """Runs programs one at a time. The zygote starts with the first, and again after a failure; close it, or use `with`."""
+
+    def __init__(self, limits: Limits, is_isolated: bool = True, slack_s: float = 5.0) -> None:
+        """`slack_s` is what a run may take beyond its own time before the sandbox counts as broken."""
+        self._limits, self._is_isolated, self._slack_s = limits, is_isolated, slack_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def start(self) -> None:
+        """Have the zygote ready; UserError with what to do if the system does not allow a sandbox."""
+        if not sys.platform.startswith("linux"):
+            raise UserError("code rewards need Linux: programs run in its namespaces and under its limits")
+        ours, theirs = socket.socketpair()
+        root = str(Path(burnish.__file__).parents[1])
+        arguments = [
+            str(theirs.fileno()),
+            "isolated" if self._is_isolated else "unsafe",
+            json.dumps(vars(self._limits)),
+        ]
+        self._process = subprocess.Popen(
+            [sys.executable, *("-s", "-S", "-P", "-B", "-X", "utf8", "-c"), LAUNCH.format(root=root), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=ENVIRONMENT,
+        )
+        theirs.close()
+        self._channel = ours
+        said = self._hear(time.monotonic() + START_S)
+        if "failed" in said:
+            self.close()
+            raise UserError(ADVICE.format(problem=said["failed"]))
+
+    def run_calls(self, spec: Mapping[str, Any], tests: Mapping[str, Any], wall_s: float) -> Ended:
+        """Load a program and let tests call it."""
+        return self._run("calls", wall_s, spec, json.dumps(dict(tests)).encode())
+
+    def run_stdio(self, program: str, stdin: str, wall_s: float) -> Ended:
+        """Run a program on this standard input."""
+        return self._run("stdio", wall_s, {"program": program}, stdin.encode())
+
+    def _run(self, kind: str, wall_s: float, spec: Mapping[str, Any], second: bytes) -> Ended:
+        if self._channel is None:
+            self.start()
+        assert self._channel is not None
+        deadline = time.monotonic() + wall_s + self._slack_s
+        try:
+            self._set_patience(deadline)
+            send(self._channel, {"kind": kind, "wall_s": wall_s})
+            send(self._channel, dict(spec))
+            self._channel.sendall(frame(second))
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # gone, not reading, or a program of many megabytes: the zygote waits for its rest
+            self.close()
+            raise SandboxError(f"the sandbox does not take a program: {error}") from error
+        said = self._hear(deadline)
+        if "failed" in said:
+            self.close()
+            raise SandboxError(f"the sandbox failed: {said['failed']}")
+        return self._hear_end(deadline)
+
+    def _hear_end(self, deadline: float) -> Ended:
+        """How a program that has started ended; past the deadline it is out of time, whatever keeps the sandbox from saying so."""
+        try:
+            said = self._hear(deadline)
+        except SandboxError as error:
+            if isinstance(error.__cause__, BlockingIOError):
+                return Ended("time", None, "", "", [])
+            raise RunLost(str(error)) from error
+        if "failed" in said:
+            self.close()
+            kind = RunLost if said["is_exhaustion"] else SandboxError
+            raise kind(f"the sandbox failed: {said['failed']}")
+        return Ended(said["ended"], said["status"], said["output"], said["errors"], said["verdicts"])
+
+    def _hear(self, deadline: float) -> dict[str, Any]:
+        assert self._channel is not None
+        try:
+            self._set_patience(deadline)
+            said: dict[str, Any] = receive(self._channel)
+            return said
+        except (OSError, EOFError, ValueError) as error:
+            status = self.close()
+            ended = "" if status is None else f"; its process ended with status {status}"
+            raise SandboxError(f"the sandbox does not answer: {type(error).__name__}: {error}{ended}") from error
+
+    def _set_patience(self, deadline: float) -> None:
+        assert self._channel is not None
+        left = max(0.001, deadline - time.monotonic())
+        bound = struct.pack("ll", int(left), int(left % 1 * 1e6))
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+
+    def close(self) -> int | None:
+        """End the zygote, and with its pid namespace every process in it; how it ended, if by itself."""
+        if self._process is None:
+            return None
+        status = self._process.poll()
+        self._process.kill()
+        self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+        self._process = self._channel = None
+        return status
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,258 @@
+"""What one program may use, and how its process is confined to that before the first line of it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import math
+import os
+import platform
+import resource
+import signal
+import struct
+from dataclasses import dataclass
+
+from burnish.sandbox import namespaces
+
+# --- System calls a program has no business with: refused by a filter, on top of what namespaces and limits keep from it.
+#
+# The filter takes away most of the kernel's surface that a namespace leaves open (mounts, tracing, keyrings, io_uring, bpf), and every
+# socket that is not a Unix one. What is not named passes: a standard library needs hundreds of calls, and the walls do not depend on
+# this list.
+#
+# The limits on memory and CPU time do depend on it, for they count what processes have (burnish.sandbox.confined_process). So the filter
+# refuses memory that stays when no process has it mapped or that no count shows: memfd, System V shared memory, shared mappings without
+# a file, pages given to a pipe, huge pages. It refuses to change what SIGCHLD does, because the kernel forgets the CPU time of children
+# that end while it is ignored.
+
+NAMESPACE_FLAGS = (
+    namespaces.CLONE_NEWNS
+    | namespaces.CLONE_NEWCGROUP
+    | namespaces.CLONE_NEWUTS
+    | namespaces.CLONE_NEWIPC
+    | namespaces.CLONE_NEWUSER
+    | namespaces.CLONE_NEWPID
+    | namespaces.CLONE_NEWNET
+)
+
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""The machines whose call numbers are here, with the kernel's name for each (AUDIT_ARCH_*)."""
+
+REFUSED: dict[str, tuple[int | None, int | None]] = {  # numbers on x86_64 and aarch64
+    "acct": (163, 89),
+    "add_key": (248, 217),
+    "adjtimex": (159, 171),
+    "bpf": (321, 280),
+    "chroot": (161, 51),
+    "clock_adjtime": (305, 266),
+    "clock_settime": (227, 112),
+    "delete_module": (176, 106),
+    "fanotify_init": (300, 262),
+    "finit_module": (313, 273),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "init_module": (175, 105),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "ioperm": (173, None),
+    "iopl": (172, None),
+    "kcmp": (312, 272),
+    "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104),
+    "keyctl": (250, 219),
+    "lookup_dcookie": (212, 18),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
+    "perf_event_open": (298, 241),
+    "personality": (135, 92),
+    "pidfd_getfd": (438, 438),
+    "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "reboot": (169, 142),
+    "request_key": (249, 218),
+    "semget": (64, 190),
+    "setdomainname": (171, 162),
+    "sethostname": (170, 161),
+    "setns": (308, 268),
+    "settimeofday": (164, 170),
+    "shmget": (29, 194),
+    "swapoff": (168, 225),
+    "swapon": (167, 224),
+    "syslog": (103, 116),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+    "vhangup": (153, 58),
+    "vmsplice": (278, 75),
+}
+CLONE = (56, 220)
+CLONE3 = (435, 435)  # its flags are behind a pointer, which no filter sees: absent, so that libc takes clone
+SOCKET = (41, 198)
+AF_UNIX = 1
+MMAP = (9, 222)
+MAP_SHARED_ANONYMOUS = 0x21
+MAP_HUGETLB = 0x40000
+SIGACTION = (13, 134)
+SIGCHLD = 17
+
+# Classic BPF: operation codes, return values, and where the call's number, machine and arguments are.
+LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+AT_NUMBER, AT_MACHINE, AT_ARGUMENT = 0, 4, 16
+AT_FOURTH_ARGUMENT = AT_ARGUMENT + 3 * 8
+FOREIGN_CALLS = 0x40000000  # x32 on x86_64: the same calls under other numbers
+SECCOMP_MODE_FILTER = 2
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _refuse(error: int) -> bytes:
+    return _instruction(RETURN, ERRNO | error)
+
+
+def program(machine: str) -> bytes:
+    """The filter for a machine, as the kernel reads it."""
+    column = list(MACHINES).index(machine)
+    lines = [
+        _instruction(LOAD, AT_MACHINE),
+        _instruction(JUMP_EQUAL, MACHINES[machine], 1, 0),
+        _instruction(RETURN, KILL),
+        _instruction(LOAD, AT_NUMBER),
+        _instruction(JUMP_AT_LEAST, FOREIGN_CALLS, 0, 1),
+        _refuse(errno.ENOSYS),
+        _instruction(JUMP_EQUAL, CLONE3[column], 0, 1),
+        _refuse(errno.ENOSYS),
+    ]
+    for numbers in REFUSED.values():
+        number = numbers[column]
+        if number is not None:
+            lines += [_instruction(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
+    lines += [
+        _instruction(JUMP_EQUAL, CLONE[column], 0, 4),
+        _instruction(LOAD, AT_ARGUMENT),
+        _instruction(JUMP_ANY_BIT, NAMESPACE_FLAGS, 0, 1),
+        _refuse(errno.EPERM),
+        _instruction(RETURN, ALLOW),
+        _instruction(JUMP_EQUAL, SOCKET[column], 0, 4),
+        _instruction(LOAD, AT_ARGUMENT),
+        _instruction(JUMP_EQUAL, AF_UNIX, 1, 0),
+        _refuse(errno.EACCES),
+        _instruction(RETURN, ALLOW),
+        _instruction(JUMP_EQUAL, SIGACTION[column], 0, 4),
+        _instruction(LOAD, AT_ARGUMENT),
+        _instruction(JUMP_EQUAL, SIGCHLD, 0, 1),
+        _refuse(errno.EPERM),
+        _instruction(RETURN, ALLOW),
+        _instruction(JUMP_EQUAL, MMAP[column], 0, 5),
+        _instruction(LOAD, AT_FOURTH_ARGUMENT),
+        _instruction(JUMP_ANY_BIT, MAP_HUGETLB, 2, 0),
+        _instruction(AND, MAP_SHARED_ANONYMOUS),
+        _instruction(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, 0, 1),
+        _refuse(errno.EPERM),
+        _instruction(RETURN, ALLOW),
+    ]
+    return b"".join(lines)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def install() -> bool:
+    """Filter this process and all it starts from now on; False on a machine whose call numbers are not known here."""
+    machine = platform.machine()
+    if machine not in MACHINES:
+        return False
+    code = program(machine)
+    filter_ = _Program(len(code) // 8, code)
+    namespaces.prctl(namespaces.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_), step="seccomp filter")
+    return True
+
+
+MIB = 1 << 20
+OWN_PROCESSES = 6  # the sandbox's own, which are counted with the program's: both are the same user
+FURTHER_PROCESSES = 16  # what the kernel lets a program start beyond its limit, until the keeper sees that and ends it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a program and all its children together; of one process only where it says so."""
+
+    memory_bytes: int = 2048 * MIB
+    """Memory of all processes together, and address space of each."""
+    processes: int = 32
+    """Processes and threads; whoever has more is ended at once, so that a bomb burns no time."""
+    scratch_bytes: int = 64 * MIB
+    """Size of the scratch directory, and of any one file."""
+    output_bytes: int = 4 * MIB
+    """What it may write to standard output, and again to standard error."""
+    open_files: int = 64
+    """Open files of one process."""
+
+
+def confine(limits: Limits, cpu_s: float, is_isolated: bool) -> None:
+    """Take from this process, for good, what a program must not have; what it starts inherits that."""
+    # Outside a user namespace the kernel counts all of a user's processes on the machine: there the keeper counts.
+    processes = limits.processes + OWN_PROCESSES + FURTHER_PROCESSES if is_isolated else resource.RLIM_INFINITY
+    for which, value in (
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
+        (resource.RLIMIT_FSIZE, limits.scratch_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
+        hard = resource.getrlimit(which)[1]
+        lower = (
+            value if hard == resource.RLIM_INFINITY else hard if value == resource.RLIM_INFINITY else min(value, hard)
+        )
+        resource.setrlimit(which, (lower, lower))
+    os.umask(0o077)
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
+    namespaces.drop_capabilities()
+    install()
+
+
+def arrange_descriptors(kept: dict[int, int], empty: tuple[int, ...]) -> None:
+    """Make `kept` (number wanted: descriptor now) and /dev/null under `empty` the only descriptors of this process."""
+    lowest = max(*kept, *empty, *kept.values()) + 1
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    moved = {}
+    for number, descriptor in (*kept.items(), *((number, nowhere) for number in empty)):
+        moved[number] = fcntl.fcntl(descriptor, fcntl.F_DUPFD, lowest)
+    for number, descriptor in moved.items():
+        os.dup2(descriptor, number, inheritable=False)
+    edges = [-1, *sorted(moved), _most_descriptors()]
+    for below, above in itertools.pairwise(edges):
+        if below + 1 < above:  # an empty range that starts at 0 is everything to some versions of Python
+            os.closerange(below + 1, above)
+
+
+def _most_descriptors() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if hard == resource.RLIM_INFINITY else max(soft, hard)

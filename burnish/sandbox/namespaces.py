@@ -1,0 +1,244 @@
+"""The few system calls that Python does not offer, each an OSError that names the step when the kernel refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_NOATIME, MS_NODIRATIME, MS_BIND = 32, 1024, 2048, 4096
+MS_REC, MS_PRIVATE, MS_RELATIME = 16384, 1 << 18, 1 << 21
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+CAPABILITY_VERSION_3 = 0x20080522
+MAX_CAPABILITIES = 64
+
+libc = ctypes.CDLL(None, use_errno=True)
+if sys.platform.startswith("linux"):  # elsewhere this module is imported, by the reward that then refuses to start
+    libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+    libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+
+
+def _check(result: int, step: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{step}: {os.strerror(number)}")
+
+
+def unshare(flags: int, what: str) -> None:
+    """Move this process (its children, for a pid namespace) into new namespaces."""
+    _check(libc.unshare(flags), f"new namespaces ({what})")
+
+
+def enter_pid_namespace(descriptor: int) -> None:
+    """Have later children start in this pid namespace."""
+    _check(libc.setns(descriptor, CLONE_NEWPID), "back to the own pid namespace")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
+    _check(libc.mount(*texts, flags, options.encode()), f"mount {kind or source or ''} on {target}")
+
+
+def pivot_root_here() -> None:
+    """Make the working directory, a mount point, the root of this mount namespace, and let go of the old root."""
+    _check(libc.pivot_root(b".", b"."), "pivot_root")
+    _check(libc.umount2(b".", MNT_DETACH), "let go of the old root")
+    os.chdir("/")
+
+
+def set_host_name(name: str) -> None:
+    """The host name of this UTS namespace."""
+    encoded = name.encode()
+    _check(libc.sethostname(encoded, len(encoded)), "sethostname")
+
+
+def prctl(option: int, first: int = 0, second: int = 0, *, step: str) -> None:
+    """prctl(2)."""
+    _check(libc.prctl(option, first, second, 0, 0), step)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for good: none to hold, none to gain by executing something."""
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, step="clear ambient capabilities")
+    for capability in range(MAX_CAPABILITIES):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            break  # past the last one this kernel knows
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    _check(libc.capset(header, (ctypes.c_uint32 * 6)()), "drop capabilities")
+    prctl(PR_SET_NO_NEW_PRIVS, 1, step="no_new_privs")
+
+
+# --- The file system a program sees: Python's standard library to read, a scratch directory to write, two devices.
+#
+# A small tmpfs becomes the root by pivot_root, so that nothing else of the machine is there to be found: no /proc, no /etc, no
+# program to execute. Bind mounts show the library at its own path, read-only. Extension modules need system libraries that are not
+# in the view: the zygote has loaded them all before it came here. The scratch directory is a tmpfs of each program's own, with a
+# size and a number of files, which goes with the mount namespace. /tmp and /dev/shm lead there.
+#
+# A Python that is installed below one of these three directories is bound into the scratch directory of each program, so that its library
+# has its own path there too.
+
+SCRATCH = "/scratch"
+DEVICES = ("/dev/null", "/dev/urandom")  # not /dev/zero: mapping it gives shared memory that no limit counts
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
+TEMPORARY = ("/tmp", "/dev/shm", SCRATCH)
+LIBRARY = "/library"  # where the library is kept if its own path leads into the scratch directory
+HARMLESS = MS_NOSUID | MS_NODEV | MS_NOEXEC
+NUM_FILES = 4096
+# Over which directory the new root is built does not matter: it is gone from view a moment later.
+BUILD_AT = "/tmp"
+
+_KEPT = (  # flags of a mount that a user namespace may not take off it
+    (os.ST_NOEXEC, MS_NOEXEC),
+    (os.ST_NOATIME, MS_NOATIME),
+    (os.ST_NODIRATIME, MS_NODIRATIME),
+    (os.ST_RELATIME, MS_RELATIME),
+)
+
+
+def path_in_scratch(library: str) -> str | None:
+    """Where a library has to be in the scratch directory to be found at its own path; None if that leads elsewhere."""
+    for folder in TEMPORARY:
+        if library.startswith(folder + "/"):
+            return SCRATCH + library.removeprefix(folder)
+    return None
+
+
+def build() -> None:
+    """Replace the whole file system of this mount namespace by the view, read-only but for what programs mount on it."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    # Opened before the new root covers anything: they may lie under what it covers.
+    sources = {path: os.open(path, os.O_PATH) for path in (STANDARD_LIBRARY, *DEVICES)}
+    mount("tmpfs", BUILD_AT, "tmpfs", HARMLESS, "size=1m,mode=755")
+    os.chdir(BUILD_AT)
+    in_scratch = path_in_scratch(STANDARD_LIBRARY)
+    library = f".{STANDARD_LIBRARY if in_scratch is None else LIBRARY}"
+    os.makedirs(library)
+    _show(f"/proc/self/fd/{sources[STANDARD_LIBRARY]}", library, HARMLESS)
+    packages = f"{library}/site-packages"
+    if os.path.isdir(packages):
+        mount("tmpfs", packages, "tmpfs", HARMLESS | MS_RDONLY, "size=4k,mode=755")
+    os.mkdir("." + SCRATCH)
+    if in_scratch is not None:
+        _show_library(library, "." + in_scratch)
+    os.mkdir("dev")
+    for device in DEVICES:
+        os.close(os.open("." + device, os.O_CREAT | os.O_WRONLY))
+        _show(f"/proc/self/fd/{sources[device]}", "." + device, MS_NOSUID | MS_NOEXEC)
+    for other in ("tmp", "dev/shm"):
+        os.symlink(SCRATCH, other)
+    for descriptor in sources.values():
+        os.close(descriptor)
+    pivot_root_here()
+    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | HARMLESS)
+
+
+def _show_library(library: str, target: str) -> None:
+    """Bind the library, with what covers other packages in it, to its place in the scratch directory."""
+    os.makedirs(target)
+    _show(library, target, HARMLESS, MS_REC)
+
+
+def _show(source: str, target: str, flags: int, how: int = 0) -> None:
+    """Bind a file or directory to another place, read-only."""
+    mount(source, target, None, MS_BIND | how)
+    kept = sum(flag for bit, flag in _KEPT if os.statvfs(target).f_flag & bit)
+    mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags | kept)
+
+
+def add_scratch(num_bytes: int) -> None:
+    """A scratch directory for the program that this mount namespace is for, and this process in it."""
+    mount("tmpfs", SCRATCH, "tmpfs", HARMLESS, f"size={num_bytes},nr_inodes={NUM_FILES},mode=700")
+    os.chdir(SCRATCH)
+    in_scratch = path_in_scratch(STANDARD_LIBRARY)
+    if in_scratch is not None:
+        _show_library(LIBRARY, in_scratch)
+
+
+# --- From the machine into the sandbox: user, mount, pid, network, IPC and UTS namespaces with an unprivileged uid.
+#
+# Root makes the view with its own rights and then enters a user namespace in which uid 1000 is `nobody` outside; another user enters
+# one in which uid 1000 is that user, and makes the view with the rights it has there. Either way the process has every capability over
+# its own namespaces and none over anything outside, and the programs it starts have none at all.
+
+INSIDE = 1000  # the uid and gid that programs see
+NOBODY = 65534  # what they are outside when root starts them
+OWN = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
+"""What every program gets anew, besides a pid namespace."""
+HOST_NAME = "sandbox"
+
+
+def enter() -> None:
+    """Move this process, which must have one thread, into the sandbox; its children start in a new pid namespace."""
+    every = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWCGROUP | OWN
+    if os.geteuid() != 0:
+        uid, gid = os.geteuid(), os.getegid()
+        unshare(every, "user, mount, pid, network, ipc, uts, cgroup")
+        _write_maps(os.getpid(), uid, gid, may_set_groups=False)
+        build()
+        return
+    unshare(CLONE_NEWNS, "mount, as root")
+    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    build()
+    _enter_as_nobody(every, processes)
+    os.close(processes)
+    os.setgroups([])
+    os.setresgid(INSIDE, INSIDE, INSIDE)
+    os.setresuid(INSIDE, INSIDE, INSIDE)
+
+
+def _enter_as_nobody(flags: int, processes: int) -> None:
+    """Enter a user namespace whose one user a child that stays root outside has written down."""
+    asked, ask = os.pipe()
+    process, child = os.getpid(), os.fork()
+    if child == 0:
+        try:
+            os.close(ask)
+            if os.read(asked, 1):
+                _write_maps(process, NOBODY, NOBODY, may_set_groups=True, processes=processes)
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or 1)
+    os.close(asked)
+    try:
+        unshare(flags, "user, mount, pid, network, ipc, uts, cgroup")
+        os.write(ask, b"!")
+    finally:
+        os.close(ask)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != 0:
+        raise OSError(status, f"write the uid map: {os.strerror(abs(status))}")
+
+
+def _write_maps(process: int, uid: int, gid: int, may_set_groups: bool, processes: int | None = None) -> None:
+    """Say who the one user of a process's user namespace is outside; `processes` is /proc where the path is gone."""
+    folder = f"{process}" if processes is not None else f"/proc/{process}"
+    files = {"uid_map": f"{INSIDE} {uid} 1", "gid_map": f"{INSIDE} {gid} 1"}
+    if not may_set_groups:
+        files = {"setgroups": "deny"} | files
+    for name, text in files.items():
+        descriptor = os.open(f"{folder}/{name}", os.O_WRONLY, dir_fd=processes)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+
+def own() -> None:
+    """For the first process of a program's pid namespace: the other namespaces of its own."""
+    unshare(OWN, "of a program")
+    set_host_name(HOST_NAME)

@@ -1,0 +1,134 @@
+"""Runs the application until a signal says stop: one line when it is ready, one a request, and a tidy end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from burnish.config.errors import UserError
+from burnish.serve.app import Api, make_app
+from burnish.serve.connections import ACCEPTED_AT_ONCE, Guard, Limits, limited, limits_here
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 2048
+"""Connections that the kernel holds until they are accepted."""
+SLOW_CLIENT_S = 5
+"""How long a client may take to read the end of its answer when the server stops."""
+
+
+class Server(uvicorn.Server):
+    """A server that says when it is ready, gives requests some time when it is stopped, and ends when the engine fails."""
+
+    def __init__(
+        self,
+        api: Api,
+        api_key: str | None,
+        grace_s: int,
+        log: Callable[[str], None],
+        ready: str,
+        limits: Limits | None = None,
+    ) -> None:
+        self.api, self.grace_s, self.log, self.ready = api, grace_s, log, ready
+        super().__init__(
+            uvicorn.Config(
+                Guard(make_app(api), api_key, log, api.metrics.count_request),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=grace_s + SLOW_CLIENT_S,
+                lifespan="on",
+                ws="none",
+                http=limited(limits or limits_here()),
+                backlog=ACCEPTED_AT_ONCE,
+            )
+        )
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        api.loop.on_failure = self.stop
+
+    def stop(self) -> None:
+        """Take no more requests, let those that run finish, then end."""
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal stops the server, another one ends the time it gives."""
+        if self.should_exit and self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self.api.loop.close)
+        else:
+            super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for bound in sockets or []:
+            bound.listen(BACKLOG)  # asyncio has one number for this and for the connections that it accepts at once
+        if self.started:
+            self.log(self.ready)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.tasks:
+            self.log(f"stopping: requests that run have {self.grace_s} s to finish (Ctrl-C: at once)")
+        timer = asyncio.get_running_loop().call_later(self.grace_s, self.api.loop.close)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, before anything is loaded for it; port 0 takes a free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"--host {host}: {error}") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UserError(
+            f"cannot listen at {host} port {port}: {error.strerror or error}; choose another --port (0 takes a free one)"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients reach a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    host = bound.getsockname()[0]
+    return host == "::1" or host.startswith("127.")
+
+
+def run(
+    api: Api, bound: socket.socket, *, api_key: str | None, grace_s: int, log: Callable[[str], None], note: str
+) -> None:
+    """Serve until SIGINT or SIGTERM (a second one ends it at once); raises what the engine failed with."""
+    ready = f"serving {api.served.name} at {url_of(bound)} ({note})"
+    server = Server(api, api_key, grace_s, log, ready)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        server.stop()
+
+    # uvicorn raises a signal again after it has stopped. This handler keeps Ctrl-C from ending with a traceback.
+    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        server.run([bound])
+    finally:
+        api.loop.stop()
+        bound.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if api.loop.failure is not None:
+        raise api.loop.failure
+    log("stopped")

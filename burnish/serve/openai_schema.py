@@ -1,0 +1,447 @@
+"""What a client may ask for: the fields of OpenAI's two APIs that the engine can honour, checked one by one.
+
+An unknown field is refused; the error names the nearest known one. A field OpenAI has and the engine cannot do is refused unless its value
+changes nothing (`NEUTRAL`); those that never touch the tokens (`IGNORED`) are let through. `null` is the same as leaving out.
+Beyond OpenAI's: `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
+
+A body may hold millions of wrong values, and pydantic makes an object of several hundred bytes for each of them. So every list stops at its
+first wrong item (`FailFast`), and every list and object has a bound that is checked before its items are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, from_json
+from typing_extensions import TypeAliasType
+
+from burnish.config.errors import nearest
+from burnish.core.engine import LEAST_TEMPERATURE
+
+# --- What a client is told when a request cannot be answered, in OpenAI's shape:
+#
+# {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+LONGEST = 600
+
+
+class ApiError(Exception):
+    """A refusal with its HTTP status; `param` names the field it is about, `code` says why in one word."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers
+        # What a client sent may be in them, and may be of any length.
+        self.message, self.param = message[:LONGEST], param if param is None else param[:LONGEST]
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_value(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """A field whose value cannot be used."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def not_a_number() -> ApiError:
+    """For a model whose arithmetic broke: an answer drawn from it would mean nothing."""
+    return ApiError(
+        500, "the model computed log-probs that are not numbers; serve it with a wider --dtype", code="not_a_number"
+    )
+
+
+def internal_error() -> ApiError:
+    """The error for a fault of the server: the log has its cause, the client gets no details."""
+    # uvicorn closes the connection after a failure; the header keeps clients from sending another request on it.
+    close = {"Connection": "close"}
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error", headers=close)
+
+
+MAX_STOPS = 4
+MAX_STOP = 256
+"""Characters: for each new token as many of the last ones are looked at."""
+MAX_N = 128
+INT64 = 2**63
+NAME = 200
+"""Longest name that is looked at."""
+MAX_FIELDS = 64
+"""Fields of one object."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 16384
+"""Text parts of all messages together."""
+MAX_TOOLS = 512
+"""The most tools of a request, and the most tool calls of one message."""
+MAX_TOKENS = 2**20
+"""The most tokens of one `/detokenize` request."""
+MAX_LOGIT_BIASES = 4096
+"""Keys of `logit_bias` that are looked at; the engine's own bound is lower and has its own message."""
+
+IGNORED = frozenset(
+    {
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options",
+    }
+)  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "best_of": (),  # but for n itself
+    "suffix": ("",),
+    "store": (False,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""What OpenAI's APIs have and the engine cannot do, with the values that ask for nothing."""
+REASONS = {
+    "frequency_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
+    "presence_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
+    "response_format": "the engine does not constrain tokens to a grammar, so JSON could not be promised; ask for it in the prompt",
+    "best_of": "the engine does not rank completions; ask for n of them with logprobs",
+}
+"""Why, where it is not plain from the name."""
+
+
+class Fields(BaseModel):
+    """Strict: `"1"` is no number, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            unknown = next(name for name in value if name not in cls.model_fields)
+            raise ValueError(f"got {len(value)} fields, among them {unknown[:NAME]!r}, which is not known")
+        return value
+
+
+def _at_most(limit: int, what: str) -> Callable[[Any], Any]:
+    """A check of a list's or an object's length, before any of its items is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"got {len(value)} {what}; expected {limit} at most")
+        return value
+
+    return check
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Sampled(Fields):
+    """What both APIs share."""
+
+    model: str = Field(max_length=NAME)
+    n: int = Field(1, ge=1, le=MAX_N)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_at_most(MAX_LOGIT_BIASES, "tokens"))
+    ] = {}
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], FailFast(), BeforeValidator(_as_list)
+    ] = Field(default=[], max_length=MAX_STOPS)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    raw_logprobs: bool = False
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream=true")
+        return self
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_nearly_zero(cls, value: float) -> float:
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"expected 0, for the likeliest token, or at least {LEAST_TEMPERATURE:g}")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _tokens(cls, value: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name in value if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
+            raise ValueError(f"expected token ids for keys, got {wrong[0][:NAME]!r}")
+        return value
+
+
+def _prompts(value: Any) -> Any:
+    """A text, several, the token ids of one prompt, or of several: always several."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and not isinstance(value[0], str | list):
+        return [value]
+    return value
+
+
+class CompletionRequest(Sampled):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts), Field(min_length=1)]
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _some_answer(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 leaves nothing to answer; expected 1 or more, or echo=true")
+        if self.echo and self.stream:
+            raise ValueError("echo: not with stream=true; a prompt is scored as a whole")
+        return self
+
+    @model_validator(mode="after")
+    def _one_kind_of_prompt(self) -> CompletionRequest:
+        for i, prompt in enumerate(self.prompt):
+            is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            if not (isinstance(prompt, str) or is_tokens):
+                where = f"prompt[{i}]" if len(self.prompt) > 1 else "prompt"
+                raise ValueError(
+                    f"{where}: expected a text, a list of texts, token ids, or a list of lists of token ids"
+                )
+        return self
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("expected a text or a list of text parts")
+    return value
+
+
+Contents = TypeAliasType("Contents", Annotated[list[TextPart], FailFast(), BeforeValidator(_parts)])
+# By a name of its own, since a union hashes its members and pydantic's FailFast cannot be hashed.
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Contents | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_at_most(MAX_TOOLS, "calls"))] = []
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {key: v for key, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs the tool_call_id it answers")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("only an assistant's message has tool_calls or reasoning_content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text; empty where there is none."""
+        return "".join(part.text for part in self.content or [])
+
+
+class Function(Fields):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+def _few_messages(value: Any) -> Any:
+    """The messages, if there are not too many of them, nor of their parts."""
+    if not isinstance(value, list):
+        return value
+    _at_most(MAX_MESSAGES, "messages")(value)
+    contents = [message.get("content") for message in value if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > MAX_PARTS:
+        raise ValueError(f"the contents have {num_parts} parts together; expected {MAX_PARTS} at most")
+    return value
+
+
+class ChatRequest(Sampled):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(_at_most(MAX_TOOLS, "tools"))] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: is the old name of max_completion_tokens; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        return self
+
+
+class TokenizeRequest(Fields):
+    """The body of `POST /tokenize`: a text, or a dialogue as the chat template writes it."""
+
+    model: str | None = Field(None, max_length=NAME)
+    prompt: str | None = None
+    messages: Annotated[list[Any], BeforeValidator(_few_messages)] = []
+    tools: Annotated[list[Any], BeforeValidator(_at_most(MAX_TOOLS, "tools"))] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("prompt: give a text here, or messages, and not both")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = Field(None, max_length=NAME)
+    tokens: Annotated[list[int], FailFast(), BeforeValidator(_at_most(MAX_TOKENS, "tokens"))]
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def parse(kind: type[Body], body: bytes | bytearray) -> Body:
+    """The request in a body, or the `ApiError` that says what is wrong with it."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED}
+    for name in [name for name in fields if name in NEUTRAL and issubclass(kind, Sampled)]:
+        neutral = _best_of(fields) if name == "best_of" else NEUTRAL[name]
+        if fields.pop(name) not in neutral:
+            raise bad_value(name, _cannot(name, neutral), "unsupported_parameter")
+    request = validated(kind, fields)
+    if isinstance(request, CompletionRequest | ChatRequest):
+        _check_logprobs(request)
+    return request
+
+
+def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
+    """The request that the fields make, or the `ApiError` that names the first one that is wrong."""
+    unknown = next((name for name in fields if name not in kind.model_fields), None)
+    if unknown is not None:
+        message = f"unknown parameter: {unknown}{nearest(unknown[:NAME], kind.model_fields)}"
+        raise ApiError(400, message, param=unknown, code="unknown_parameter")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+
+
+def _best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
+    """The value of `best_of` that asks for nothing: n itself, where it is a number."""
+    n = fields.get("n", 1)
+    return (n,) if isinstance(n, int) else ()
+
+
+def _cannot(name: str, neutral: Sequence[Any]) -> str:
+    why = f" ({REASONS[name]})" if name in REASONS else ""
+    return f"this server cannot do that{why}; leave it out" + "".join(f", or give {value!r}" for value in neutral)
+
+
+def num_alternatives(request: CompletionRequest | ChatRequest) -> int:
+    """How many of the likeliest tokens are wanted beside each token."""
+    return request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs or 0
+
+
+def draws_likeliest(request: CompletionRequest | ChatRequest) -> bool:
+    """Whether the token drawn is the likeliest under the log-probs in the answer. With a bias it may not be under `raw_logprobs`."""
+    return request.temperature == 0 and not (request.raw_logprobs and request.logit_bias)
+
+
+def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
+    if request.raw_logprobs and (request.logprobs is None or request.logprobs is False):
+        raise bad_value("raw_logprobs", "only with logprobs: it says which ones")
+
+
+def _refusal(error: ErrorDetails) -> ApiError:
+    """Pydantic's first complaint in OpenAI's words."""
+    path = error["loc"]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    if error["type"] == "missing":
+        return ApiError(400, f"missing required parameter: {param}", param=param, code="missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
+    message = error["msg"].removeprefix("Value error, ")
+    if not param:  # of the whole body: our own checks name the field themselves
+        param, _, message = message.partition(": ")
+    is_type = error["type"].endswith("_type")
+    return bad_value(param, message, "invalid_type" if is_type else "invalid_value")

@@ -1,0 +1,322 @@
+"""From what a client asks to what the engine samples: prompts as token ids, sampling options, random keys."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from pydantic_core import from_json
+from torch import Tensor
+
+from burnish.config.errors import UserError, nearest
+from burnish.core.engine import Request, SamplingOptions
+from burnish.core.random_keys import fold
+from burnish.inference.native.engine_common import MAX_BIASES, add_bias, truncate
+from burnish.models.decoder import Decoder
+from burnish.models.tokenizer import Tokenizer
+from burnish.models.transformers_model import TransformersPolicy
+from burnish.serve.openai_schema import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+    bad_value,
+    draws_likeliest,
+    num_alternatives,
+    validated,
+)
+from burnish.serve.request_bodies import TextLimit
+
+# --- Log-probs of given tokens and of their alternatives, by one forward pass over a sequence.
+#
+# The engine returns the log-prob of the token it drew and of no other. A prompt's log-probs (`echo`) and the alternatives to a drawn token
+# (`top_logprobs`) are computed here, on the same weights. They agree with the engine's numbers to rounding: the sums of a pass over the whole
+# sequence are taken in another order, and a cache in 8 bits rounds what the engine reads.
+
+MAX_SCORED = 16384
+"""Longest sequence that is scored: it takes one forward pass, whose memory is needed besides the engine's cache."""
+ROWS = 256
+"""Positions whose logits are in memory at once."""
+
+
+@dataclass
+class Scores:
+    """Log-probs of consecutive tokens of a sequence."""
+
+    logp: list[float] = field(default_factory=list)
+    """Of the tokens themselves."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest tokens at each place with their log-probs, the likeliest first; fewer where fewer may be drawn."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores sequences. The engine samples from the same module, so only the engine's thread may call this."""
+
+    module: Decoder | TransformersPolicy
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None) -> Scores:
+        """Score the tokens from `first` on: under the model itself, or under the distribution that `options` draw from."""
+        device = next(self.module.parameters()).device
+        packed = torch.tensor(tokens, device=device)
+        found = Scores()
+        start = first
+        for logits in self._logits(packed, first):
+            logp = _log_probs(logits, options)
+            drawn = packed[start : start + len(logp)]
+            found.logp += logp.gather(1, drawn[:, None])[:, 0].tolist()
+            values, ids = logp.topk(min(num_top, logp.shape[1]))
+            pairs = zip(ids.tolist(), values.tolist(), strict=True)
+            found.top += [[(i, x) for i, x in zip(*row, strict=True) if x != -torch.inf] for row in pairs]
+            start += len(logp)
+        return found
+
+    def _logits(self, tokens: Tensor, first: int) -> Iterator[Tensor]:
+        """Yield the logits of the positions from `first` on, in order, as [up to ROWS, vocab]."""
+        if not isinstance(self.module, Decoder):
+            yield from self.module.inner(input_ids=tokens[None], use_cache=False).logits[0, first - 1 : -1].split(ROWS)
+            return
+        offsets = torch.tensor([0, len(tokens)], device=tokens.device)
+        hidden, _ = self.module.states(tokens, offsets, torch.arange(first - 1, len(tokens) - 1, device=tokens.device))
+        for part in hidden.split(ROWS):
+            yield self.module.logits(part)
+
+
+def _log_probs(logits: Tensor, options: SamplingOptions | None) -> Tensor:
+    """[n, vocab] in float32 at least; as the sampler computes them from the same logits."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options is None:
+        return logits.log_softmax(-1)
+    if options.logit_bias:
+        logits = add_bias(logits, [options.logit_bias] * len(logits))
+    scale = options.temperature or 1.0  # greedy log-probs are untempered
+
+    def column(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.full((len(logits),), value, dtype=dtype, device=logits.device)
+
+    if options.top_k or options.top_p < 1 or options.min_p > 0:
+        tails = column(options.top_k, torch.int64), column(options.top_p), column(options.min_p)
+        logits = truncate(logits, column(scale), *tails)
+    return (logits / scale).log_softmax(-1)
+
+
+RESERVED = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+        "continue_final_message", "tokenize",
+    }
+)  # fmt: skip
+"""Variables of a chat template that are not the client's to set by name."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model a server answers with, and what it allows."""
+
+    name: str
+    tokenizer: Tokenizer
+    num_embeddings: int
+    max_positions: int | None
+    """The longest sequence the model is made for and the cache has room for; None where nothing says."""
+    max_tokens: int | None = None
+    """Most new tokens of one completion, where the server limits them further."""
+
+    @cached_property
+    def text_limit(self) -> TextLimit:
+        """What refuses texts that are certain to be too long."""
+        return TextLimit(self.tokenizer, self.max_positions)
+
+
+def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple[int, ...]]:
+    """The token ids of each prompt: texts get what the tokenizer puts before a text, token ids are taken as they are."""
+    prompts = []
+    for prompt in request.prompt:
+        tokens = _encode(prompt, served) if isinstance(prompt, str) else prompt
+        _check_tokens(tokens, "prompt", served)
+        prompts.append(tuple(tokens))
+    return prompts
+
+
+def _encode(text: str, served: Served, special: bool = True) -> list[int]:
+    try:
+        served.text_limit.check(text, "prompt")
+        return served.tokenizer.encode(text, special=special)
+    except UserError as error:
+        raise bad_value("prompt", str(error)) from error
+
+
+def chat_prompt(request: ChatRequest, served: Served) -> tuple[int, ...]:
+    """The token ids of a dialogue up to where the assistant speaks, as the model's own chat template writes it."""
+    tokenizer, kwargs = served.tokenizer, request.chat_template_kwargs
+    if not tokenizer.has_chat_template:
+        raise ApiError(
+            400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
+        )
+    for name in kwargs:
+        if name in RESERVED or not tokenizer.chat_template_mentions(name):
+            raise bad_value(f"chat_template_kwargs.{name}", "the chat template has no variable of that name to set")
+    tools = offered_tools(request)
+    if tools and not tokenizer.chat_template_mentions("tools"):
+        raise bad_value("tools", "this model's chat template has no place for tools", "unsupported_parameter")
+    try:
+        messages = [_as_template_wants(message, i) for i, message in enumerate(request.messages)]
+        variables = kwargs | ({"tools": tools} if tools else {})
+        # A template may leave texts out: what it wrote is measured, not what it was given.
+        served.text_limit.check(tokenizer.chat_text(messages, **variables), "messages")
+        return tuple(tokenizer.chat(messages, **variables))
+    except (UserError, TypeError) as error:  # a template that meets what it did not expect raises a TypeError
+        raise bad_value("messages", str(error)) from error
+
+
+def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools the model hears of; with tool_choice=none, none."""
+    if request.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
+def _as_template_wants(message: Message, index: int) -> dict[str, Any]:
+    """A message in the form chat templates are written for: arguments as objects, `developer` under its older name."""
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": message.text}
+    found |= message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    if message.tool_calls:
+        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for k, call in enumerate(found["tool_calls"]):
+            where = f"messages[{index}].tool_calls[{k}].function.arguments"
+            try:
+                call["function"]["arguments"] = from_json(call["function"]["arguments"])
+            except ValueError as error:
+                raise bad_value(where, f"not valid JSON: {error}") from error
+    return found
+
+
+def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served) -> int:
+    """Most new tokens of each completion; a chat that does not say gets all positions that are left."""
+    if not all(prompts):
+        raise ApiError(400, "a prompt has no tokens", param="prompt", code="empty_prompt")
+    longest = max(len(prompt) for prompt in prompts)
+    left = served.max_positions - longest if served.max_positions is not None else None
+    name, asked = "max_tokens", request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        name, asked = "max_completion_tokens", request.max_completion_tokens
+    if asked is not None and served.max_tokens is not None and asked > served.max_tokens:
+        raise bad_value(name, f"got {asked}, but this server allows {served.max_tokens} new tokens at most")
+    wanted = 1 if asked is None else asked
+    if left is not None and wanted > left:
+        raise ApiError(
+            400,
+            f"this server has {served.max_positions} positions for a sequence; the prompt has {longest} tokens, and {wanted} new "
+            "ones are asked for",
+            param=name if left > 0 else "messages" if isinstance(request, ChatRequest) else "prompt",
+            code="context_length_exceeded",
+        )
+    if asked is not None:
+        return asked
+    limits = [limit for limit in (left, served.max_tokens) if limit is not None]
+    if not limits:
+        raise bad_value(
+            name, "the model's config names no limit: say how many tokens you want", "missing_required_parameter"
+        )
+    return min(limits)
+
+
+def engine_requests(
+    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served, name: str
+) -> list[Request]:
+    """`n` requests of each prompt, in the order of the choices. With a seed, noise depends on it, on the prompt and on the
+    place among the choices alone."""
+    options = SamplingOptions(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=min(request.top_k, served.num_embeddings),
+        min_p=request.min_p,
+        logit_bias=logit_bias_of(request, served),
+        raw_logprobs=request.raw_logprobs,
+        max_tokens=max_tokens_of(request, prompts, served),
+        stop_tokens=served.tokenizer.eos_ids,
+        stop=tuple(request.stop),
+    )
+    seed = request.seed if request.seed is not None else secrets.randbits(63)
+    requests: list[Request] = []
+    for prompt in prompts:
+        noise = fold("serve", seed, ",".join(map(str, prompt)))
+        for _ in range(request.n):
+            index = len(requests)
+            requests.append(Request(f"{name}/{index}", prompt, options, fold(noise, index)))
+    return requests
+
+
+def check_scored(request: CompletionRequest | ChatRequest, requests: Sequence[Request]) -> None:
+    """Raise for sequences that are too long for the forward pass that `echo` and alternatives need."""
+    is_echo = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    is_top = num_alternatives(request) > (1 if draws_likeliest(request) else 0)
+    longest = max(len(r.tokens) + (r.sampling.max_tokens if is_top else 0) for r in requests)
+    if (is_echo or is_top) and longest > MAX_SCORED:
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        what = "prompts" if is_echo and not is_top else "prompt and max_tokens"
+        raise bad_value(
+            name,
+            f"log-probs beside those of sampled tokens are computed for {MAX_SCORED} tokens at most; {what} come to {longest}",
+        )
+
+
+def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer of `/tokenize`."""
+    if request.model is not None:
+        check_model(request.model, served)
+    if request.prompt is not None:
+        tokens = _encode(request.prompt, served, special=request.add_special_tokens)
+    else:
+        chat = {"model": served.name, "messages": request.messages, "tools": request.tools}
+        asked = validated(ChatRequest, chat | {"chat_template_kwargs": request.chat_template_kwargs})
+        tokens = list(chat_prompt(asked, served))
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_positions, "tokens": tokens}
+    if request.return_token_strs:
+        found["token_strs"] = served.tokenizer.pieces(tokens, skip_special=False)
+    return found
+
+
+def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer of `/detokenize`, with the text of markup too."""
+    if request.model is not None:
+        check_model(request.model, served)
+    _check_tokens(request.tokens, "tokens", served)
+    return {"prompt": served.tokenizer.decode(request.tokens, skip_special=False)}
+
+
+def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+    wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
+    if wrong is not None:
+        raise bad_value(param, f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
+
+
+def logit_bias_of(request: CompletionRequest | ChatRequest, served: Served) -> tuple[tuple[int, float], ...]:
+    """The biases by token id; whatever adds nothing is left out."""
+    pairs = {int(name): value for name, value in request.logit_bias.items()}
+    wrong = next((token for token in pairs if token >= served.num_embeddings), None)
+    if wrong is not None:
+        raise bad_value("logit_bias", f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
+    if len(pairs) < len(request.logit_bias):
+        raise bad_value("logit_bias", "a token is named twice")
+    if len(pairs) > MAX_BIASES:
+        raise bad_value("logit_bias", f"got {len(pairs)} tokens; a request may name {MAX_BIASES} at most")
+    return tuple((token, value) for token, value in pairs.items() if value)
+
+
+def check_model(asked: str, served: Served) -> None:
+    """There is one model here, and a client must mean it."""
+    if asked != served.name:
+        raise ApiError(
+            404,
+            f"there is no model {asked!r} here{nearest(asked, [served.name])} (this server has {served.name!r})",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,460 @@
+"""Answers in the shapes of OpenAI's two APIs, whole and as the chunks of a stream.
+
+Beyond them, with `return_token_ids`: `token_ids` of each choice, and `prompt_token_ids` (of a chat beside the choices, of a completion
+in each choice). Log-probs and token ids are of every token sampled, the end token and those of a stop string included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from burnish.core.engine import Completion, Request
+from burnish.evaluation.model_source import TextStream
+from burnish.models.tokenizer import Tokenizer
+from burnish.serve.engine_thread import Event
+from burnish.serve.openai_schema import ChatRequest, CompletionRequest, not_a_number
+
+# --- The text of a completion, cut at stop strings, whole or as its tokens come.
+#
+# The text ends before the stop string that is complete first, as OpenAI cuts it; an end token is no text. Both ways give the same:
+# streamed pieces joined are the whole text. What is shown is final: no half character, nothing a stop string could still take back.
+
+
+def stop_position(text: str, stops: Sequence[str]) -> int | None:
+    """Where the stop string begins that is complete first (of two complete at once, the longer); None without one."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+def undecided(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of a text that is the beginning of one of the marks, and not all of it."""
+    longest = max((len(mark) - 1 for mark in marks), default=0)
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(len(mark) > size and mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
+
+
+def whole_text(tokens: Sequence[int], tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]) -> str:
+    """The text of all tokens of a completion."""
+    if tokens and tokens[-1] in end_tokens:
+        tokens = tokens[:-1]
+    text = tokenizer.decode(tokens)
+    return text[: stop_position(text, stops)]
+
+
+class ShownText:
+    """The text of a completion piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]) -> None:
+        self.end_tokens, self.stops = end_tokens, stops
+        self._stream = TextStream(tokenizer)
+        self._pending = ""  # decoded, perhaps the beginning of a stop string
+        self._has_stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is sure to stay now that this token is known, perhaps none."""
+        if self._has_stopped or token in self.end_tokens:
+            return ""
+        return self._show(self._stream.push(token), is_last=False)
+
+    def finish(self) -> str:
+        """What was held back, once no token follows."""
+        return "" if self._has_stopped else self._show(self._stream.finish(), is_last=True)
+
+    def _show(self, text: str, is_last: bool) -> str:
+        self._pending += text
+        at = stop_position(self._pending, self.stops)
+        if at is not None:
+            self._has_stopped = True
+        else:
+            at = len(self._pending) - (0 if is_last else undecided(self._pending, self.stops))
+        shown, self._pending = self._pending[:at], self._pending[at:]
+        return shown
+
+
+# --- Tool calls in the text of an answer, in the format of Hermes and Qwen:
+#
+#     <tool_call>
+#     {"name": "get_weather", "arguments": {"city": "Paris"}}
+#     </tool_call>
+#
+# An answer is read as calls only if everything from the first `<tool_call>` on is such blocks, one or several, and nothing else.
+# Otherwise all of it stays text: a call that is cut short or malformed is never guessed at.
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """What an answer says before its calls, and the calls as OpenAI writes them; all of it and none where it has none."""
+    at = text.find(OPEN)
+    calls = _read_blocks(text[at:]) if at >= 0 else None
+    if not calls:
+        return text, []
+    return text[:at].rstrip(), [
+        {
+            "id": f"call_{uuid.uuid4().hex}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        }
+        for name, arguments in calls
+    ]
+
+
+def _read_blocks(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """The name and arguments of each block; None unless the text is blocks throughout."""
+    calls = []
+    rest = text.strip()
+    while rest:
+        if not rest.startswith(OPEN):
+            return None
+        try:
+            # Read as JSON, not up to the closing tag: an argument may contain one.
+            value, end = DECODER.raw_decode(rest[len(OPEN) :].lstrip())
+        except (ValueError, RecursionError):
+            return None
+        rest = rest[len(OPEN) :].lstrip()[end:].lstrip()
+        is_call = isinstance(value, dict) and set(value) == {"name", "arguments"}
+        if not (is_call and isinstance(value["name"], str) and isinstance(value["arguments"], dict)):
+            return None
+        if not rest.startswith(CLOSE):
+            return None
+        rest = rest[len(CLOSE) :].lstrip()
+        calls.append((value["name"], value["arguments"]))
+    return calls
+
+
+class CallStream:
+    """Splits an answer as it comes: text goes through until it may be the beginning of a call."""
+
+    def __init__(self) -> None:
+        self._pending = ""
+
+    def push(self, text: str) -> str:
+        """The text that is sure to stand before any call."""
+        self._pending += text
+        at = self._pending.find(OPEN)
+        if at < 0:
+            at = len(self._pending) - undecided(self._pending, [OPEN])
+        at = len(self._pending[:at].rstrip())  # space before a call is no part of what is said
+        shown, self._pending = self._pending[:at], self._pending[at:]
+        return shown
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is left: text, or calls."""
+        return split_calls(self._pending)
+
+
+# --- What became of each choice of an answer, from what the engine says of its requests.
+
+
+@dataclass
+class Delta:
+    """What is new of one choice; all of it, if nothing of it was seen before."""
+
+    index: int
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] | None = None
+    """Of the tokens, under the model itself where the request asked for that; known when the choice has ended."""
+    finish: str | None = None
+    top: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens at each place with their log-probs, where they were computed."""
+
+
+class Choice:
+    """One choice, token by token or all at once."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, with_calls: bool) -> None:
+        self.index, self.request, self.tokenizer = index, request, tokenizer
+        self.num_tokens = 0
+        self._text = ShownText(tokenizer, request.sampling.stop_tokens, request.sampling.stop)
+        self._calls = CallStream() if with_calls else None
+
+    def take(self, tokens: list[int], completion: Completion | None) -> Delta:
+        """What these tokens add, and the end if the completion is there; it has all tokens, also those taken before."""
+        delta = Delta(self.index, tokens=tokens)
+        if completion is not None:
+            if not np.isfinite(completion.logp).all():
+                raise not_a_number()
+            delta.tokens = completion.tokens[self.num_tokens :].tolist()
+            logp = completion.logp if completion.raw_logp is None else completion.raw_logp
+            delta.logp = logp[self.num_tokens :].tolist()
+            delta.finish = completion.finish
+        text = self._show(delta.tokens, completion is not None)
+        self.num_tokens += len(delta.tokens)
+        delta.text = text if self._calls is None else self._calls.push(text)
+        if self._calls is not None and completion is not None:
+            rest, delta.calls = self._calls.finish()
+            delta.text += rest
+            delta.finish = "tool_calls" if delta.calls else delta.finish
+        return delta
+
+    def _show(self, tokens: list[int], is_last: bool) -> str:
+        if is_last and not self.num_tokens:  # the whole at once, which is much faster than token by token
+            options = self.request.sampling
+            return whole_text(tokens, self.tokenizer, options.stop_tokens, options.stop)
+        text = "".join([self._text.push(token) for token in tokens])
+        return text + self._text.finish() if is_last else text
+
+
+class Choices:
+    """All choices of an answer."""
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, with_calls: bool) -> None:
+        self.all = [Choice(i, request, tokenizer, with_calls) for i, request in enumerate(requests)]
+        self.finishes: Counter[str] = Counter()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return sum(choice.num_tokens for choice in self.all)
+
+    def take(self, events: Iterable[Event]) -> Iterator[Delta]:
+        """What a batch of events adds, one delta a choice."""
+        tokens: dict[int, list[int]] = {}
+        ended: dict[int, Completion] = {}
+        for event in events:
+            heard = tokens.setdefault(event.index, [])
+            if isinstance(event.what, Completion):
+                ended[event.index] = event.what
+            else:
+                heard.append(event.what)
+        for index, heard in tokens.items():
+            delta = self.all[index].take(heard, ended.get(index))
+            if delta.finish is not None:
+                self.finishes[delta.finish] += 1
+            yield delta
+
+
+Json = dict[str, Any]
+Top = Sequence[tuple[int, float]]
+"""Tokens with their log-probs, the likeliest first."""
+
+
+@dataclass
+class Echo:
+    """A prompt that is part of the answer."""
+
+    text: str
+    tokens: list[int]
+    logp: list[float] | None = None
+    """The log-probs of all tokens but the first, under the model itself; None unless the request has `logprobs`."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+class Answer(ABC):
+    """What both shapes share. A subclass says what a choice looks like."""
+
+    object = chunk_object = ""
+
+    def __init__(
+        self,
+        name: str,
+        asked: CompletionRequest | ChatRequest,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.asked, self.requests, self.tokenizer = asked, requests, tokenizer
+        self.head = {"id": name, "created": int(time.time()), "model": asked.model}
+        # n samples of a prompt count it once.
+        self.num_prompt_tokens = sum(len(r.tokens) for r in requests[:: asked.n])
+        self._opened: set[int] = set()  # choices of which a chunk was made
+        options = asked.stream_options
+        self.usage_at_end = options is not None and options.include_usage
+
+    def whole(self, deltas: Sequence[Delta], num_tokens: int) -> Json:
+        """The answer to a request without `stream`."""
+        choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
+        return self._framed(self.object, choices) | self._prompt() | {"usage": self.usage(num_tokens)}
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """One event of a stream; None where a client has nothing to learn from it."""
+        if not (delta.text or delta.calls or delta.finish or (delta.tokens and self.asked.return_token_ids)):
+            return None
+        is_first = delta.index not in self._opened
+        self._opened.add(delta.index)
+        usage = {"usage": None} if self.usage_at_end else {}
+        return (
+            self._framed(self.chunk_object, [self._part(delta, is_first)])
+            | (self._prompt() if is_first else {})
+            | usage
+        )
+
+    def last_chunk(self, num_tokens: int) -> Json | None:
+        """The event after all choices, if the client wants the counts there."""
+        if not self.usage_at_end:
+            return None
+        return self._framed(self.chunk_object, []) | {"usage": self.usage(num_tokens)}
+
+    def usage(self, num_tokens: int) -> Json:
+        """Tokens read and written."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self.num_prompt_tokens + num_tokens,
+        }
+
+    def _framed(self, kind: str, choices: list[Json]) -> Json:
+        return {**self.head, "object": kind, "choices": choices}
+
+    @abstractmethod
+    def _choice(self, delta: Delta) -> Json:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _part(self, delta: Delta, is_first: bool) -> Json:
+        """A choice of one event."""
+
+    def _prompt(self) -> Json:
+        return {}
+
+    def _ids(self, delta: Delta) -> Json:
+        return {"token_ids": delta.tokens} if self.asked.return_token_ids else {}
+
+    def _name(self, token: int, piece: str) -> str:
+        """A token as its text; markup, which has none, by its name."""
+        return self._alone(token) if self.tokenizer.is_special(token) else piece
+
+    def _alone(self, token: int) -> str:
+        """A token as its text where it stands alone, which may be a part of a character."""
+        return self.tokenizer.decode([token], skip_special=False)
+
+    def _alternatives(
+        self, token: int, name: str, logp: float, top: Top | None, num_top: int
+    ) -> list[tuple[str, float]]:
+        """Names and log-probs of the likeliest tokens. The token itself is added if it is not among them, with the engine's log-prob."""
+        if top is None:  # drawn greedily: the token is the likeliest
+            return [(name, logp)] if num_top else []
+        found = [(name, logp) if other == token else (self._alone(other), value) for other, value in top[:num_top]]
+        return found if token in [other for other, _ in top[:num_top]] else [*found, (name, logp)]
+
+
+class CompletionAnswer(Answer):
+    """`text_completion`: a chunk looks like the whole."""
+
+    object = chunk_object = "text_completion"
+    echoes: Sequence[Echo] = ()
+    """One for each prompt; empty unless the request has `echo`."""
+
+    def _choice(self, delta: Delta) -> Json:
+        return self._part(delta, is_first=True)
+
+    def _part(self, delta: Delta, is_first: bool) -> Json:
+        echo = self.echoes[delta.index // self.asked.n] if self.echoes else None
+        found = {
+            "index": delta.index,
+            "text": delta.text if echo is None else echo.text + delta.text,
+            "logprobs": self._logprobs(delta, echo),
+            "finish_reason": delta.finish,
+        }
+        if is_first and self.asked.return_token_ids:
+            found["prompt_token_ids"] = list(self.requests[delta.index].tokens)
+        return found | self._ids(delta)
+
+    def _logprobs(self, delta: Delta, echo: Echo | None) -> Json | None:
+        num_top = self.asked.logprobs
+        if num_top is None or delta.logp is None:
+            return None
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
+        if echo is not None and echo.logp is not None:
+            # The first token of a text has no past, and so no log-prob.
+            top = [None, *echo.top] if num_top else None
+            self._add(found, echo.tokens, [None, *echo.logp], top, 0, len(echo.text))
+        start = 0 if echo is None else len(echo.text)
+        self._add(found, delta.tokens, delta.logp, delta.top, start, start + len(delta.text))
+        return found
+
+    def _add(
+        self,
+        found: Json,
+        tokens: Sequence[int],
+        logp: Sequence[float | None],
+        top: Sequence[Top | None] | None,
+        start: int,
+        end: int,
+    ) -> None:
+        """Append tokens whose text goes from `start` to `end`."""
+        num_top = self.asked.logprobs
+        pieces = self.tokenizer.pieces(tokens)
+        names = [self._name(token, piece) for token, piece in zip(tokens, pieces, strict=True)]
+        found["tokens"] += names
+        found["token_logprobs"] += logp
+        starts = itertools.accumulate(map(len, pieces[:-1]), initial=start) if pieces else []
+        found["text_offset"] += [min(at, end) for at in starts]
+        if not num_top:
+            return
+        for k, (token, name, value) in enumerate(zip(tokens, names, logp, strict=True)):
+            if value is None:
+                found["top_logprobs"].append(None)
+                continue
+            others = self._alternatives(token, name, value, None if top is None else top[k], num_top)
+            # Tokens with the same text share a key: the likelier one comes last and is kept.
+            found["top_logprobs"].append(dict(sorted(others, key=lambda pair: pair[1])))
+
+
+class ChatAnswer(Answer):
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, delta: Delta) -> Json:
+        message: Json = {"role": "assistant", "content": (delta.text or None) if delta.calls else delta.text}
+        if delta.calls:
+            message["tool_calls"] = delta.calls
+        return self._around(delta, {"message": message})
+
+    def _part(self, delta: Delta, is_first: bool) -> Json:
+        part: Json = {"role": "assistant"} if is_first else {}
+        if delta.text or (is_first and not delta.calls):
+            part["content"] = delta.text
+        if delta.calls:
+            part["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta.calls)]
+        return self._around(delta, {"delta": part})
+
+    def _around(self, delta: Delta, content: Json) -> Json:
+        found = {"index": delta.index, "logprobs": self._logprobs(delta), "finish_reason": delta.finish}
+        return found | content | self._ids(delta)
+
+    def _prompt(self) -> Json:
+        return {"prompt_token_ids": list(self.requests[0].tokens)} if self.asked.return_token_ids else {}
+
+    def _logprobs(self, delta: Delta) -> Json | None:
+        asked = self.asked
+        if not asked.logprobs or delta.logp is None:
+            return None
+        assert isinstance(asked, ChatRequest)
+        content = []
+        pieces = self.tokenizer.pieces(delta.tokens)
+        for k, (token, piece, logp) in enumerate(zip(delta.tokens, pieces, delta.logp, strict=True)):
+            name = self._name(token, piece)
+            entry = {"token": name, "logprob": logp, "bytes": list(piece.encode()) if name == piece else None}
+            top = None if delta.top is None else delta.top[k]
+            others = self._alternatives(token, name, logp, top, asked.top_logprobs)[: asked.top_logprobs]
+            content.append(entry | {"top_logprobs": [self._other(other, entry) for other in others]})
+        return {"content": content, "refusal": None}
+
+    @staticmethod
+    def _other(other: tuple[str, float], entry: Json) -> Json:
+        name, logp = other
+        if name == entry["token"] and logp == entry["logprob"]:
+            return dict(entry)
+        return {"token": name, "logprob": logp, "bytes": list(name.encode())}

@@ -1,0 +1,257 @@
+"""What can be wrong with the rows of an RL run, found before its model is loaded; and how often a run draws each of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burnish.config.data import Source
+from burnish.config.errors import UserError
+from burnish.config.requirements import AnyConfig, directories_of, places, plugin_files
+from burnish.config.rollout import SINGLE_TURN
+from burnish.config.schema import TrainConfig
+from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Row
+from burnish.data.rows import NO_ENVIRONMENT, read_rows, refuse_tools, source_name
+from burnish.models.architecture import positions_of
+from burnish.models.compatibility import digest, model_digest
+from burnish.models.lora.directory import base_of, is_adapter
+from burnish.models.policy import find_directory
+from burnish.rewards.scoring import Rewards
+from burnish.run.checkpoint.contents import Sums, are_sums, file_sums, what_differs
+from burnish.run.durable_files import atomic_write
+
+MANY_TIMES = 20
+"""A run that draws each row more often says so: it can learn the rows by heart."""
+
+
+@dataclass
+class ReadOnce:
+    """The rows of the files and plug-ins of a run, which are read once and handed on to the prompts that are made of them."""
+
+    sizes: list[int | None] = field(default_factory=list)
+    """Rows of each source of `data.train`; None of a task without end."""
+    _rows: dict[int, list[Row]] = field(default_factory=dict)
+    """By the identity of their source in the config."""
+
+    def read(self, source: Source, base: Path | None) -> list[Row]:
+        """The rows of a source, kept until they are taken."""
+        self._rows[id(source)] = read_rows(source, base)
+        return self._rows[id(source)]
+
+    def take(self, source: Source, base: Path | None) -> list[Row]:
+        """The rows of a source, which are not kept here any longer."""
+        return self._rows.pop(id(source)) if id(source) in self._rows else read_rows(source, base)
+
+
+def read_checked(config: TrainConfig, base: Path | None, rewards: Rewards) -> ReadOnce:
+    """All rows of files and plug-ins; the error for one that the run could not score, or would read only in part."""
+    found = ReadOnce()
+    for section, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for index, source in enumerate(sources):
+            size = source.limit
+            if source.task is None:
+                rows = found.read(source, base)
+                size = len(rows)
+                place = f".{index}" if len(sources) > 1 else ""
+                check_rows(config, rows, rewards, f"data.{section}{place}.answer_key=")
+            if section == "train":
+                found.sizes.append(size)
+    return found
+
+
+def check_rows(config: TrainConfig, rows: list[Row], rewards: Rewards, answer_key: str) -> None:
+    """Refuse a row that its reward cannot score or that asks for tools. An environment of several turns may give both itself."""
+    if config.environment.name != SINGLE_TURN:
+        return
+    for row in rows:
+        refuse_tools(row.extra, row.place, NO_ENVIRONMENT)
+    rewards.check(rows, answer_key)
+
+
+# --- how often rows come back ------------------------------------------------------------------------------------------------
+
+
+def draws_text(config: TrainConfig, sizes: list[int | None]) -> list[str]:
+    """How often a run draws each row of its sources that have an end, one line a source."""
+    return [line for line, _ in _draws(config, sizes)]
+
+
+def repeated(config: TrainConfig, sizes: list[int | None]) -> list[str]:
+    """Those lines for sources of few rows, which a run draws so often that it can learn them by heart."""
+    return [line for line, times in _draws(config, sizes) if times > MANY_TIMES]
+
+
+def _draws(config: TrainConfig, sizes: list[int | None]) -> list[tuple[str, float]]:
+    steps, rollout = config.training.steps, config.rollout
+    changing = (
+        [rollout.at(step).prompts for step in range(1, steps + 1)] if rollout.stages else [rollout.prompts] * steps
+    )
+    draws = sum(changing)
+    weights = [source.weight for source in config.data.train]
+    found = []
+    for source, weight, size in zip(config.data.train, weights, sizes, strict=True):
+        if size is None:
+            continue
+        share = draws * weight / sum(weights)
+        times = share / size
+        text = f"data: {source_name(source)} has {size:,} rows; {steps:,} steps draw {share:,.0f} prompts of it"
+        if times >= 1:
+            epoch = steps / times
+            text += f", each row {_times(times)} (an epoch is {epoch:,.1f} steps)"
+        else:
+            text += f", {times:.0%} of the rows"
+        found.append((text, times))
+    return found
+
+
+def _times(times: float) -> str:
+    return "once" if times == 1 else f"{times:,.0f} times" if times >= 10 else f"{times:,.1f} times"
+
+
+# --- Whether every model that reads a sequence is made for its length: the policy, a teacher, a process reward model.
+#
+# Past its last position a model still computes, on angles it has never seen, and nobody would be told.
+
+
+def check_positions(
+    config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt], model: str = "the model"
+) -> int:
+    """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run. Returns the
+    tokens of the longest."""
+    longest_held_out = max((len(prompt.tokens) for prompt in held_out), default=0)
+    wanted = [("rollout", max(stage.max_tokens for stage in config.rollout.all_stages()), longest)]
+    if held_out:
+        modes = config.validation.modes.items()
+        wanted += [(f"validation.modes.{name}", mode.max_tokens, longest_held_out) for name, mode in modes]
+    for where, max_tokens, prompt in wanted:
+        if positions is not None and prompt + max_tokens > positions:
+            raise UserError(
+                f"the longest prompt has {prompt} tokens, and {where}.max_tokens={max_tokens} more make {prompt + max_tokens}, "
+                f"but {model} is made for {positions} positions; lower {where}.max_tokens or data.max_prompt_tokens"
+            )
+        most = config.environment.max_tokens
+        if most is not None and prompt + max_tokens > most:
+            raise UserError(
+                f"the longest prompt has {prompt} tokens, and {where}.max_tokens={max_tokens} more make {prompt + max_tokens}, but "
+                f"environment.max_tokens={most} is for all turns together; raise it, or lower {where}.max_tokens"
+            )
+    return max(prompt + max_tokens for _, max_tokens, prompt in wanted)
+
+
+def check_readers(
+    config: TrainConfig, base: Path | None, longest: int, held_out: list[Prompt], most: int | None
+) -> None:
+    """The same of the models that read what the policy wrote; `most` are the tokens that several turns may come to.
+
+    A teacher reads what is trained on, a process reward model the answers to held-out prompts too.
+    """
+    process, turns = config.algorithm.process, config.environment.max_turns
+    readers = [
+        ("algorithm.kl.reference.path", getattr(config.algorithm.kl.reference, "path", None), []),
+        ("algorithm.process.path", None if process is None else process.path, held_out),
+    ]
+    for key, path, prompts in readers:
+        if path is None:
+            continue
+        directory = find_directory(path, base)
+        positions = positions_of(base_of(directory) if is_adapter(directory) else directory)
+        check_positions(config, positions, longest, prompts, f"{key}={path}")
+        if positions is not None and most is not None and turns > 1 and most > positions:
+            raise UserError(
+                f"the {turns} turns of a trajectory may come to {most} tokens, but {key}={path} is made for {positions} positions; "
+                f"set environment.max_tokens={positions} or less"
+            )
+
+
+# --- What a run was begun with that its configuration only names: the numbers of models and the code of plug-ins.
+#
+# A frozen reference, or the base of adapters, is read again from its directory when a run goes on, and a reward from its file. With other
+# numbers it would be another run, which is refused; other code may be on purpose, and is told of.
+
+Inputs = dict[str, dict[str, Any]]
+FILE = "inputs.json"
+WEIGHTS = ("*.safetensors", "*.bin")
+READERS = 8
+"""Files that are read at once for their checksums."""
+
+
+def keep_inputs(
+    folder: Path, config: AnyConfig, resolved: dict[str, Any], base: Path, forget: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Write down what a run is made with; notes on what has changed since it was last begun, the error for other models.
+
+    `forget` is called where other code than that of rewards has changed: rollouts in the journal were sampled by a policy that the
+    old code had trained. (Scores that are there stay as they are.)
+    """
+    path, names = folder / FILE, dict(directories_of(config))
+    models = {key: found[0] for key, name in names.items() if (found := places(name, base, Path.is_dir))}
+    before, now = _read(path), inputs(models, resolved, base)
+    for key in models:
+        changed = None if before is None else what_has_changed(before, now, key)
+        if changed is not None:
+            raise UserError(
+                f"cannot resume: the model of {key}={names[key]} is not the one this run was begun with ({changed}); put that back, or start "
+                "a new run"
+            )
+    old = now["plugins"] if before is None else before["plugins"]
+    changed_files = [name for name, found in now["plugins"].items() if old.get(name, found) != found]
+    training = plugin_files({k: v for k, v in resolved.items() if k != "reward"}, base)
+    if training.keys() & set(changed_files):
+        forget()
+    atomic_write(path, json.dumps(now, indent=1) + "\n")  # last: a kill before it finds the change again
+    notes = [f"{name} has changed since the run was begun: from here on the new code counts" for name in changed_files]
+    if before is None and any((folder / "checkpoints").glob("step-*")):
+        notes.append(
+            f"{path} is missing: models and plug-ins are taken as they are now, whether they have changed is not known"
+        )
+    return notes
+
+
+def inputs(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> Inputs:
+    """A digest and the checksums of each model directory by its key, and a digest of each plug-in's file by its name; what is not
+    there is for others to say."""
+    return {
+        "models": {key: model_digest(model) for key, model in models.items()},
+        "weights": {key: weight_sums(model) for key, model in models.items()},
+        "plugins": {name: digest([file.read_bytes()]) for name, file in plugin_files(resolved, base).items()},
+    }
+
+
+def what_has_changed(before: Inputs, now: Inputs, key: str) -> str | None:
+    """In what the model of a key differs from the one that was written down, or None."""
+    changed = what_differs(now["weights"][key], before["weights"].get(key, {}))
+    if changed is None and before["models"].get(key, "") not in ("", now["models"][key]):
+        changed = "its config or tokenizer has changed"
+    return changed
+
+
+def weight_sums(model: Path) -> Sums:
+    """Size and CRC-32 of every file of weights: a digest of samples would not see a single bit."""
+    files = sorted({file for pattern in WEIGHTS for file in model.glob(pattern)})
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip((file.name for file in files), pool.map(file_sums, files), strict=True))
+
+
+def _read(path: Path) -> Inputs | None:
+    """What was written down; None where the file does not exist."""
+    if not path.is_file():
+        return None
+    try:
+        found = {"weights": {}, **json.loads(path.read_text())}
+        for part in ("models", "plugins", "weights"):
+            if not isinstance(found[part], dict):
+                raise ValueError(f"{part!r} has no keys")
+        for key, sums in found["weights"].items():
+            if not are_sums(sums):
+                raise ValueError(f"'weights' of {key}: a size or a checksum is missing")
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}): it says which models and plug-ins the run was begun with; restore it from a copy, or delete it "
+            "to go on with them as they are now"
+        ) from error
+    return found

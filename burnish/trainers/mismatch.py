@@ -1,0 +1,164 @@
+"""The gap between the policy that sampled and the one that is trained: corrected before advantages, reported after updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.batch_columns import has_demonstrations, new_ones, put_back, sampled
+from burnish.algorithms.correction.budget import RUNGS, BudgetState, budget_correction
+from burnish.algorithms.correction.corrections import decoupled_correction, measured
+from burnish.algorithms.correction.diagnostics import symptoms
+from burnish.algorithms.correction.gap import LARGEST
+from burnish.algorithms.correction.profiles import Compared, compared, gap_profiles, worst_tokens
+from burnish.algorithms.correction.spec import BudgetCorrection, BypassCorrection, DecoupledCorrection, SeedCorrection
+from burnish.algorithms.correction.table import CORRECTIONS
+from burnish.algorithms.correction.weights_and_rejection import Corrected
+from burnish.config.records import Slot
+from burnish.core.batch import Batch
+from burnish.trainers.minibatches import options_of
+
+NUM_WORST = 8
+"""Tokens a step that are shown one by one."""
+BEFORE, AFTER = 16, 8
+"""Tokens around each of them that are shown with it."""
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token the model wrote on which engine and trainer disagree more than on most, with what is around it."""
+
+    trajectory: int
+    """Its place among the trajectories of the batch."""
+    position: int
+    """How many tokens the model had written before it in its sequence."""
+    token: int
+    before: list[int]
+    after: list[int]
+    engine: float
+    """Its log-prob, within +-300 like the next."""
+    trainer: float
+    gap: float
+    """The trainer's log-prob less the engine's."""
+    weight: float | None
+    """What its loss is multiplied with, 0 where it is rejected; None where no correction is made before the loss."""
+
+
+@dataclass(frozen=True)
+class GapReport:
+    """What a step has to say about the gap."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    worst: Sequence[WorstToken] = ()
+
+
+def acts_before_advantages(correction: Slot) -> bool:
+    """Whether weights or rejection are made here; bypass makes its own inside the loss."""
+    return isinstance(correction, SeedCorrection | DecoupledCorrection | BudgetCorrection) and correction.acts
+
+
+def corrected(
+    batch: Batch, correction: Slot, stats: dict[str, float], budget: BudgetState | None
+) -> tuple[Batch, BudgetState | None, str]:
+    """The batch with weights (`rollout_weight`) and without what is rejected; where a budget chooses the correction, its
+    next state and why it changed. What there is to log goes into `stats`.
+
+    Groups that come back are corrected like the others, but what is logged and what a budget goes by is of new samples alone: that
+    the policy has moved away from older ones is known, and no fault of the engine.
+    """
+    if not acts_before_advantages(correction):
+        return batch, None, ""
+    if has_demonstrations(batch):  # nobody sampled them: they weigh 1, and none is rejected
+        own = sampled(batch)
+        if own.num_sequences == 0:
+            return batch, budget, ""
+        own, budget, why = corrected(own, correction, stats, budget)
+        fills: dict[str, float | bool] = {"rollout_weight": 1.0, "loss_mask": True}
+        columns = {name: put_back(batch, own.token[name], fill) for name, fill in fills.items() if name in own.token}
+        columns["loss_mask"] &= batch.loss_mask
+        return batch.with_token(**columns), budget, why
+    new, why, found = new_ones(batch), "", None
+    if new.num_sequences:
+        if isinstance(correction, BudgetCorrection):
+            found, budget, why = budget_correction(new, budget, **options_of(correction))
+        else:
+            found = CORRECTIONS[correction.name](new, **options_of(correction))
+        stats |= found.metrics
+    if found is None or new.num_sequences < batch.num_sequences:
+        found = _applied(batch, correction, budget)
+    batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
+    return batch if found.weights is None else batch.with_token(rollout_weight=found.weights), budget, why
+
+
+def _applied(batch: Batch, correction: Slot, budget: BudgetState | None) -> Corrected:
+    """A correction of all of a batch; of a budget, the rung it is on."""
+    if isinstance(correction, BudgetCorrection):
+        return decoupled_correction(batch, **RUNGS[(budget or BudgetState()).rung].options)
+    found: Corrected = CORRECTIONS[correction.name](batch, **options_of(correction))
+    return found
+
+
+@torch.inference_mode()  # hundreds of small operations, each a little quicker; only numbers leave
+def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: Slot, version: int) -> GapReport:
+    """How far the sampler is from the trainer; `learner` [N] are the trainer's log-probs at the tokens in the loss of
+    `batch`, None where it has them as `old_logp` at every token the model wrote.
+
+    Then where the gap is, what is odd about it, and the worst tokens, are of all of `whole`, from which filters made
+    `batch`: tokens that the correction rejected are the ones to look at. All else is of the tokens in the loss. Demonstrations
+    are left out.
+    """
+    if learner is not None:
+        batch = batch.with_token(learner_logp=learner)
+    whole, batch = sampled(whole), sampled(batch)
+    used = compared(batch, batch.token["old_logp" if learner is None else "learner_logp"], batch.loss_mask)
+    seen = used if learner is not None else compared(whole, whole.token["old_logp"], whole.action_mask)
+    metrics = in_the_loss(used, correction) | gap_profiles(seen)
+    if seen.num_tokens:
+        metrics |= symptoms(seen.alone(), version)
+    return GapReport(metrics, worst_of(seen, acts_before_advantages(correction)))
+
+
+def in_the_loss(used: Compared, correction: Slot) -> dict[str, float]:
+    """The gap at the tokens in the loss, and the report of a correction that only measures: one that acts made its own
+    with the weights.
+    """
+    if used.num_tokens == 0:
+        return {}
+    size = used.gap.abs()
+    mean, largest = torch.stack([size.mean(), size.max()]).tolist()
+    values = {"mismatch/mean": mean, "mismatch/max": largest}
+    if acts_before_advantages(correction):
+        return values
+    alone = used.alone()
+    if isinstance(correction, BypassCorrection):
+        return values | measured(alone).metrics
+    found: Corrected = CORRECTIONS[correction.name](alone, **options_of(correction))
+    return values | found.metrics
+
+
+def worst_of(seen: Compared, is_corrected: bool) -> list[WorstToken]:
+    """The tokens of largest gap, the worst first; none where engine and trainer agree exactly."""
+    which = worst_tokens(seen, NUM_WORST)
+    batch, place = seen.batch, seen.place[which]
+    sequence = torch.searchsorted(batch.offsets, place, right=True) - 1
+    around = place[:, None] + torch.arange(-BEFORE, AFTER + 1, device=place.device)
+    inside = (around >= batch.offsets[sequence, None]) & (around < batch.offsets[sequence + 1, None])
+    windows = torch.where(inside, batch.tokens[around.clamp(0, batch.num_tokens - 1)], NO_TOKEN)
+    weights: list[float | None] = [None] * len(place)
+    if is_corrected:
+        weight = batch.token["rollout_weight"][place] if "rollout_weight" in batch.token else 1.0
+        weights = (weight * batch.loss_mask[place].double()).tolist()
+    owners = batch.sequence["trajectory_ids"][sequence]
+    log_probs = (side[which].clamp(-LARGEST, LARGEST) for side in (seen.engine, seen.trainer))
+    columns = (owners, seen.position[which], windows, *log_probs, seen.gap[which])
+    found = []
+    for owner, position, window, engine, trainer, gap, weight in zip(
+        *(c.tolist() for c in columns), weights, strict=True
+    ):
+        before, after = ([t for t in part if t != NO_TOKEN] for part in (window[:BEFORE], window[BEFORE + 1 :]))
+        found.append(WorstToken(owner, position, window[BEFORE], before, after, engine, trainer, gap, weight))
+    return found

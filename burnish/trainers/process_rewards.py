@@ -1,0 +1,147 @@
+"""Process rewards of a batch: an implicit process reward model learns which answers were right, and rewards their tokens.
+
+    prior = log-probs under its frozen start
+    update on the outcomes           one optimizer step a mini-batch, each answer judged before it is learnt
+    process_rewards = beta (log-probs - prior)
+
+The update comes first, so that the rewards are those of the newest model; `update: after` turns the two round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.batch_columns import is_replayed
+from burnish.algorithms.losses.model_losses import ROUNDING, OutcomeLoss, verdicts
+from burnish.config.model import ProcessModel
+from burnish.core.batch import Batch
+from burnish.core.segments import compact_ids, contiguous_sum, segment_mean, segment_sum
+from burnish.core.trajectory import pack
+from burnish.rollout.scoring import RolloutBatch
+from burnish.training.interfaces import AnyProcess
+from burnish.training.learner import Update
+
+
+class Rewarded(NamedTuple):
+    """A batch with the column `process_rewards`, what to log of it, and what to tell the user."""
+
+    batch: Batch
+    stats: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+class Answers(NamedTuple):
+    """What a model makes of answers whose outcome is known; [T] each."""
+
+    log_ratio: Tensor
+    outcome: Tensor
+    size: Tensor
+    """How large the numbers were that the log-ratio is a difference of."""
+
+    def verdicts(self) -> dict[str, float]:
+        """How well the log-ratios tell right from wrong."""
+        rounding = ROUNDING * torch.finfo(self.log_ratio.dtype).eps * float(self.size.max())
+        return verdicts(self.log_ratio, self.outcome, rounding)
+
+
+class ProcessRewards:
+    """A process reward model with the settings it learns by."""
+
+    def __init__(self, model: AnyProcess, settings: ProcessModel) -> None:
+        self.model, self.settings = model, settings
+        self.loss = OutcomeLoss(settings.loss, settings.beta)
+
+    def __call__(self, batch: Batch) -> Rewarded:
+        """Learn from the batch and reward its tokens, in the order of the settings.
+
+        The accuracy that is logged is that on each mini-batch before it was trained on: of answers the model has not seen.
+        """
+        prior = self.model.prior(batch)
+        logp = self.model.logprobs(batch) if self.settings.update == "after" else None
+        updates, seen = list[Update](), list[Answers]()
+        for mini in mini_batches(judged(batch, prior), self.settings.mini_batches):
+            update = self.model.update(mini, self.loss)
+            assert update.logp is not None, "columns are asked for"
+            updates.append(update)
+            seen.append(answers(mini, update.logp))
+        logp = self.model.logprobs(batch) if logp is None else logp
+        batch = batch.with_token(process_rewards=self.settings.beta * (logp - prior))
+        return Rewarded(batch, _stats(updates, seen), tuple(_notes(updates)))
+
+    def held_out(self, scored: RolloutBatch) -> dict[str, float]:
+        """How well it tells right from wrong among answers that nobody is trained on; nothing where none was judged."""
+        known = [t for t in scored.usable if t.accuracy is not None and t.num_actions]
+        if not known:
+            return {}
+        batch = pack(known).to(self.model.learner.device)
+        found = answers(judged(batch, self.model.prior(batch)), self.model.logprobs(batch)).verdicts()
+        return {f"process_{name}": found[name] for name in ("accuracy", "ranking") if name in found}
+
+
+def judged(batch: Batch, prior: Tensor) -> Batch:
+    """The columns that `OutcomeLoss` reads, but its weights; only answers that were judged, have a token and are new are in the loss."""
+    owner, num = compact_ids(batch.sequence["trajectory_ids"])
+    written = contiguous_sum(batch.action_mask.double(), batch.offsets)
+    is_known = (
+        batch.sequence["accuracy"].isfinite() & (segment_sum(written, owner, num) > 0)[owner] & ~is_replayed(batch)
+    )
+    return replace(
+        batch,
+        token={
+            "action_mask": batch.action_mask,
+            "loss_mask": batch.action_mask & is_known[batch.sequence_ids],
+            "prior_logp": prior,
+        },
+        sequence={
+            "group_ids": batch.sequence["group_ids"],
+            "answer_ids": owner,
+            "outcome": torch.where(is_known, batch.sequence["accuracy"], 0.0),
+            "is_known": is_known,
+        },
+    )
+
+
+def mini_batches(batch: Batch, num: int) -> Iterator[Batch]:
+    """The judged answers in `num` parts of nearly equal group count, each with the weights of its mean."""
+    batch = batch.select(batch.sequence["is_known"].nonzero().squeeze(1))
+    groups, count = compact_ids(batch.sequence["group_ids"])
+    for k in range(min(num, count)):
+        part = (groups >= k * count // min(num, count)) & (groups < (k + 1) * count // min(num, count))
+        mini = batch.select(part.nonzero().squeeze(1))
+        owner, size = compact_ids(mini.sequence["answer_ids"])
+        yield mini.with_sequence(weight=torch.full(owner.shape, 1 / size, dtype=torch.float64, device=owner.device))
+
+
+def answers(batch: Batch, logp: Tensor) -> Answers:
+    """The judged answers of a batch under log-probs of a process reward model."""
+    known = batch.sequence["is_known"]
+    owner, num = compact_ids(batch.sequence["answer_ids"][known])
+
+    def of_answers(column: Tensor) -> Tensor:
+        masked = torch.where(batch.loss_mask, column, torch.zeros_like(column))
+        return segment_sum(contiguous_sum(masked, batch.offsets)[known], owner, num)
+
+    outcome = segment_mean(batch.sequence["outcome"][known], owner, num)
+    return Answers(of_answers(logp - batch.token["prior_logp"]), outcome, of_answers(logp).abs())
+
+
+def _stats(updates: list[Update], seen: list[Answers]) -> dict[str, float]:
+    if not seen:
+        return {}
+    found = Answers(*(torch.cat(columns) for columns in zip(*seen, strict=True))).verdicts()
+    for name in ("loss", "grad_norm", "lr"):
+        found[name] = sum(update.stats.get(name, 0.0) for update in updates) / len(updates)
+    return {f"process/{name}": value for name, value in found.items()}
+
+
+def _notes(updates: list[Update]) -> Iterator[str]:
+    if not updates:
+        yield "process reward model: no answer of the batch was judged right or wrong, so it learns nothing"
+    for update in updates:
+        if update.skipped:
+            yield f"process reward model: no update, {update.skipped}"

@@ -1,0 +1,217 @@
+"""One RL run from start to end, or from where it was: run directory, warm start, training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.config.data import Source
+from burnish.config.errors import UserError
+from burnish.config.loading import completed, dump
+from burnish.config.placement import scores_elsewhere
+from burnish.config.schema import Sft, TrainConfig
+from burnish.data.prompt_pool import ReadRows
+from burnish.data.supervised import load_examples
+from burnish.data.tasks.registry import make_demonstrations
+from burnish.distributed import roles
+from burnish.distributed.judge_process import EngineJudge
+from burnish.distributed.placement import check_placement
+from burnish.distributed.ray_roles import open_cluster
+from burnish.distributed.roles import build_outline, build_policy, build_scorers, policy_updates
+from burnish.memory_plan.from_config import planned
+from burnish.models.activation_checkpointing import set_activations
+from burnish.rewards.reward_parts import JUDGE, MODEL
+from burnish.rewards.scoring import Rewards
+from burnish.run.durable_files import FolderId, atomic_write
+from burnish.run.metrics import check_trackers, read
+from burnish.run.run import Run
+from burnish.run.run_directory import RunDirectory, run_name
+from burnish.trainers import rl, sft
+from burnish.trainers.assembly import (
+    Parts,
+    assemble,
+    build_validation,
+    check_inputs,
+    check_parts,
+    demonstrations,
+    held_out_prompts,
+    warm_damage,
+    warm_start,
+)
+from burnish.trainers.context import restore
+from burnish.trainers.input_checks import keep_inputs, read_checked, repeated
+from burnish.trainers.performance import MemoryWatch
+from burnish.training.learner import Learner
+from burnish.training.optimizers.factory import described
+from burnish.training.profiler import step_to_profile
+
+
+@contextmanager
+def checked_run(
+    config: TrainConfig, resolved: dict[str, Any], base: Path, name: str, replaced: FolderId | None = None
+) -> Iterator[tuple[Parts, Run]]:
+    """The parts of a run and its directory, which is made only when nothing is wrong with the parts.
+
+    `replaced` is the folder of an old run of this name, which is moved to another name at that moment.
+    """
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    check_trackers(config.run.trackers)
+    place = _place(config, name)
+    elsewhere = scores_elsewhere(config.placement)
+    with (
+        RunDirectory.claim(*place, partial(completed, TrainConfig), replaced) as directory,
+        Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
+    ):
+        check_placement(config.placement)
+        rows = read_checked(config, base, rewards)
+        sources = [*config.data.train, *config.data.validation]
+        is_here = config.placement.name == "local"
+        memory = planned(config, base) if is_here else None
+        notes = [memory.text, *memory.check()] if memory is not None else []
+        warm = warm_folder(directory)
+        has_warm = warm.is_dir() and not directory.is_replaced
+        damage = warm_damage(warm) if config.warm_start is not None and has_warm else None
+        needs_warmth = config.warm_start is not None and (damage is not None or not has_warm)
+        notes += [f"{warm}: {damage}; the warm start is made again"] if damage is not None else []
+        # Where others train, this process holds weights for a warm start only, and then no more.
+        model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})
+        policy = build_policy(model, sources, config.seed, base)
+        kinds = (JUDGE,) if elsewhere else (MODEL, JUDGE)
+        scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
+        rewards.hand_in(scorers)
+        notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
+        parts = check_parts(config, base, policy, rewards, rows.take)
+        parts.notes = [*notes, *repeated(config, rows.sizes), *parts.notes]
+        parts.memory = MemoryWatch(memory, "training") if memory is not None else None
+        if config.warm_start is not None and needs_warmth:
+            parts.makes_warm_start = True
+            parts.examples, note = demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
+            parts.notes += [note] if note is not None else []
+        with open_cluster(config) as parts.cluster:
+            directory.begin(place[2])
+            parts.notes += keep_inputs(directory.path, config, resolved, base, directory.forget_rollouts)
+            with Run(directory, config.run, resolved) as run:
+                yield parts, run
+
+
+def check_directory(config: TrainConfig, name: str) -> None:
+    """Refuse a config that the run of this name cannot go on with; takes no lock and writes nothing."""
+    RunDirectory.check(*_place(config, name), partial(completed, TrainConfig))
+
+
+def check_without_weights(config: TrainConfig, base: Path, name: str, rewards: Rewards, read: ReadRows) -> None:
+    """The checks of `checked_run` that need the policy's tokenizer and architecture, but neither its weights nor a server."""
+    policy = build_outline(config.model, [*config.data.train, *config.data.validation], config.seed, base)
+    build_scorers(config.reward, policy.tokenizer, base, kinds=())
+    check_inputs(config, base, policy, rewards, read)
+    root, folder, _ = _place(config, name)
+    if config.warm_start is not None and not warm_folder(RunDirectory(root / folder)).is_dir():
+        demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
+
+
+def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:
+    """Warm start and RL, each only as far as it is not done. True when the run is complete.
+
+    `profile` is the step to record with a profiler, or `NEXT`.
+    """
+    config, warm = parts.config, warm_folder(run.directory)
+    if config.warm_start is not None and parts.makes_warm_start:
+        warm_start(parts, config.warm_start, run, warm)
+    elif config.warm_start is not None and parts.cluster is None:
+        parts.policy.load_weights(warm)
+    parts.weights = warm if config.warm_start is not None else None
+    job = assemble(parts, run)
+    try:
+        checkpoint = run.resume()
+        if checkpoint is not None:
+            restore(job, checkpoint.path)
+            job.health.recall(read(run.directory.metrics), job.facts)
+        if job.state.step >= config.training.steps:
+            run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
+            return True
+        if run.directory.changes_training:
+            run.display.note(described(config.training.optimizer, job.learner.updates, policy_updates(config)))
+        job.profile = step_to_profile(profile, job.state.step, config.training.steps)
+        return rl.train(job)
+    finally:
+        job.source.close()
+
+
+def warm_folder(directory: RunDirectory) -> Path:
+    """Where the warm-started model lies; it is there whole or not at all."""
+    return directory.path / "warm_start"
+
+
+def _place(config: TrainConfig, name: str) -> tuple[Path, str, str]:
+    return Path(config.run.directory), run_name(config.run.name, name, config.seed), dump(config)
+
+
+# --- Two supervised controls beside an RL run on a generated task: would imitation alone have done it?
+#
+# Both start from nothing like the run itself and make four times its supervised updates. One imitates ten times as many
+# of the same flawed demonstrations, the other those of the run's own demonstrations that the verifier calls right. (Ten
+# times as many that are *all* right is a perfect teacher, not a control: on sort_digits it reaches 99.7% by itself.)
+
+MORE_DEMONSTRATIONS, MORE_UPDATES = 10, 4
+Rows = list[dict[str, str]]
+
+
+def check_controls(config: TrainConfig) -> tuple[Sft, Source]:
+    """The warm start and its task; controls exist only where both do."""
+    stage = config.warm_start
+    if stage is None or len(stage.data) != 1 or stage.data[0].task is None or not config.data.validation:
+        raise UserError("--controls needs a warm_start on one task's demonstrations, and data.validation to measure on")
+    return stage, stage.data[0]
+
+
+def control_data(source: Source, seed: int) -> dict[str, Rows]:
+    """The demonstrations of each control, by its title."""
+
+    def draw(**options: object) -> Rows:
+        return make_demonstrations(str(source.task), {**source.options, **options}, seed)
+
+    own, right = draw(), draw(verified=True)
+    # Both walk the same stream, one leaving out what is wrong: the right ones of the run's own come first.
+    verified = {tuple(row.values()) for row in right}
+    num_right = sum(tuple(row.values()) in verified for row in own)
+    return {
+        f"SFT on {MORE_DEMONSTRATIONS}x the demonstrations": draw(num=len(own) * MORE_DEMONSTRATIONS),
+        "SFT on the demonstrations that are right": right[:num_right],
+    }
+
+
+def run_controls(
+    config: TrainConfig, base: Path, run: Run, tell: Callable[[str], None] = print
+) -> dict[str, dict[str, float]]:
+    """Held-out metrics of each control, printed, and written to controls.json in the run."""
+    stage, source = check_controls(config)
+    longer = stage.model_copy(update={"updates": stage.updates * MORE_UPDATES})
+    results = {}
+    with Rewards(config.reward, base) as rewards:
+        for number, (title, rows) in enumerate(control_data(source, config.seed).items(), 1):
+            policy = roles.build_policy(config.model, config.data.train, config.seed, base)
+            rewards.hand_in(roles.build_scorers(config.reward, policy.tokenizer, base))
+            path = run.directory.path / f"control-{number}.jsonl"
+            atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
+            data = [Source(path=str(path.resolve()))]
+            template = config.data.template
+            examples, _ = load_examples(data, policy.tokenizer, template, stage.max_tokens, stage.overlong)
+            set_activations(policy.module, longer.activations)
+            learner = Learner(policy.module, longer.optimizer, longer.updates, longer.token_budget)
+            run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
+            sft.train(learner, examples, longer, config.seed, run.display.step)
+            driver = roles.build_driver(config, policy, roles.build_engine(policy, config.rollout), base)
+            held_out = held_out_prompts(config, base, policy)
+            results[title] = build_validation(config, run, policy, driver, rewards, held_out, f"control-{number}-")(0)
+            run.display.stop()
+            accuracies = [f"{k.split('/')[1]} {v:.3f}" for k, v in results[title].items() if k.endswith("/accuracy")]
+            tell(f"control, {title}: {', '.join(accuracies)}")
+    atomic_write(run.directory.path / "controls.json", json.dumps(results, indent=1))
+    return results

@@ -1,0 +1,278 @@
+"""A profiler's trace in words: where a step's time went, by kind of work and by phase, and what it held.
+
+Read from the events of a Chrome trace, so that a stored one can be read again. With a GPU the time is that of its kernels,
+each counted for the operator that launched it; without one it is the operators' own time. What is left of the step is idle:
+the device waited for Python, or for another.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.run.durable_files import atomic_write
+
+Event = dict[str, Any]
+
+PHASES = ("rollout", "forward", "backward", "optimizer", "communication", "other")
+KINDS = ("matmul", "attention", "norm and activation", "head", "optimizer", "communication", "copies", "rest")
+INSIDE = (  # whatever runs inside such an operator is part of it
+    ("head", re.compile(r"HeadLogprob|_summarise|_slopes")),
+    ("communication", re.compile(r"c10d::|nccl|gloo", re.IGNORECASE)),
+    ("attention", re.compile(r"attention|attn|flash|fmha|bmm|(?<!log_)softmax|_decode_step$|_join$", re.IGNORECASE)),
+    ("norm and activation", re.compile(r"RmsNorm|Swiglu|Rotate|silu|_add_norm|_rotate_store|_gate")),
+)
+ITSELF = (
+    ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|xmma|matmul|linear|(::|add)mm\b|_exact$", re.IGNORECASE)),
+    ("copies", re.compile(r"mem(cpy|set)|copy|index|gather|scatter|cat|clone|fill|zero|embedding", re.IGNORECASE)),
+)
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+GAP_US = 20.0
+TOP, GAPS, NAME = 15, 5, 72
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that took time: an operator's own time, or a kernel."""
+
+    name: str
+    kind: str
+    start: float
+    """When it was asked for, which decides its phase."""
+    took: float
+
+
+@dataclass
+class Summary:
+    """A trace added up; seconds."""
+
+    on_gpu: bool
+    total_s: float
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By kind and phase."""
+    idle_s: float = 0.0
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """(when, how long) of the longest moments without work."""
+    num_gaps: int = 0
+    top: list[tuple[str, str, int, float]] = field(default_factory=list)
+    """Name, kind, calls and seconds of what took most."""
+    peaks: dict[str, float] = field(default_factory=dict)
+    """Most GiB that torch had allocated, by phase."""
+
+
+def summarise(events: Iterable[Event]) -> Summary:
+    """Add up the events of a trace."""
+    events = list(events)
+    whole = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST + DEVICE]
+    host = [e for e in whole if e["cat"] in HOST]
+    device = [e for e in whole if e["cat"] in DEVICE]
+    begin = min((e["ts"] for e in whole), default=0.0)
+    end = max((e["ts"] + e["dur"] for e in whole), default=0.0)
+    phase_at = phases(e for e in host if e["cat"] == "user_annotation")
+    works = device_works(host, device) if device else host_works(host)
+    summary = Summary(bool(device), (end - begin) / 1e6)
+    calls: dict[tuple[str, str], list[float]] = {}
+    for work in works:
+        phase = phase_at(work.start)
+        kind = phase if phase in ("optimizer", "communication") else work.kind
+        summary.seconds[kind, phase] = summary.seconds.get((kind, phase), 0.0) + work.took / 1e6
+        calls.setdefault((work.name, kind), []).append(work.took / 1e6)
+    ranked = sorted(calls.items(), key=lambda item: -sum(item[1]))
+    summary.top = [(name, kind, len(times), sum(times)) for (name, kind), times in ranked[:TOP]]
+    busy = device or [e for e in host if e["cat"] == "cpu_op"]
+    found = gaps([(e["ts"], e["ts"] + e["dur"]) for e in busy], begin, end)
+    summary.idle_s = sum(length for _, length in found) / 1e6
+    long = [(start, length) for start, length in found if length >= GAP_US]
+    summary.num_gaps = len(long)
+    longest = sorted(long, key=lambda gap: -gap[1])[:GAPS]
+    summary.gaps = [((start - begin) / 1e6, length / 1e6) for start, length in longest]
+    summary.peaks = memory_peaks(events, phase_at, bool(device))
+    return summary
+
+
+def phases(annotations: Iterable[Event]) -> Callable[[float], str]:
+    """The phase of a moment: the innermost of the learner's marks that it lies in."""
+    spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in annotations if e["name"] in PHASES]
+    spans.sort(key=lambda span: (span[0], -span[1]))
+    borders = sorted({moment for start, end, _ in spans for moment in (start, end)})
+    names = ["other"] * (len(borders) + 1)
+    for start, end, name in spans:  # the later one is further inside
+        for k in range(bisect.bisect_right(borders, start), bisect.bisect_right(borders, end)):
+            names[k] = name
+    return lambda moment: names[bisect.bisect_right(borders, moment)]
+
+
+def gaps(intervals: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """(start, length) of what the intervals leave uncovered between `begin` and `end`."""
+    found, reached = [], begin
+    for start, stop in sorted(intervals):
+        if start > reached:
+            found.append((reached, start - reached))
+        reached = max(reached, stop)
+    return [*found, (reached, end - reached)] if end > reached else found
+
+
+def host_works(host: Sequence[Event]) -> list[Work]:
+    """Every operator with the time it spent outside of those it called."""
+    nodes = nested(host)
+    own = [e["dur"] for e in nodes.events]
+    for event, parent in zip(nodes.events, nodes.parents, strict=True):
+        if parent is not None:
+            own[parent] -= event["dur"]
+    return [
+        Work(e["name"], kind_of(e["name"], inside), e["ts"], took)
+        for e, inside, took in zip(nodes.events, nodes.inside, own, strict=True)
+        if e["cat"] == "cpu_op"
+    ]
+
+
+def device_works(host: Sequence[Event], device: Sequence[Event]) -> list[Work]:
+    """Every kernel and copy, with the operator that launched it deciding what it is part of."""
+    nodes = nested(host)
+    launched: dict[int, float] = {e["args"]["correlation"]: e["ts"] for e in host if "correlation" in e.get("args", {})}
+    inside_of = {
+        e["args"]["External id"]: inside or own_kind(e["name"])
+        for e, inside in zip(nodes.events, nodes.inside, strict=True)
+        if "External id" in e.get("args", {})
+    }
+    works = []
+    for e in device:
+        args = e.get("args", {})
+        kind = inside_of.get(args.get("External id")) or kind_of(e["name"], None)
+        works.append(Work(e["name"], kind, float(launched.get(args.get("correlation")) or e["ts"]), e["dur"]))
+    return works
+
+
+@dataclass
+class Nested:
+    """Events of the host in order, the event each lies in, and the kind of work that one of those around it (or itself) is."""
+
+    events: list[Event]
+    parents: list[int | None]
+    inside: list[str | None]
+
+
+def nested(host: Sequence[Event]) -> Nested:
+    """Who called whom, thread by thread: an event lies in the last one that has not ended."""
+    order = sorted(host, key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"]))
+    nodes = Nested(order, [], [])
+    stack: list[int] = []
+    for k, e in enumerate(order):
+        while stack and not _contains(order[stack[-1]], e):
+            stack.pop()
+        parent = stack[-1] if stack else None
+        nodes.parents.append(parent)
+        around = nodes.inside[parent] if parent is not None else None
+        is_phase = e["cat"] == "user_annotation"
+        nodes.inside.append(around or (None if is_phase else _first(INSIDE, e["name"])))
+        stack.append(k)
+    return nodes
+
+
+def _contains(outer: Event, inner: Event) -> bool:
+    same = outer["pid"] == inner["pid"] and outer["tid"] == inner["tid"]
+    return same and bool(inner["ts"] < outer["ts"] + outer["dur"])
+
+
+def kind_of(name: str, inside: str | None) -> str:
+    """What an operator or kernel is for."""
+    return inside or _first(INSIDE, name) or own_kind(name) or "rest"
+
+
+def own_kind(name: str) -> str | None:
+    """What an operator is by its own name alone."""
+    return _first(ITSELF, name)
+
+
+def _first(rules: Iterable[tuple[str, re.Pattern[str]]], name: str) -> str | None:
+    return next((kind for kind, pattern in rules if pattern.search(name)), None)
+
+
+def memory_peaks(events: Iterable[Event], phase_at: Callable[[float], str], on_gpu: bool) -> dict[str, float]:
+    """The largest amount that torch had allocated in each phase; on a CPU above what it had when the profile began."""
+    peaks: dict[str, float] = {}
+    for e in events:
+        if e.get("name") == "[memory]" and (e["args"]["Device Type"] == 1) == on_gpu:
+            phase = phase_at(e["ts"])
+            peaks[phase] = max(peaks.get(phase, 0.0), e["args"]["Total Allocated"] / 2**30)
+    return peaks
+
+
+def text(summary: Summary, title: str) -> str:
+    """The summary as a page for people."""
+    device = "GPU" if summary.on_gpu else "CPU"
+    shown = [p for p in PHASES if any(phase == p for _, phase in summary.seconds)]
+    head = f"{'kind':<20}" + "".join(f"{phase:>15}" for phase in shown) + f"{'all':>12}{'share':>8}"
+    lines = [f"{title}: {summary.total_s:.3f} s", "", f"{device} time by kind of work and phase, in milliseconds", head]
+    for kind in KINDS:
+        row = [summary.seconds.get((kind, phase), 0.0) for phase in shown]
+        if any(row):
+            lines.append(f"{kind:<20}" + "".join(f"{1e3 * s:>15.2f}" for s in row) + _sum(sum(row), summary.total_s))
+    idle = "idle (no kernel)" if summary.on_gpu else "outside operators"
+    lines.append(f"{idle:<20}" + " " * 15 * len(shown) + _sum(summary.idle_s, summary.total_s))
+    lines += ["", f"{summary.num_gaps} gaps of {GAP_US:.0f} microseconds or more; the longest:"]
+    lines += [f"  {1e3 * length:10.2f} ms at {1e3 * start:10.2f} ms" for start, length in summary.gaps]
+    lines += ["", f"what took most {device} time", f"{'ms':>10}{'calls':>9}  {'kind':<20} name"]
+    lines += [f"{1e3 * took:>10.2f}{calls:>9}  {kind:<20} {name[:NAME]}" for name, kind, calls, took in summary.top]
+    above = "" if summary.on_gpu else ", above what there was at the start"
+    lines += ["", f"most memory allocated by torch in each phase (GiB){above}"]
+    lines += [f"  {phase:<15}{summary.peaks[phase]:>10.3f}" for phase in PHASES if phase in summary.peaks]
+    return "\n".join(lines) + "\n"
+
+
+def _sum(seconds: float, total: float) -> str:
+    return f"{1e3 * seconds:>12.2f}{seconds / total if total else 0.0:>8.1%}"
+
+
+# --- One step under torch's profiler: a trace for a viewer (Perfetto, chrome://tracing) and a page in words.
+
+TRACE, PAGE = "trace.json.gz", "profile.txt"
+NEXT = 0
+"""Instead of a step's number: the second one from here, since the first pays for what is made once."""
+
+
+def step_to_profile(asked: int | None, done: int, total: int) -> int | None:
+    """The number of the step to record, of a run that has made `done` of `total` steps; None where none was asked for."""
+    if asked is None:
+        return None
+    if asked == NEXT:
+        return min(done + 2, total)
+    if asked > total:
+        raise UserError(f"--profile {asked}, but the run has only {total} steps")
+    if asked <= done:
+        raise UserError(f"--profile {asked}, but the run has made {done} steps already: choose a later one")
+    return asked
+
+
+@contextmanager
+def profiled(folder: Path, title: str, note: Callable[[str], None]) -> Iterator[None]:
+    """What runs inside is recorded; `trace.json.gz` and `profile.txt` are written to the folder afterwards."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, profile_memory=True) as recorded:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()  # what was asked for inside belongs to it
+    recorded.export_chrome_trace(str(folder / TRACE))
+    atomic_write(folder / PAGE, text(summarise(read_trace(folder / TRACE)), title))
+    note(f"{title} was profiled: {folder / PAGE}; open {folder / TRACE} in ui.perfetto.dev")
+
+
+def read_trace(path: Path) -> list[dict[str, object]]:
+    """The events of a stored trace."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+        events: list[dict[str, object]] = json.load(file)["traceEvents"]
+    return events

@@ -1,0 +1,275 @@
+"""Named tensors in files, each process its own, read back by any number of processes (`core/sharded_tensors.py`).
+
+    optimizer.safetensors                       of one process
+    optimizer-00001-of-00004.safetensors ...    of four
+
+A tensor's name is the same in every file. Where a file has a block of it, the file's metadata says of which whole tensor,
+and from where on. A process that reads takes exactly the blocks it will hold, from whichever files have them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.core.sharded_tensors import (
+    Placed,
+    Shard,
+    alone,
+    coarser,
+    in_usual_order,
+    is_first_copy,
+    is_spread,
+    local,
+    reads,
+    shard_of,
+    whole,
+)
+from burnish.models.decoder import Decoder
+from burnish.models.weight_layout import order_of
+from burnish.run.checkpoint.contents import DTYPES, Content, Part, TensorFile, part_of
+from burnish.run.checkpoint.saving import Stage
+
+METADATA = "shards"
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""The shape and type of a tensor."""
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+# --- out ---------------------------------------------------------------------------------------------------------------
+
+
+def tensor_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: Stage) -> list[Content]:
+    """What this process writes of tensors that are named after a model's parameters and spread like them."""
+    part, blocks = part_of(tensors.values()), layout_of(model)
+    mine = {
+        key: local(tensor)
+        for key, tensor in tensors.items()
+        if (is_first_copy(tensor) if is_spread(tensor) else part.index == 0)
+    }
+    return [shard_file(name, mine, {key: blocks[key] for key in mine if key in blocks}, stage, part)]
+
+
+def state_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: Stage) -> list[Content]:
+    """What this process writes of an optimizer's state, which is local: `key/parameter` belongs to that parameter."""
+    parameters, blocks = dict(model.named_parameters()), layout_of(model)
+    part = part_of(parameters.values())
+    placed: dict[str, list[Placed]] = {}
+    mine: dict[str, Tensor] = {}
+    for flat, tensor in tensors.items():
+        parameter = parameters[flat.split("/", 1)[1]]
+        is_cut = is_spread(parameter) and tensor.dim() == parameter.dim()
+        if is_cut:
+            placed[flat] = like(tuple(tensor.shape), parameter, blocks[flat.split("/", 1)[1]])
+        if is_first_copy(parameter) if is_cut else part.index == 0:
+            mine[flat] = tensor
+    return [shard_file(name, mine, placed, stage, part)]
+
+
+def layout_of(model: nn.Module) -> dict[str, list[Placed]]:
+    """The blocks of each spread parameter that this process holds, in terms of the parameter as it usually is."""
+    decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
+    blocks = {}
+    for name, parameter in model.named_parameters():
+        if is_spread(parameter):
+            order = None if decoder is None else order_of(decoder, name)
+            blocks[name] = in_usual_order(shard_of(parameter), None if order is None else order.tolist())
+    return blocks
+
+
+def spread_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors that are named after a model's parameters, cut and placed as these are: of what is there already, the very
+    tensor."""
+    parameters, blocks = dict(model.named_parameters()), layout_of(model)
+    found = {}
+    for name, tensor in tensors.items():
+        parameter = parameters[name].detach()
+        found[name] = tensor.to(parameter.device)
+        if name in blocks and not is_spread(tensor):
+            made = found[name] = torch.empty_like(parameter, dtype=tensor.dtype)
+            here = local(made)
+            for _, common in reads(blocks[name], [alone(whole(tensor.shape))]):
+                here[common.target] = tensor[common.source].to(here.device)
+    return found
+
+
+def like(sizes: tuple[int, ...], parameter: Tensor, blocks: Sequence[Placed]) -> list[Placed]:
+    """The blocks of a state's whole tensor that go with those of its parameter.
+
+    A state may have one number for several of the parameter's (the scales of quantised moments): then it is cut at the
+    same places, counted in those numbers.
+    """
+    of = local(parameter).shape
+    each = [1 if size == full else full // max(size, 1) for size, full in zip(sizes, of, strict=True)]
+    return [coarser(block, each) for block in blocks]
+
+
+def shard_file(
+    name: str, tensors: Mapping[str, Tensor], blocks: Mapping[str, Sequence[Placed]], stage: Stage, part: Part
+) -> TensorFile:
+    """One process's file; `blocks` says which tensors are blocks of larger ones, and which blocks."""
+    described = {
+        key: {
+            "shape": blocks[key][0].shard.shape,
+            "blocks": [(block.at, block.shard.offsets, block.shard.sizes) for block in blocks[key]],
+        }
+        for key in tensors
+        if key in blocks
+    }
+    metadata = {METADATA: json.dumps(described)} if described else {}
+    return TensorFile(file_name(name, part), {key: stage(tensor) for key, tensor in tensors.items()}, metadata)
+
+
+def file_name(name: str, part: Part) -> str:
+    """`name.safetensors`, numbered where there are several."""
+    return f"{name}.safetensors" if part.count == 1 else f"{name}-{part.index + 1:05d}-of-{part.count:05d}.safetensors"
+
+
+# --- in ----------------------------------------------------------------------------------------------------------------
+
+
+class StoredTensors:
+    """The tensors that one or more processes wrote under a name; use it in a `with` block.
+
+    Tensors that were read whole may lie in the files themselves: copy what shall outlive them.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.path = directory / f"{name}.safetensors"
+        """What to call it in a message."""
+        self._stack = ExitStack()
+        self._blocks: dict[str, list[tuple[Any, Placed]]] = {}
+        for file in _files(directory, name):
+            self._open(file)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors."""
+        return set(self._blocks)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._blocks[name][0][1].shard.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor."""
+        return TYPES[self._blocks[name][0][0].get_slice(name).get_dtype()]
+
+    def read(self, name: str, wanted: Sequence[Placed] | None = None, sizes: Sequence[int] = ()) -> Tensor:
+        """The tensor of these sizes that holds the wanted blocks; without any, the whole tensor."""
+        blocks = self._blocks[name]
+        if wanted is None:
+            wanted, sizes = [alone(whole(self.shape(name)))], self.shape(name)
+        try:
+            plan = reads(wanted, [block for _, block in blocks])
+        except ValueError as error:
+            raise UserError(f"{self.path} is incomplete: of {name}, {error}") from error
+        everything = tuple(slice(0, size) for size in sizes)
+        if len(plan) == 1 and plan[0][1].source == plan[0][1].target == everything:
+            handle = blocks[plan[0][0]][0]
+            if handle.get_slice(name).get_shape() == list(sizes):
+                tensor: Tensor = handle.get_tensor(name)
+                return tensor
+        made = torch.empty(tuple(sizes), dtype=self.dtype(name))
+        for index, common in plan:
+            made[common.target] = blocks[index][0].get_slice(name)[common.source]
+        return made
+
+    def _open(self, file: Path) -> None:
+        try:
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            described = json.loads((handle.metadata() or {}).get(METADATA, "{}"))
+            for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
+                self._blocks.setdefault(name, []).extend((handle, block) for block in _blocks(handle, name, described))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            self._stack.close()
+            raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+
+    def __enter__(self) -> StoredTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._blocks = {}
+        self._stack.close()
+
+
+def _blocks(handle: Any, name: str, described: dict[str, Any]) -> list[Placed]:
+    """The blocks that a file has of a tensor: what it says, or all of it."""
+    if name not in described:
+        return [alone(whole(handle.get_slice(name).get_shape()))]
+    shape, blocks = tuple(described[name]["shape"]), described[name]["blocks"]
+    return [Placed(Shard(shape, tuple(offsets), tuple(sizes)), tuple(at)) for at, offsets, sizes in blocks]
+
+
+def _files(directory: Path, name: str) -> Sequence[Path]:
+    """One file, or all of a numbered set; the error for one that is not there."""
+    single = directory / f"{name}.safetensors"
+    numbered = {
+        int(found[1]): int(found[2])
+        for path in directory.glob(f"{name}-*.safetensors")
+        if (found := re.fullmatch(rf"{re.escape(name)}-(\d+)-of-(\d+)\.safetensors", path.name))
+    }
+    if not numbered:
+        if single.is_file():
+            return [single]
+        raise UserError(f"{single} is not there: the checkpoint was saved by a run of another kind, or is incomplete")
+    count = max(numbered.values())
+    files = [directory / file_name(name, Part(index, count)) for index in range(count)]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"{missing[0]} is not there: the checkpoint is incomplete")
+    return files
+
+
+def read_state(
+    stored: StoredTensors, model: nn.Module, specs: Callable[[str], Mapping[str, Spec]]
+) -> dict[str, Tensor]:
+    """This process's part of an optimizer's state; `specs` knows which shapes the state of a parameter has here.
+
+    What was kept in other shapes is read as it is: the optimizer says what it would have kept.
+    """
+    parameters, blocks = dict(model.named_parameters()), layout_of(model)
+    found = {}
+    for flat in stored.names:
+        key, name = flat.split("/", 1)
+        spec = specs(name).get(key)
+        if name in blocks and spec is not None and len(spec[0]) == parameters[name].dim():
+            wanted = like(spec[0], parameters[name], blocks[name])
+            if all(block.shard.shape == stored.shape(flat) for block in wanted):
+                found[flat] = stored.read(flat, wanted, spec[0])
+                continue
+        found[flat] = stored.read(flat)
+    return found
+
+
+@torch.no_grad()
+def read_into(directory: Path, name: str, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy stored tensors into these, bit for bit, each process what it holds: names, shapes and types must be the same.
+
+    They are named after a model's parameters and spread like them.
+    """
+    blocks = layout_of(model)
+    with StoredTensors(directory, name) as stored:
+        if stored.names != tensors.keys():
+            unexpected, missing = sorted(stored.names - tensors.keys()), sorted(tensors.keys() - stored.names)
+            raise UserError(f"{stored.path} does not fit the model: unexpected {unexpected[:3]}, missing {missing[:3]}")
+        for key, tensor in tensors.items():
+            got, wanted = (stored.shape(key), stored.dtype(key)), (tuple(tensor.shape), tensor.dtype)
+            if got != wanted:
+                words = f"{got[0]} in {got[1]}, but the model has {wanted[0]} in {wanted[1]}"
+                raise UserError(f"{stored.path} does not fit the model: {key} is {words}")
+        for key, tensor in tensors.items():
+            here = local(tensor)
+            here.copy_(stored.read(key, blocks.get(key), here.shape))

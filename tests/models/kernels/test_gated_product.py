@@ -1,0 +1,170 @@
+"""Gate, up and activation in one kernel: what tiles it takes, where it runs, and that it gives what the plain operations give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from burnish.models.decoder import GATES
+from burnish.models.kernels import linear
+from burnish.models.kernels.cuda.hopper import (
+    GROUPS,
+    REGISTERS,
+    WIDTHS,
+    Tile,
+    gated_product,
+    gated_source,
+    has_gated_product,
+    tile_of,
+    tiles_of,
+)
+from burnish.models.kernels.linear import gated_linear, has_one_kernel
+from tests.kernels import error, on_hopper
+
+PROCESSORS = 132
+TRUTHS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize(("rows", "outputs", "waves"), [(256, 8960, 1), (256, 18944, 2), (192, 8960, 1), (8, 4864, 1)])
+def test_the_tiles_of_known_layers_end_together(rows: int, outputs: int, waves: int) -> None:
+    tile = tile_of(rows, outputs, PROCESSORS)
+    tiles = -(-outputs // tile.width)
+    assert rows <= tile.rows
+    assert -(-tiles // PROCESSORS) == waves
+    assert tiles > 0.9 * waves * PROCESSORS  # hardly a processor idles
+
+
+def test_every_tile_fits_into_a_processor() -> None:
+    for rows, (groups, blocks) in GROUPS.items():
+        assert rows == 64 * groups * blocks
+        threads = 128 * (groups + 1)
+        at_entry = min(65536 // threads // 8 * 8, 232)  # what the compiler gives each thread
+        assert 24 * 128 + REGISTERS[groups] * 128 * groups <= at_entry * threads
+        for width in WIDTHS:
+            tile = Tile(rows, width)
+            assert width % 16 == 8  # an odd number of eights
+            assert tile.stages >= 4
+            # A processor has 228 KiB and keeps one for itself; barriers and the ring's alignment are left room for.
+            assert tile.shared_bytes + 2 * 8 * tile.stages + 1024 <= 227 * 1024
+            assert blocks * width + 24 < REGISTERS[groups]
+
+
+def test_a_source_is_complete() -> None:
+    text = gated_source(Tile(256, 72), "gelu_tanh")
+    assert "//MULTIPLY" not in text
+    assert "m64n144k16" in text
+    assert "#define GELU 1" in text
+    assert "#define GELU 0" in gated_source(Tile(256, 72), "silu")
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_without_the_kernel_it_is_a_product_and_an_activation(activation: str) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(24, 32, bias=False), torch.randn(5, 24)
+    with torch.no_grad():
+        assert not has_gated_product(x, module.weight, activation)
+        assert torch.equal(gated_linear(module, x, activation, GATES[activation]), GATES[activation](module(x)))
+
+
+class Adapted(nn.Linear):
+    """Has more to it than its weight."""
+
+
+@pytest.mark.parametrize(
+    ("module", "has_grad", "is_one"),
+    [
+        (nn.Linear(24, 32, bias=False), False, True),
+        (nn.Linear(24, 32), False, False),
+        (Adapted(24, 32, bias=False), False, False),
+        (nn.Linear(24, 32, bias=False), True, False),
+    ],
+)
+def test_only_a_plain_layer_without_gradient_is_one_kernel(
+    module: nn.Linear, has_grad: bool, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "has_gated_product", lambda x, weight, activation: True)
+    with torch.set_grad_enabled(has_grad):
+        assert has_one_kernel(module, torch.zeros(1, 24), "silu") is is_one
+
+
+def test_all_tiles_of_a_run_are_known_before_it() -> None:
+    known = tiles_of(16384, 8960, PROCESSORS)
+    assert known[0] == Tile(64, 72)
+    assert {tile_of(rows, 8960, PROCESSORS) for rows in (1, 64, 128, 192, 256, 384, 1024, 16384)} <= set(known)
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [
+        (1, 640, 2048),
+        (7, 1000, 1000),
+        (17, 72, 24),
+        (64, 896, 4864),
+        (100, 896, 4864),
+        (130, 64, 8),
+        (192, 1536, 8960),
+        (256, 1536, 8960),
+        (300, 1536, 8960),
+        (5000, 896, 4864),
+    ],
+)
+def test_it_gives_what_the_plain_operations_give(rows: int, inputs: int, outputs: int, activation: str) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(2 * outputs, inputs, device="cuda") * inputs**-0.5).bfloat16()
+    torch.full((rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the result's memory may hold
+    assert has_gated_product(x, weight, activation)
+    with torch.no_grad():
+        found = gated_product(x, weight, activation)
+        plain = GATES[activation](functional.linear(x, weight))
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    truth = TRUTHS[activation](gate) * up
+    assert error(found, truth) < 1.02 * error(plain, truth) + 1e-5
+    assert error(found, truth) < 5e-3
+    assert (found == plain).float().mean() > 0.99
+
+
+@on_hopper
+def test_extremes_are_those_of_the_plain_operations() -> None:
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(16, 64, device="cuda", dtype=torch.bfloat16)
+    values = torch.tensor([-3e4, -100, -20, -1e-3, 0, 1e-3, 20, 3e4], device="cuda").bfloat16()
+    x[:, 0] = 1
+    weight[:8, 0], weight[8:, 0] = values, 1
+    for activation in GATES:
+        found = gated_product(x, weight, activation)
+        plain = GATES[activation](functional.linear(x, weight))
+        assert found.isfinite().all()
+        assert torch.allclose(found.float(), plain.float(), rtol=1e-2, atol=1e-6)
+
+
+@on_hopper
+def test_what_it_cannot_multiply_is_left_to_torch() -> None:
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    assert has_gated_product(x, weight, "silu")
+    assert not has_gated_product(x.half(), weight.half(), "silu")
+    assert not has_gated_product(x.T, weight, "silu")
+    assert not has_gated_product(x[:0], weight, "silu")
+    assert not has_gated_product(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu")
+    assert not has_gated_product(x, weight[:24], "silu")
+    assert not has_gated_product(x, weight, "relu")
+
+
+@on_hopper
+def test_it_runs_in_a_graph_with_weights_that_change() -> None:
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    gated_product(x, weight, "silu")  # compiled before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gated_product(x, weight, "silu")
+    for _ in range(2):
+        weight.normal_()
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, gated_product(x, weight, "silu"))

@@ -1,0 +1,120 @@
+"""The chunked output head against plain autograd on materialised logits, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.models.kernels import logprob
+from burnish.models.kernels.logprob import head_logprob
+
+ROWS, HIDDEN, VOCAB = 7, 5, 11
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = 2 * torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(VOCAB, (ROWS,), generator=generator)
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ weight.T) / temperature
+    shifted = logits - logits.max(1, keepdim=True).values.detach()
+    p = shifted.exp() / shifted.exp().sum(1, keepdim=True)
+    return p[torch.arange(ROWS), targets].log(), -(p * p.log()).sum(1)
+
+
+@pytest.mark.parametrize("elements", [1, 3 * VOCAB, 1 << 20])  # one row, three rows, everything in a chunk
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_values_and_gradients_equal_plain_autograd(
+    monkeypatch: pytest.MonkeyPatch, elements: int, temperature: float, with_entropy: bool
+) -> None:
+    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", elements)
+    scales = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+
+    def objective(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        total = (scales * logp).sum() + (logp**2).sum()
+        return total if entropy is None else total + (scales.flip(0) * entropy).sum()
+
+    hidden, weight, targets = inputs()
+    logp, entropy = head_logprob(hidden, weight, targets, temperature, with_entropy)
+    got = torch.autograd.grad(objective(logp, entropy), [hidden, weight])
+    expected_logp, expected_entropy = plain(hidden, weight, targets, temperature)
+    torch.testing.assert_close(logp, expected_logp, atol=1e-12, rtol=0)
+    if with_entropy:
+        assert entropy is not None
+        torch.testing.assert_close(entropy, expected_entropy, atol=1e-12, rtol=0)
+    else:
+        assert entropy is None
+    oracle = objective(expected_logp, expected_entropy if with_entropy else None)
+    for mine, theirs in zip(got, torch.autograd.grad(oracle, [hidden, weight]), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=0)
+
+
+def test_only_one_of_log_prob_and_entropy_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", 2 * VOCAB)
+    for pick in (0, 1):
+        hidden, weight, targets = inputs()
+        output = head_logprob(hidden, weight, targets, 0.7, with_entropy=True)[pick]
+        assert output is not None
+        got = torch.autograd.grad(output.sum(), [hidden, weight])
+        expected = torch.autograd.grad(plain(hidden, weight, targets, 0.7)[pick].sum(), [hidden, weight])
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+def test_a_frozen_head_gives_the_same_gradient_of_the_hidden_states() -> None:
+    hidden, weight, targets = inputs()
+    (expected,) = torch.autograd.grad(plain(hidden, weight, targets, 1.0)[0].sum(), [hidden])
+    (got,) = torch.autograd.grad(head_logprob(hidden, weight.detach(), targets)[0].sum(), [hidden])
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+
+
+def test_the_worked_entropies() -> None:
+    """Logits [2, 1, 0] and [0, 0, 0]."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    _, entropy = head_logprob(logits, torch.eye(3, dtype=torch.float64), torch.tensor([0, 1]), 1.0, True)
+    assert entropy is not None
+    assert entropy.tolist() == pytest.approx([0.832396, 1.098612], abs=1e-6)
+
+
+def test_certain_tokens_are_finite_and_have_no_entropy() -> None:
+    logits = torch.tensor([[0.0, -2000.0, 2000.0]], dtype=torch.float64, requires_grad=True)
+    logp, entropy = head_logprob(logits, torch.eye(3, dtype=torch.float64), torch.tensor([1]), 1.0, True)
+    assert entropy is not None
+    assert (logp.item(), entropy.item()) == (-4000.0, 0.0)
+    (gradient,) = torch.autograd.grad((logp + entropy).sum(), [logits])
+    assert gradient.tolist() == [[0.0, 1.0, -1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_hidden_states_give_float32_log_probs(dtype: torch.dtype) -> None:
+    hidden, weight, targets = inputs()
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+    logp, entropy = head_logprob(hidden, weight, targets, 0.7, with_entropy=True)
+    assert entropy is not None
+    assert logp.dtype == entropy.dtype == torch.float32
+    gradients = torch.autograd.grad(logp.sum() + entropy.sum(), [hidden, weight])
+    assert [g.dtype for g in gradients] == [dtype, dtype]
+    # The product is rounded to `dtype`; everything after it is at least float32.
+    logits = (hidden.detach() @ weight.detach().T).double()
+    expected = (logits / 0.7).log_softmax(1)[torch.arange(ROWS), targets]
+    torch.testing.assert_close(logp.double(), expected, atol=1e-4, rtol=0)
+
+
+def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 512
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(rows, HIDDEN, generator=generator).bfloat16()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16().requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    wide = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(head_logprob(hidden.double(), wide, targets)[0].sum(), [wide])
+    monkeypatch.setitem(
+        logprob.CHUNK_ELEMENTS, "cpu", VOCAB
+    )  # 512 chunks, whose sum in bfloat16 would be off by tenths
+    (got,) = torch.autograd.grad(head_logprob(hidden, weight, targets)[0].sum(), [weight])
+    torch.testing.assert_close(got.double(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
