@@ -20,7 +20,7 @@ from rollout import random_model
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.config.model import Optimizer
-from burnish.memory_plan.planner import GIB, Setup, plan
+from burnish.memory_plan.planner import GIB, RunSetup, plan_memory
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.compiled_layers import compile_layers
 from burnish.training.learner import Learner
@@ -47,7 +47,7 @@ def measure(shape: str, way: str, repeats: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     longest = int(batch.lengths.max())
-    setup = Setup(model.arch, "bfloat16", True, Optimizer(), BUDGET, longest, batch.num_tokens, activations=policy)
+    setup = RunSetup(model.arch, "bfloat16", True, Optimizer(), BUDGET, longest, batch.num_tokens, activations=policy)
     update_s = sorted(seconds[1:])[(repeats - 1) // 2]
     return {
         "work": f"{shape}, {way}",
@@ -57,7 +57,7 @@ def measure(shape: str, way: str, repeats: int) -> dict[str, Any]:
         "update_s": update_s,
         "tokens_per_s": batch.num_tokens / update_s,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "planned_gib": plan(setup).learners_peak(2) / GIB,
+        "planned_gib": plan_memory(setup).learners_peak(2) / GIB,
     }
 
 

@@ -35,13 +35,13 @@ import torch
 from common import save, table
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import Estimate
+from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
+from burnish.algorithms.advantages.returns import AdvantagesAndReturns
 from burnish.algorithms.advantages.spo import cutpoints
-from burnish.algorithms.advantages.table import ADVANTAGES
+from burnish.algorithms.losses.loss_functions import LOSSES
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.losses.sequence_losses import LOSSES
-from burnish.algorithms.losses.view import view_of
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import ids_from_offsets, offsets_from_lengths
@@ -156,7 +156,7 @@ class Work:
 
 def estimate(work: Workload, name: str, options: dict[str, Any], columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
     result = ADVANTAGES[name](work.batch.with_sequence(**columns), **options)
-    return (result.advantages, result.returns) if isinstance(result, Estimate) else (result,)
+    return (result.advantages, result.returns) if isinstance(result, AdvantagesAndReturns) else (result,)
 
 
 def advantage(name: str, *peers: str, label: str = "", config: dict[str, Any] | None = None, **options: Any) -> Work:
@@ -174,10 +174,10 @@ def differentiate(work: Workload, loss: PolicyLoss | ValueLoss, weights: str, pa
         batch = batch.with_sequence(group_ids=torch.arange(batch.num_sequences) // 2)
     if isinstance(loss, ValueLoss):
         leaf = work.value.requires_grad_()
-        total, _ = loss(view_of(batch, value=leaf))
+        total, _ = loss(loss_view(batch, value=leaf))
     else:
         leaf = work.logp.requires_grad_()
-        total, _ = loss(view_of(batch, logp=leaf, entropy=work.entropy))
+        total, _ = loss(loss_view(batch, logp=leaf, entropy=work.entropy))
     return total.detach(), *torch.autograd.grad(total, leaf)
 
 

@@ -22,7 +22,7 @@ from common import save, table
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
 SOURCES = {
@@ -50,7 +50,7 @@ def steps_of(folder: Path, name: str, overrides: list[str]) -> list[dict[str, fl
     loaded = load(TrainConfig, None, [*OPTIONS, *overrides, f"run.directory={folder}", f"run.name={name}"])
     with checked_run(loaded.config, loaded.resolved, folder, name) as (parts, run):
         assert execute(parts, run)
-    return [row for row in read(folder / name / "metrics.jsonl") if row["step"] > WARM]
+    return [row for row in read_metrics(folder / name / "metrics.jsonl") if row["step"] > WARM]
 
 
 def main() -> None:

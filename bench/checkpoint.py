@@ -30,10 +30,10 @@ from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.model import Optimizer
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.weight_saving import decoder_contents
+from burnish.models.weight_files import decoder_contents
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.contents import Snapshot
-from burnish.run.checkpoint.saving import Saving, Stage
+from burnish.run.checkpoint.saver import CheckpointSaver, TensorStaging
+from burnish.run.checkpoint.snapshot import Snapshot
 from burnish.training.learner import Learner
 
 SMALL = Architecture("qwen2", 16384, 384, 8, 6, 2, 64, 1536, 1024, qkv_bias=True, tied=True)
@@ -63,9 +63,9 @@ def measure(
 ) -> dict[str, Any]:
     """One checkpoint while updates are made, and as many updates without."""
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=1)
-    saving = Saving(checkpoints, way != "wait", print)
+    saving = CheckpointSaver(checkpoints, way != "wait", print)
 
-    def take(stage: Stage) -> Snapshot:
+    def take(stage: TensorStaging) -> Snapshot:
         return Snapshot(list(decoder_contents(model, stage, None)), learner.contents(stage))
 
     alone = [update(learner, batch) for _ in range(num)]

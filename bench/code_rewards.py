@@ -17,8 +17,8 @@ from typing import Any
 from common import save, table
 
 from burnish.config.data import Reward
+from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.types import ScoreRequest
 from burnish.sandbox.client import Sandbox
 from burnish.sandbox.limits import Limits
 

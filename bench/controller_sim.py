@@ -43,20 +43,18 @@ from burnish.core.batch import Batch
 from burnish.core.dispatch import dispatch
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.segments import offsets_from_lengths
-from burnish.core.serialization import encode, num_bytes
-from burnish.distributed.ray_roles import keep_what_is_there
-from burnish.distributed.role_proxies import Ledger, RemoteLearner, RemoteReference, Slimmer
-from burnish.distributed.rollout_worker import RolloutWorker
-from burnish.distributed.training_worker import TrainingWorker
-from burnish.distributed.worker_group import Order, Traffic, WorkerGroup
+from burnish.core.serialization import encode, num_array_bytes
+from burnish.distributed.ray_roles import freeze_garbage_collector
+from burnish.distributed.role_proxies import ControllerMetrics, ForwardColumns, RemoteLearner, RemoteReference
+from burnish.distributed.role_workers import RolloutWorker, TrainingWorker
+from burnish.distributed.worker_group import RankCall, Traffic, WorkerGroup
 from burnish.inference.native.engine_common import check_requests
 from burnish.inference.remote_engine import RemoteEngine
-from burnish.inference.request_arrays import Completions, Requests
-from burnish.inference.weight_sync.buckets import Bucket, Entry, Publication, digest
-from burnish.inference.weight_sync.publisher import Report, Trainer, probe
+from burnish.inference.request_arrays import PackedCompletions, PackedRequests
+from burnish.inference.weight_sync import Bucket, EngineReport, Entry, Publication, TrainerClient, digest, probe_request
 from burnish.trainers.minibatches import mini_batches
 from burnish.training.learner import Update
-from burnish.training.meter import Reading
+from burnish.training.meter import MeterReading
 
 RELAYS_FROM, FAN_OUT = 64, 64
 """As in `distributed/ray_backend.py`, which cannot be imported without Ray."""
@@ -116,15 +114,15 @@ class SimBackend:
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packed = encode((args, kwargs))
-        return packed, num_bytes(packed)
+        return packed, num_array_bytes(packed)
 
     def promise(self, token: Sent) -> None:
         return None
 
-    def send(self, orders: Sequence[Order]) -> list[Sent]:
+    def send(self, orders: Sequence[RankCall]) -> list[Sent]:
         """As `RayBackend` does it: a message for each relay, parts of a batch stored once."""
         fan_out = FAN_OUT if self.size > RELAYS_FROM else 1
-        by_relay: dict[int, list[Order]] = {}
+        by_relay: dict[int, list[RankCall]] = {}
         for order in orders:
             by_relay.setdefault(order.rank // fan_out, []).append(order)
         self.traffic.messages += len(by_relay)
@@ -138,7 +136,7 @@ class SimBackend:
             self.aside_s += time.process_time() - started
         return [sent[id(order)] for order in orders]
 
-    def _write(self, relay: int, orders: Sequence[Order]) -> None:
+    def _write(self, relay: int, orders: Sequence[RankCall]) -> None:
         """Serialise what goes to a relay, as Ray does: arrays are not looked into. Parts that are known are named."""
         same = all(order.parcel is orders[0].parcel for order in orders)
         parcels = [order.parcel for order in (orders[:1] if same else orders)]
@@ -147,12 +145,12 @@ class SimBackend:
         for j, (divided, _) in enumerate(orders[0].parts):
             if relay not in divided.stored:
                 bale = [divided.parts[order.parts[j][1]] for order in orders]
-                divided.stored[relay] = num_bytes(bale)
+                divided.stored[relay] = num_array_bytes(bale)
                 self.stored += divided.stored[relay]
                 content.append(bale)
         pickle.dumps(content, protocol=5, buffer_callback=lambda _: None)
 
-    def _answer(self, order: Order) -> tuple[float, Any]:
+    def _answer(self, order: RankCall) -> tuple[float, Any]:
         args, _ = order.parcel[0]
         if order.parts:
             divided, share = order.parts[0]
@@ -173,7 +171,7 @@ class SimBackend:
 
     def value(self, token: Sent) -> Any:
         value = token.reply.value(token.index)
-        self.traffic.bytes_in += num_bytes(value)
+        self.traffic.bytes_in += num_array_bytes(value)
         return value
 
     def describe(self, rank: int) -> str:
@@ -205,7 +203,7 @@ class Engines:
 
     def __call__(self, rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
         if method == "submit":
-            requests: Requests = args[0]
+            requests: PackedRequests = args[0]
             count = len(requests.keys)
             ends = self.clock.now + self.rng.random(count) * self.seconds
             queue = self.waiting.setdefault(rank, [])
@@ -217,9 +215,9 @@ class Engines:
         assert method == "take"
         publication: Publication = args[0]
         self.version = publication.version
-        return 1.0, Report(self.version, self.digest, (1, 2, 3, 4), np.zeros(4, dtype=np.float32))
+        return 1.0, EngineReport(self.version, self.digest, (1, 2, 3, 4), np.zeros(4, dtype=np.float32))
 
-    def _collect(self, rank: int, at_least: int, wait_s: float) -> tuple[float, Completions]:
+    def _collect(self, rank: int, at_least: int, wait_s: float) -> tuple[float, PackedCompletions]:
         queue, found = self.waiting[rank], list[int]()
         until = self.clock.now + wait_s
         moment = self.clock.now
@@ -229,7 +227,7 @@ class Engines:
         late = max(0.0, (moment if len(found) >= at_least else until) - self.clock.now)
         lengths = self.rng.integers(self.tokens // 4, self.tokens * 7 // 4 + 1, len(found))
         total, count = int(lengths.sum()), len(found)
-        return late, Completions(
+        return late, PackedCompletions(
             np.array([found, lengths.tolist(), [self.version] * count, [0] * count], dtype=np.int64).reshape(4, -1),
             ["stop"] * count,
             np.zeros(total, dtype=np.int32),
@@ -249,7 +247,7 @@ def trainers(rank: int, method: str, args: tuple[Any, ...]) -> tuple[float, Any]
     if method == "publish":
         return 1.0, Publication(args[0], (Bucket(ENTRIES, None),)) if rank == 0 else None
     if method in ("read", "release"):
-        return 0.0, (Reading(), {"memory/peak_gib": 1.0})
+        return 0.0, (MeterReading(), {"memory/peak_gib": 1.0})
     return 0.0, [0.0] * 4 if method == "score" else None
 
 
@@ -305,8 +303,8 @@ class Simulation:
         self.backends = [SimBackend(half, clock, trainers), SimBackend(half, clock, engines)]
         actor = WorkerGroup(ACTOR, TrainingWorker, self.backends[0], 1e9, mini_batches=UPDATES)
         rollout = WorkerGroup("rollout", RolloutWorker, self.backends[1], 1e9)
-        ledger, slim = Ledger([actor, rollout]), Slimmer()
-        trainer = Trainer(actor.publish.later, actor.publish_again.later, actor.score.later, "bfloat16")
+        ledger, slim = ControllerMetrics([actor, rollout]), ForwardColumns()
+        trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, "bfloat16")
         model: Any = SimpleNamespace(
             arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1 << 15)
         )  # what is asked of it
@@ -314,7 +312,7 @@ class Simulation:
         def check(requests: Sequence[Request]) -> None:
             check_requests(requests, frozenset(), model, None)
 
-        self.engine = RemoteEngine(rollout, trainer, probe(VOCAB, None), 1e9, check, ledger.count, print)
+        self.engine = RemoteEngine(rollout, trainer, probe_request(VOCAB, None), 1e9, check, ledger.count, print)
         self.learner = RemoteLearner(actor, ACTOR, ledger, torch.bfloat16, slim, lambda: None)
         self.reference = RemoteReference(actor, "frozen", {"restarts": False, "is_policy": False}, slim, lambda: None)
         self.engine.load(0, ())
@@ -365,7 +363,7 @@ class Simulation:
 def simulate(workers: int, samples: int, tokens: int, step_s: float, steps: int = 3) -> list[Row]:
     """The median step of some, after one that warms up."""
     simulation = Simulation(workers, samples, tokens, step_s)
-    keep_what_is_there()
+    freeze_garbage_collector()
     simulation.step()
     found = [simulation.step() for _ in range(steps)]
     parts = zip(*found, strict=True)
@@ -382,7 +380,7 @@ def simulate(workers: int, samples: int, tokens: int, step_s: float, steps: int 
 def show_profile(workers: int, samples: int, tokens: int, step_s: float) -> None:
     """Where the time of a warm step goes, that of the simulation included."""
     simulation = Simulation(workers, samples, tokens, step_s)
-    keep_what_is_there()
+    freeze_garbage_collector()
     simulation.step()
     profile = cProfile.Profile()
     profile.runcall(simulation.step)

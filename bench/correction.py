@@ -29,16 +29,16 @@ from common import save, table
 from grpo_step_cpu import config_for, make_model
 
 from burnish.algorithms.correction.budget import budget_correction
-from burnish.algorithms.correction.corrections import decoupled_correction, seed_correction
-from burnish.algorithms.correction.diagnostics import symptoms
-from burnish.algorithms.correction.profiles import compared, gap_profiles, worst_tokens
+from burnish.algorithms.correction.corrections import coupled_correction, decoupled_correction
+from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
+from burnish.algorithms.correction.mismatch_profiles import compare_tokens, mismatch_profiles, worst_tokens
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
-from burnish.run.samples import WorstTokens
+from burnish.run.samples import WorstTokensFile
 from burnish.trainers import pipeline, step_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
@@ -47,7 +47,7 @@ ALL = {
     "token_k1": (0.5, 2.0), "token_k2": 0.5, "token_k3": 0.5, "seq_sum_k1": (0.01, 100.0), "seq_sum_k2": 50.0, "seq_sum_k3": 50.0,
     "seq_mean_k1": (0.9, 1.1), "seq_mean_k2": 0.1, "seq_mean_k3": 0.1, "seq_max_k2": 5.0, "seq_max_k3": 5.0,
 }  # fmt: skip
-PARTS = ((pipeline, "corrected"), (pipeline, "gap_report"), (step_metrics, "worst_rows"), (WorstTokens, "append"))
+PARTS = ((pipeline, "corrected"), (pipeline, "gap_report"), (step_metrics, "worst_rows"), (WorstTokensFile, "append"))
 """All a step does about the gap."""
 WINDOW = "the gap"
 
@@ -78,12 +78,12 @@ def main() -> None:
 def alone(tokens: int, sequences: int, repeats: int) -> list[dict[str, Any]]:
     batch = make(tokens, sequences)
     jobs: dict[str, Callable[[], object]] = {
-        "first form, report alone": lambda: seed_correction(batch, apply=False),
-        "first form, token TIS": lambda: seed_correction(batch),
-        "first form, sequence MIS": lambda: seed_correction(batch, level="sequence", mode="mask"),
+        "first form, report alone": lambda: coupled_correction(batch, apply=False),
+        "first form, token TIS": lambda: coupled_correction(batch),
+        "first form, sequence MIS": lambda: coupled_correction(batch, level="sequence", mode="mask"),
         "second form, token TIS": lambda: decoupled_correction(batch, "token"),
         "second form, in full": lambda: decoupled_correction(batch, "token", 2.0, True, ALL),
-        "symptoms": lambda: symptoms(batch),
+        "symptoms": lambda: symptom_metrics(batch),
         "profiles and worst tokens": lambda: profiles_and_worst(batch),
         "budget, one step": lambda: budget_correction(batch, None, 1.0, 0.5),
     }
@@ -108,8 +108,8 @@ def make(tokens: int, sequences: int) -> Batch:
 
 
 def profiles_and_worst(batch: Batch) -> None:
-    seen = compared(batch, batch.token["old_logp"], batch.action_mask)
-    gap_profiles(seen)
+    seen = compare_tokens(batch, batch.token["old_logp"], batch.action_mask)
+    mismatch_profiles(seen)
     worst_tokens(seen, 8)
 
 
@@ -175,7 +175,7 @@ def train(config: TrainConfig, base: Path, threads: int) -> int:
     with checked_run(config, {}, base, "it") as (parts, run):
         run.display._stream = None
         execute(parts, run)
-        return int(read(run.directory.metrics)[-1]["rollout/tokens_used"])
+        return int(read_metrics(run.directory.metrics)[-1]["rollout/tokens_used"])
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from burnish.models.kernels.cuda.hopper import decode_attention, gated_product
 from burnish.models.kernels.elementwise import inverse_frequencies, rotation_table
-from burnish.models.kernels.paged_layout import Placement
-from burnish.models.kernels.triton.decode_step import decode_step
-from burnish.models.kernels.triton.rows import gate
+from burnish.models.kernels.paged_cache import Placement
+from burnish.models.kernels.triton import decode_attention as triton_kernels
+from burnish.models.kernels.triton.elementwise_kernels import swiglu
 
 PAGE, DIM = 16, 128
 COPY = 4.3e12  # bytes a second of an H200, measured
@@ -61,7 +61,7 @@ def product(shape: str, rows: int) -> dict[str, Any]:
     x = random(rows, inputs)
     row = {"work": f"gate and up, {shape}, {rows} rows", "system": "burnish"}
     row["product_alone_s"] = seconds([lambda w=w: functional.linear(x, w) for w in weights])
-    row["plain_s"] = seconds([lambda w=w: gate(functional.linear(x, w)) for w in weights])
+    row["plain_s"] = seconds([lambda w=w: swiglu(functional.linear(x, w)) for w in weights])
     row["hopper_s"] = seconds([lambda w=w: gated_product(x, w, "silu") for w in weights])
     return row
 
@@ -82,7 +82,7 @@ def attention(
         asked = (qkv, *turns, place, None)
         return seconds([lambda c=c: kernel(*asked, c[0], c[1], None, splits, least) for c in caches])
 
-    row["plain_s"], row["hopper_s"] = by(decode_step), by(decode_attention)
+    row["plain_s"], row["hopper_s"] = by(triton_kernels.decode_attention), by(decode_attention)
     return row
 
 

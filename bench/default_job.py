@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import save, table
 
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -34,7 +34,7 @@ def main() -> None:
             started = time.perf_counter()
             subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
             wall_s = time.perf_counter() - started
-            metrics = read(Path(folder) / "run" / "metrics.jsonl")
+            metrics = read_metrics(Path(folder) / "run" / "metrics.jsonl")
             controls = json.loads((Path(folder) / "run" / "controls.json").read_text()) if args.controls else {}
         before, after = metrics[0], metrics[-1]
         row = {"work": Path(args.recipe).stem, "system": "burnish", "seed": seed, "wall_s": wall_s}

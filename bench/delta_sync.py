@@ -20,7 +20,7 @@ from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.distributed import roles
-from burnish.inference.weight_sync.buckets import Publisher, take
+from burnish.inference.weight_sync import Publisher, apply_publication
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         started = time.perf_counter()
         sent = publisher.publish(version, parameters.items(), as_delta=True, complete=True)
         published = time.perf_counter()
-        take(sent, engine, lambda data: data)
+        apply_publication(sent, engine, lambda data: data)
         rows.append(
             {
                 "update": version,

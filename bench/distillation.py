@@ -21,7 +21,7 @@ from typing import Any
 from common import save, table
 
 from burnish.data.tasks.sort_digits import SortDigits
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 KEY = "validation/greedy/accuracy"
@@ -132,7 +132,7 @@ def train(folder: Path, name: str, seed: int, overrides: list[str]) -> None:
 def measured(run: Path) -> list[tuple[int, int, float]]:
     """(step, tokens sampled until then, held-out accuracy) at every validation."""
     found, tokens = [], 0.0
-    for row in read(run / "metrics.jsonl"):
+    for row in read_metrics(run / "metrics.jsonl"):
         if row["step"]:
             tokens += row["rollout/tokens"]
         if KEY in row:

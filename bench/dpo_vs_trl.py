@@ -23,11 +23,10 @@ from typing import Any
 from common import save, table
 from grpo_step_cpu import ALPHABET, make_model
 
-from burnish.config.loading import plain_values
-from burnish.config.preference import PreferConfig
-from burnish.run.metrics import read
-from burnish.trainers.preference import unit_order
-from burnish.trainers.preference_run import execute
+from burnish.config.loading import to_plain_values
+from burnish.config.schema import PreferConfig
+from burnish.run.metrics import read_metrics
+from burnish.trainers.preference import answer_pair_order, execute
 
 PAIRS, LR, BETA, CLOSE = 16, 1e-3, 0.1, 1e-4
 MODES = {"cached": "reference log-probs computed before training", "live": "reference asked in every step"}
@@ -71,9 +70,9 @@ def burnish_steps(directory: Path, steps: int, mode: str, threads: int) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         config = config_for(directory, steps, mode, threads)
         config = config.model_copy(update={"run": config.run.model_copy(update={"directory": folder})})
-        outcome = execute(config, plain_values(config), directory, "bench")
+        outcome = execute(config, to_plain_values(config), directory, "bench")
         assert outcome is not None
-        rows = read(outcome.directory / "metrics.jsonl")
+        rows = read_metrics(outcome.directory / "metrics.jsonl")
     return {"losses": [r["preference/loss"] for r in rows], "steps_s": [r["time/step_s"] for r in rows]}
 
 
@@ -128,7 +127,7 @@ def main() -> None:
         rows = make_rows(args.steps)
         (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = config_for(directory, args.steps, "cached", args.threads)
-        order = unit_order(len(rows), config.preference, config.seed)
+        order = answer_pair_order(len(rows), config.preference, config.seed)
         (directory / "in_order.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in order))
         results = [row for mode in MODES for row in compare(directory, args, mode)]
     print(table(results, ["work", "system", "step_s", "share_of_peer", "first_loss", "last_loss", "loss_apart"]))

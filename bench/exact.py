@@ -21,7 +21,7 @@ from common import on_this_gpu, save, table
 from rollout import WORKS, drain, random_model, requests_of
 
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 GAPS = ("mismatch/mismatch_kl", "mismatch/mismatch_k3_kl", "mismatch/mean")
@@ -35,7 +35,7 @@ def trained(exact: bool, steps: int, device: str) -> dict[str, Any]:
         started = time.perf_counter()
         subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
         wall_s = time.perf_counter() - started
-        rows = [row for row in read(Path(folder) / "run" / "metrics.jsonl") if GAPS[0] in row]
+        rows = [row for row in read_metrics(Path(folder) / "run" / "metrics.jsonl") if GAPS[0] in row]
     times = sorted(row["time/step_s"] for row in rows)
     return {
         "work": f"sort_digits, {steps} steps on {device}",

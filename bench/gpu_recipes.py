@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from common import RESULTS, save, table
 
-from burnish.config.loading import load_small
+from burnish.config.loading import load_shrunk
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -65,10 +65,10 @@ def run(name: str, recipe: str, overrides: list[str], dtype: str) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         try:
             small = [f"model.device={device}", f"model.dtype={dtype}", f"run.directory={folder}", "run.name=run"]
-            loaded, _ = load_small(TrainConfig, RECIPES / f"{recipe}.yaml", [*small, *overrides])
+            loaded, _ = load_shrunk(TrainConfig, RECIPES / f"{recipe}.yaml", [*small, *overrides])
             with checked_run(loaded.config, loaded.resolved, loaded.base, "run") as (parts, made):
                 assert execute(parts, made)
-            metrics = read(Path(folder) / "run" / "metrics.jsonl")
+            metrics = read_metrics(Path(folder) / "run" / "metrics.jsonl")
             losses = [m["actor/loss"] for m in metrics if "actor/loss" in m]
             assert losses, "no update was made"
             assert all(math.isfinite(loss) for loss in losses), f"losses {losses}"

@@ -22,7 +22,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.families import FAMILIES
+from burnish.models.model_families import FAMILIES
 from burnish.training.learner import Learner
 
 

@@ -36,7 +36,7 @@ from burnish.core.engine import Completion, Request
 from burnish.core.segments import offsets_from_lengths
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.training.learner import Learner
-from burnish.training.meter import Reading
+from burnish.training.meter import MeterReading
 
 WORK = Work("1.5B", 256, 256, group=8)
 NAME = "GRPO step, R1's rollouts"
@@ -49,7 +49,7 @@ class Step:
     step_s: float
     rollout_s: float
     learn_s: float
-    reading: Reading
+    reading: MeterReading
 
 
 def batch_of(requests: list[Request], done: dict[str, Completion]) -> Batch:

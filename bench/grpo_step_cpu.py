@@ -26,10 +26,10 @@ from burnish.config.schema import TrainConfig
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weight_saving import save_decoder
+from burnish.models.weight_files import save_decoder
 from burnish.run import metrics
 from burnish.trainers import rl
-from burnish.trainers.assembly import assemble
+from burnish.trainers.assembly import build_context
 from burnish.trainers.rl_run import checked_run
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 13, 64
@@ -92,10 +92,10 @@ def burnish_steps(directory: Path, steps: int) -> list[dict[str, float]]:
         config = config.model_copy(update={"run": config.run.model_copy(update={"directory": folder})})
         with checked_run(config, {}, directory, "bench") as (parts, run):
             run.display._stream = None
-            job = assemble(parts, run)
+            job = build_context(parts, run)
             job.policy.tokenizer.eos_ids = ()  # nothing stops a completion early: each has all its tokens, as TRL's have
             rl.train(job)
-            return metrics.read(run.directory.metrics)[1:]
+            return metrics.read_metrics(run.directory.metrics)[1:]
 
 
 def main() -> None:

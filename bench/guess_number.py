@@ -16,7 +16,7 @@ from typing import Any
 
 from common import save, table
 
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.yaml"
 KEY = "validation/sampled/accuracy"
@@ -68,7 +68,7 @@ def learn(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
 
 def outcome(metrics: Path) -> dict[str, Any]:
     """What a run came to: games won, turns, tokens, and its curve as [step, won, tokens]."""
-    rows = read(metrics)
+    rows = read_metrics(metrics)
     tokens, curve, enough = 0.0, list[list[float]](), None
     for row in rows:
         tokens += row.get("rollout/tokens", 0.0)

@@ -20,8 +20,8 @@ from typing import Any
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import read
-from burnish.trainers.assembly import facts_of
+from burnish.run.metrics import read_metrics
+from burnish.trainers.assembly import diagnosis_facts
 from burnish.trainers.rl_run import checked_run, execute
 
 FOLDER = Path(__file__).parent.parent / "tests" / "run" / "health_runs"
@@ -81,7 +81,7 @@ def make(name: str, folder: Path, more: list[str] | None = None) -> tuple[list[d
     with checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
         assert execute(parts, run)
     said = [line for line in (folder / name / "log.txt").read_text().splitlines() if "; likely cause: " in line]
-    return read(folder / name / "metrics.jsonl"), said, facts_of(loaded.config).selection
+    return read_metrics(folder / name / "metrics.jsonl"), said, diagnosis_facts(loaded.config).selection
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:

@@ -33,7 +33,7 @@ from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
-from burnish.models.flops import backward, forward, packed_counts
+from burnish.models.flops import backward_flops, forward_flops, packed_counts
 from burnish.models.kernels.logprob import head_logprob
 from burnish.models.lora.adapters import add_lora
 from burnish.training.learner import Learner
@@ -136,7 +136,7 @@ def transformers_row(repeats: int) -> Row:
     clear()
     passes_s = median_s(both_passes, repeats, warm_up=2)
     counts = packed_counts([1024] * 8, 8 * 1024)
-    executed = (forward(arch, counts) + backward(arch, counts)).total
+    executed = (forward_flops(arch, counts) + backward_flops(arch, counts)).total
     return {
         "work": "a: 1.5B, 8 x 1024", "system": f"transformers {transformers.__version__}, forward and backward alone",
         "tokens": tokens.numel(), "passes_s": passes_s, "passes_tokens_per_s": tokens.numel() / passes_s,

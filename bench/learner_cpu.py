@@ -31,8 +31,8 @@ from burnish.config.placement import Parallel
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.learner import Learner
-from burnish.training.meter import memory_values
-from burnish.training.parallel.distribute import distribute, join, leave
+from burnish.training.meter import memory_metrics
+from burnish.training.parallel.ranks import join_process_group, leave_process_group, parallelize_model
 
 SHAPE = Architecture("qwen2", 12288, 512, 6, 8, 4, 64, 1536, 1024, qkv_bias=True, tied=True)
 AVERAGE = 384  # tokens of a sample
@@ -43,8 +43,8 @@ def work(steps: int, tokens: int) -> dict[str, Any]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = Decoder(SHAPE)
     initialise(model, seed=0)
-    ranks = join(Parallel(), on_gpu=False)
-    distribute(model, ranks)
+    ranks = join_process_group(Parallel(), on_gpu=False)
+    parallelize_model(model, ranks)
     learner = Learner(model, Optimizer(lr=1e-6), 1000, token_budget=4096, ranks=ranks)
     small, whole = (ranks.share(ragged(num, SHAPE.vocab_size, device="cpu")) for num in (8, tokens // AVERAGE))
     learner.update(small, PolicyLoss())
@@ -57,8 +57,8 @@ def work(steps: int, tokens: int) -> dict[str, Any]:
     reading = learner.meter.read()
     split = {f"{part}_s": value / steps for part, value in reading.seconds.items()}
     assert reading.executed is not None
-    found = {"update_s": seconds, "tokens": whole.num_tokens, **split, **memory_values(torch.device("cpu"))}
-    leave()
+    found = {"update_s": seconds, "tokens": whole.num_tokens, **split, **memory_metrics(torch.device("cpu"))}
+    leave_process_group()
     return found | {"executed_tflop": reading.executed / steps / 1e12}
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from common import save, table
 
-from burnish.report.curves import COLOURS, Chart, draw
-from burnish.run.metrics import read
+from burnish.report.curves import NUM_COLOURS, Chart, draw_svg
+from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 KEY = "validation/greedy/accuracy"
@@ -61,7 +61,7 @@ def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
         wall_s = time.perf_counter() - started
-        curve = [[row["step"], row[KEY]] for row in read(Path(folder) / "run" / "metrics.jsonl") if KEY in row]
+        curve = [[row["step"], row[KEY]] for row in read_metrics(Path(folder) / "run" / "metrics.jsonl") if KEY in row]
     accuracies = [accuracy for _, accuracy in curve]
     return {
         "work": "sort_digits",
@@ -78,14 +78,14 @@ def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def chart(curves: dict[str, list[list[float]]], title: str = "Held-out accuracy (greedy) by step") -> str:
     """The curves as one SVG that stands alone: style and legend inside."""
     lines = {name: [(int(step), value) for step, value in curve] for name, curve in curves.items()}
-    svg, _ = draw(Chart(title, lines), 1000)
+    svg, _ = draw_svg(Chart(title, lines), 1000)
     assert len(PALETTE) >= len(lines)
     style = (
         "text{font:11px sans-serif;fill:#555}.grid{stroke:#ddd}.line{fill:none;stroke-width:1.6}.cursor{display:none}"
     )
     parts = svg.split("<polyline")
     for index in range(1, len(parts)):  # the page has fewer colours than this chart has lines
-        colour, old = PALETTE[index - 1], f"c{(index - 1) % COLOURS}"
+        colour, old = PALETTE[index - 1], f"c{(index - 1) % NUM_COLOURS}"
         parts[index] = parts[index].replace(f'class="line {old}"', f'class="line" stroke="{colour}"')
         parts[index] = parts[index].replace(f'class="dot {old}"', f'fill="{colour}"')
     body = "<polyline".join(parts).removesuffix("</svg>").replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')

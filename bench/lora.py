@@ -23,13 +23,12 @@ from rollout import COPY, SHAPES, WORKS, Work, drain, random_model, requests_of
 from torch import nn
 from torch.nn import functional
 
-from burnish.config.model import Base, Lora
+from burnish.config.model import Lora, LoraBase
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.architecture import Architecture
 from burnish.models.lora.adapters import LoraLinear, add_lora
-from burnish.models.quantization.nf4 import Nf4, dequantise, quantise
-from burnish.models.quantization.nf4_decoder import weight_bytes
-from burnish.models.weight_layout import targets
+from burnish.models.nf4 import Nf4, dequantise_nf4, quantise_nf4, weight_bytes
+from burnish.models.weight_layout import lora_targets
 
 Row = dict[str, Any]
 
@@ -47,7 +46,7 @@ def projections(shape: str, rank: int, tokens: int, repeats: int) -> list[Row]:
     arch = Architecture(family="qwen2", head_dim=128, max_positions=32768, qkv_bias=True, **SHAPES[shape])
     rows = []
     for module in ("qkv", "out", "gate_up", "down"):
-        parts = [target for target in targets(arch, Lora(rank=rank)) if target.module == module]
+        parts = [target for target in lora_targets(arch, Lora(rank=rank)) if target.module == module]
         inputs, outputs = parts[0].num_inputs, parts[-1].stop
         plain = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
         adapted = LoraLinear(plain, [(part.start, part.stop) for part in parts], rank, 1.0)
@@ -88,7 +87,7 @@ def engine(name: str, rank: int) -> list[Row]:
 
 
 def made_plain(x: torch.Tensor, matrix: Nf4) -> torch.Tensor:
-    return functional.linear(x, dequantise(matrix, x.dtype))
+    return functional.linear(x, dequantise_nf4(matrix, x.dtype))
 
 
 @torch.inference_mode()
@@ -102,7 +101,7 @@ def products(repeats: int) -> list[Row]:
 
     for outputs, inputs in ((2 * mlp, hidden), (hidden, mlp)):
         weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
-        matrix = quantise(weight, double=False)
+        matrix = quantise_nf4(weight, double=False)
         for num in (1, 16, 32, 64, 128, 256):
             x = torch.randn(num, inputs, device="cuda", dtype=torch.bfloat16)
             found = {
@@ -110,13 +109,13 @@ def products(repeats: int) -> list[Row]:
                 "made_plain_ms": timed(partial(made_plain, x, matrix)),
             }
             rows.append({"work": f"{num} rows, {inputs} to {outputs}"} | found)
-        alone = timed(partial(dequantise, matrix, torch.bfloat16))
+        alone = timed(partial(dequantise_nf4, matrix, torch.bfloat16))
         rows.append({"work": f"made plain, {inputs} to {outputs}", "made_plain_ms": alone})
         rows[-1]["tb_per_s"] = 2.5 * weight.numel() / alone / 1e9
     return rows
 
 
-def over(base: Base, rank: int) -> list[Row]:
+def over(base: LoraBase, rank: int) -> list[Row]:
     """A 7B with adapters: an update of 64 ragged samples, then 64 new tokens of so many requests."""
     clear()
     model = random_model("7B")
@@ -147,7 +146,7 @@ def over(base: Base, rank: int) -> list[Row]:
 def four_bits(rank: int, repeats: int) -> None:
     """All of it."""
     rows = products(repeats)
-    bases: tuple[Base, ...] = ("dtype", "nf4", "nf4-double")
+    bases: tuple[LoraBase, ...] = ("dtype", "nf4", "nf4-double")
     for base in bases:
         rows += over(base, rank)
     columns = ["work", "system", "plain_ms", "made_plain_ms", "tb_per_s", "weights_gib", "update_s"]

@@ -25,8 +25,8 @@ from rollout import SHAPES, random_model
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
-from burnish.memory_plan.planner import GIB, Setup, plan
-from burnish.memory_plan.suggestions import DOUBT, advice, error_text, text_of
+from burnish.memory_plan.planner import GIB, RunSetup, plan_memory
+from burnish.memory_plan.suggestions import PLAN_TOLERANCE, enough_suggestions, plan_error, plan_text
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.lora.adapters import add_lora
@@ -65,33 +65,33 @@ def batch_for(budget: int, vocab: int) -> Batch:
     return batch
 
 
-def prepared(case: Case, room: int, host_room: int) -> tuple[Setup, list[str]]:
+def prepared(case: Case, room: int, host_room: int) -> tuple[RunSetup, list[str]]:
     """What is run: the case, or what its plan makes of it where it does not fit; and the levers pulled for that."""
     arch = Architecture(
         family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **SHAPES[case.shape]
     )
     tokens = batch_for(case.budget, arch.vocab_size).num_tokens
-    setup = Setup(
+    setup = RunSetup(
         *(arch, "bfloat16", True, case.optimizer, case.budget, LONGEST, tokens),
         activations=case.activations,
         lora=case.lora,
     )
-    made = plan(setup)
-    print(text_of(made, room), flush=True)
-    safe = int(room * (1 - DOUBT))
+    made = plan_memory(setup)
+    print(plan_text(made, room), flush=True)
+    safe = int(room * (1 - PLAN_TOLERANCE))
     if made.total <= safe and made.host <= host_room:
         return setup, []
-    pulled, made = advice(setup, safe, host_room)
+    pulled, made = enough_suggestions(setup, safe, host_room)
     assert made.total <= safe, f"no lever makes it fit: {made.total / GIB:.1f} GiB"
     levers = [lever.text for lever in pulled]
-    print(f"does not fit; with {', '.join(levers)}:\n{text_of(made, room)}", flush=True)
+    print(f"does not fit; with {', '.join(levers)}:\n{plan_text(made, room)}", flush=True)
     return made.setup, levers
 
 
 def measure(name: str, case: Case, room: int, host_room: int) -> dict[str, Any]:
     """Two updates of a learner, and what they held."""
     setup, levers = prepared(case, room, host_room)
-    made = plan(setup)
+    made = plan_memory(setup)
     model = random_model(case.shape)
     if setup.lora is not None:
         add_lora(model, setup.lora, seed=0)
@@ -110,7 +110,7 @@ def measure(name: str, case: Case, room: int, host_room: int) -> dict[str, Any]:
         assert update.skipped is None, update.skipped
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
-    errors = [error_text(made.learners_peak(k + 1), peak) for k, peak in enumerate(peaks)]
+    errors = [plan_error(made.learners_peak(k + 1), peak) for k, peak in enumerate(peaks)]
     print("\n".join(f"update {k + 1}: {text}" for k, (_, text) in enumerate(errors)), flush=True)
     return {
         "work": name,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.config.model import Optimizer as Config
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.training.optimizers.factory import make_optimizer
+from burnish.training.optimizers.update_rules import make_optimizer
 
 SMALL: dict[str, Any] = {"hidden_size": 256, "mlp_size": 512, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 2048, "tied": True}  # fmt: skip
 SYSTEMS: dict[str, dict[str, Any]] = {

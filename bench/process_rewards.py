@@ -24,7 +24,7 @@ from typing import Any
 
 from common import RESULTS, save, table
 
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 GREEDY, SAMPLED = "validation/greedy", "validation/sampled"
@@ -85,7 +85,7 @@ def learn(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
         command += ["model.new=null", f"model.path={start}", "warm_start=null"]
     command += ["validation.every=10", "validation.limit=500", f"run.directory={folder}", f"run.name={here}"]
     subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
-    curve, tokens, metrics = [], 0, read(folder / here / "metrics.jsonl")
+    curve, tokens, metrics = [], 0, read_metrics(folder / here / "metrics.jsonl")
     for row in metrics:
         tokens += round(SAMPLES * row.get("rollout/length_mean", 0))
         if f"{GREEDY}/accuracy" in row:

@@ -31,10 +31,10 @@ from common import save, table
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.trainers import rl
-from burnish.trainers.assembly import assemble, warm_start
+from burnish.trainers.assembly import build_context, warm_start
 from burnish.trainers.context import StepResult, TrainContext
-from burnish.trainers.performance import learner_values
-from burnish.trainers.rl_run import checked_run, warm_folder
+from burnish.trainers.performance import learner_metrics
+from burnish.trainers.rl_run import checked_run, warm_start_folder
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 FEW = ["warm_start.updates=120", "validation.before=false", "run.save_every=100000", "run.samples_every=100000"]
@@ -46,9 +46,9 @@ def job_of(stack: ExitStack, name: str, overrides: list[str], folder: str) -> Tr
     loaded = load(TrainConfig, RECIPE, [*FEW, *overrides, f"run.directory={folder}", f"run.name={name}"])
     parts, run = stack.enter_context(checked_run(loaded.config, loaded.resolved, loaded.base, name))
     if loaded.config.warm_start is not None:
-        parts.weights = warm_folder(run.directory)
+        parts.weights = warm_start_folder(run.directory)
         warm_start(parts, loaded.config.warm_start, run, parts.weights)
-    job = assemble(parts, run)
+    job = build_context(parts, run)
     stack.callback(job.source.close)
     return job
 
@@ -56,13 +56,13 @@ def job_of(stack: ExitStack, name: str, overrides: list[str], folder: str) -> Tr
 def step_of(job: TrainContext, step: int) -> dict[str, float]:
     """One step, and what it took."""
     started = time.perf_counter()
-    rollouts, batch = rl.gather(job, step)
+    rollouts, batch = rl.collect_rollouts(job, step)
     sampled = time.perf_counter()
     learned = rl.learn(job, step, batch) if batch is not None else StepResult()
     updated = time.perf_counter()
     rl.after_step(job, step, rollouts, learned)
     ended = time.perf_counter()
-    values = learner_values(job.learners, sampled)
+    values = learner_metrics(job.learners, sampled)
     told = {name.partition("/")[2]: values.get(name, 0.0) for name in ("controller/messages", "controller/store_bytes")}
     computing_s = sum(
         values.get(f"time/{part}_s", 0.0) for part in ("forward", "backward", "optimizer", "communication")

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from learning import chart
 
-from burnish.evaluation.statistics import wilson
-from burnish.run.metrics import read
+from burnish.evaluation.statistics import wilson_interval
+from burnish.run.metrics import read_metrics
 
 KEY, CLOCK = "validation/greedy/accuracy", "time/elapsed_s"
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -27,11 +27,11 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 def result(run: Path, questions: int, base: float | None) -> dict[str, Any]:
     """A run's last accuracy with its interval, and the curve as [seconds, accuracy] pairs."""
-    rows = [row for row in read(run / "metrics.jsonl") if KEY in row]
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if KEY in row]
     clock = [row[CLOCK] for row in rows]
     if clock != sorted(clock):
         raise SystemExit(f"{run} was resumed: its clock began anew, so there is no time from start to finish")
-    last = wilson(rows[-1][KEY], questions)
+    last = wilson_interval(rows[-1][KEY], questions)
     measured_base = next((row[KEY] for row in rows if row["step"] == 0), base)
     if measured_base is None:
         raise SystemExit(f"{run} did not measure its base (validation.before): give --base")

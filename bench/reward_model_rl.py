@@ -20,10 +20,10 @@ from typing import Any
 
 from common import save, table
 
-from burnish.config.yaml_text import render
+from burnish.config.yaml_text import render_yaml
 from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import Dice
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 DIGITS = {"min_digits": 4, "max_digits": 6}
 MODEL = {"new": {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "mlp_size": 336, "max_positions": 64}}
@@ -53,9 +53,9 @@ def learn(seed: int, steps: int, updates: int) -> dict[str, Any]:
             lines = [json.dumps(row) + "\n" for row in verified_pairs(num, seed, split)]
             (folder / f"{split}.jsonl").write_text("".join(lines))
         scorer = burnish("reward-model", folder, seed, scoring(policy, folder, updates))
-        held = read(scorer / "metrics.jsonl")[-1]
+        held = read_metrics(scorer / "metrics.jsonl")[-1]
         checkpoint = scorer / f"checkpoints/step-{updates:06d}"
-        rows = read(burnish("train", folder, seed, rl(policy, checkpoint, steps)) / "metrics.jsonl")
+        rows = read_metrics(burnish("train", folder, seed, rl(policy, checkpoint, steps)) / "metrics.jsonl")
     curve = [[row["step"], row[ACCURACY]] for row in rows if ACCURACY in row]
     scores = [row["reward/part/model"] for row in rows if "reward/part/model" in row]
     return {
@@ -76,7 +76,7 @@ def burnish(command: str, folder: Path, seed: int, recipe: dict[str, Any]) -> Pa
     """Run a command to its end; its run directory."""
     path = folder / f"{command}.yaml"
     recipe = {"seed": seed, "run": {"directory": str(folder), "name": command, "save_every": 1000}, **recipe}
-    path.write_text(render(recipe))
+    path.write_text(render_yaml(recipe))
     subprocess.run(
         [sys.executable, "-m", "burnish.cli.main", command, str(path)], check=True, stdout=subprocess.DEVNULL
     )

@@ -31,7 +31,7 @@ from burnish.core.random_keys import fold
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.weight_loading import with_memory, without_memory
+from burnish.models.weight_files import materialise, on_meta_device
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": {"hidden_size": 1536, "mlp_size": 8960, "num_layers": 28, "num_heads": 12, "num_kv_heads": 2, "vocab_size": 151936, "tied": True},
@@ -89,9 +89,9 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     arch = Architecture(
         family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **SHAPES[shape]
     )
-    with without_memory():
+    with on_meta_device():
         model = Decoder(arch)
-    with_memory(model, dtype, torch.device("cuda"))
+    materialise(model, dtype, torch.device("cuda"))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

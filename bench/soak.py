@@ -28,7 +28,7 @@ from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.training.learner import Learner
-from burnish.training.meter import memory_values
+from burnish.training.meter import memory_metrics
 
 VOCAB = 256
 
@@ -62,7 +62,7 @@ def resident_sizes(updates: int, activations: str) -> list[float]:
         learner.update(batch, PolicyLoss())
         learner.meter.read()
         give_back()
-        sizes.append(memory_values(learner.device)["memory/current_gib"] * 1024)
+        sizes.append(memory_metrics(learner.device)["memory/current_gib"] * 1024)
     return sizes
 
 

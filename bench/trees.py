@@ -16,7 +16,7 @@ from typing import Any
 
 from common import save, table
 
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 KEY = "validation/greedy/accuracy"
@@ -88,7 +88,7 @@ def learn(name: str, seed: int, steps: int, folder: Path, start: list[str]) -> d
     command += ["validation.modes={greedy: {temperature: 0}}", "run.threads=1", "run.keep_best=false", *start]
     subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
     tokens, curve = 0.0, list[list[float]]()
-    for row in read(folder / plain / "metrics.jsonl"):
+    for row in read_metrics(folder / plain / "metrics.jsonl"):
         tokens += row.get("rollout/tokens", 0.0)
         if KEY in row:
             curve.append([tokens, row[KEY]])

@@ -13,9 +13,8 @@ import pyarrow.parquet
 
 from burnish.config.data import Source
 from burnish.config.plugins import is_reference
-from burnish.config.preference import PreferConfig, RewardModelConfig
-from burnish.config.requirements import AnyConfig, directories_of, sources_of
-from burnish.config.schema import TrainConfig
+from burnish.config.requirements import AnyConfig, data_sources, model_directories
+from burnish.config.schema import PreferConfig, RewardModelConfig, TrainConfig
 from burnish.models.tokenizer import Tokenizer
 
 SHAPE = {
@@ -44,9 +43,9 @@ PREFERRED = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
 
 def make_files(config: AnyConfig) -> None:
     """All models and files that a config names, in the working directory; a file has one row of the kind that is read."""
-    for _, path in directories_of(config):
+    for _, path in model_directories(config):
         make_model(path)
-    make_data(sources_of(config), PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else IMITATED)
+    make_data(data_sources(config), PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else IMITATED)
     if isinstance(config, TrainConfig):
         column = config.data.demonstration_column
         shown = {} if column is None else {column: "2"}

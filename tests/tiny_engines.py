@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
-from burnish.core.random_keys import fold, signed, uniforms
+from burnish.core.random_keys import fold, to_int64, uniforms
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 
@@ -100,7 +100,7 @@ def reference(next_logits: NextLogits, request: Request) -> tuple[list[int], lis
     logps: list[float] = []
     for position in range(options.max_tokens):
         p = distribution(next_logits([*request.tokens, *tokens]), options)
-        u = float(uniforms(torch.tensor([signed(request.key)]), torch.tensor([request.generated + position])))
+        u = float(uniforms(torch.tensor([to_int64(request.key)]), torch.tensor([request.generated + position])))
         token, below = 0, 0.0
         while below + float(p[token]) < u:
             below += float(p[token])

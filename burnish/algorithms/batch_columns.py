@@ -28,7 +28,7 @@ from burnish.core.segments import (
 
 
 @dataclass(frozen=True)
-class Written:
+class ActionTokens:
     """M written tokens of S sequences, in order."""
 
     where: Tensor | None  # [M] their places among the N tokens; None when the model wrote all of them
@@ -63,25 +63,25 @@ class Written:
         return torch.repeat_interleave(values, self.lengths)
 
 
-def written(batch: Batch) -> Written:
+def action_tokens(batch: Batch) -> ActionTokens:
     """The tokens of a batch that the model wrote."""
-    return written_of(batch.action_mask, batch.offsets)
+    return tokens_of_mask(batch.action_mask, batch.offsets)
 
 
-def written_of(mask: Tensor, offsets: Tensor) -> Written:
+def tokens_of_mask(mask: Tensor, offsets: Tensor) -> ActionTokens:
     """The tokens of a mask [N] over sequences with these boundaries [S+1]."""
     if bool(mask.all()):
-        return Written(None, offsets, mask.numel())
+        return ActionTokens(None, offsets, mask.numel())
     where = mask.nonzero().squeeze(1)
-    return Written(where, torch.searchsorted(where, offsets), mask.numel())
+    return ActionTokens(where, torch.searchsorted(where, offsets), mask.numel())
 
 
-def written_lengths(batch: Batch) -> Tensor:
+def action_lengths(batch: Batch) -> Tensor:
     """[S] how many tokens the model wrote in each sequence."""
     return contiguous_sum(batch.action_mask.to(torch.float32), batch.offsets).long()
 
 
-def lengths_in_loss(batch: Batch) -> Tensor:
+def loss_lengths(batch: Batch) -> Tensor:
     """[S] how many tokens of each sequence are in the loss: what the model wrote, less what a correction rejected."""
     return contiguous_sum(batch.token.get("loss_mask", batch.action_mask).to(torch.float32), batch.offsets).long()
 
@@ -106,7 +106,7 @@ def whitened(values: Tensor, ddof: int, counts: Tensor | None = None) -> Tensor:
     return centred.div_((total / (n - ddof) + 1e-8).sqrt())
 
 
-def whitened_tokens(batch: Batch, tokens: Written, values: Tensor, ddof: int) -> Tensor:
+def whitened_tokens(batch: Batch, tokens: ActionTokens, values: Tensor, ddof: int) -> Tensor:
     """`whitened` for one value a written token [M]: rejected tokens are scaled like the others but do not count."""
     mask = batch.token.get("loss_mask", batch.action_mask)
     in_loss = tokens.take(mask)
@@ -193,7 +193,7 @@ def token_rewards(batch: Batch) -> Tensor:
     return rewards
 
 
-def rewards_at(batch: Batch, tokens: Written) -> Tensor:
+def action_rewards(batch: Batch, tokens: ActionTokens) -> Tensor:
     """[M] the reward at each written token; an outcome stands on the last one of its sequence."""
     if "token_rewards" in batch.token:
         return tokens.take(token_rewards(batch))
@@ -205,7 +205,7 @@ def rewards_at(batch: Batch, tokens: Written) -> Tensor:
 
 def place_rewards(batch: Batch) -> Tensor:
     """[N] outcome rewards: each sequence's on the last token the model wrote in it, but what a turn earned on the turn's last."""
-    tokens = written(batch)
+    tokens = action_tokens(batch)
     last = tokens.last if tokens.where is None else tokens.where[tokens.last]
     rewards = batch.sequence["reward"].new_zeros(batch.num_tokens)
     rewards[last] = batch.sequence["reward"]
@@ -270,7 +270,7 @@ def trajectory_groups(batch: Batch) -> tuple[Tensor, Tensor]:
 # A trajectory may be several sequences. What is said of a trajectory is said of each of its sequences.
 
 
-def judged_accuracy(batch: Batch, user: str) -> Tensor:
+def required_accuracy(batch: Batch, user: str) -> Tensor:
     """[S] the accuracy; a sample nobody judged is an error that names `user`, who cannot do without."""
     accuracy = batch.sequence["accuracy"]
     unjudged = int(accuracy.isnan().sum())
@@ -285,7 +285,7 @@ def judged_accuracy(batch: Batch, user: str) -> Tensor:
 
 def is_correct(batch: Batch, user: str) -> Tensor:
     """[S] bool: the accuracy is 1; what counts as correct is said by the reward (`rewards.parts.accuracy_of`)."""
-    return judged_accuracy(batch, user) >= 1
+    return required_accuracy(batch, user) >= 1
 
 
 def trajectory_lengths(batch: Batch) -> Tensor:
@@ -294,7 +294,7 @@ def trajectory_lengths(batch: Batch) -> Tensor:
     return segment_count(owner[batch.sequence_ids], groups.numel(), batch.action_mask)[owner]
 
 
-def is_cut_short(batch: Batch) -> Tensor:
+def is_truncated(batch: Batch) -> Tensor:
     """[S] bool: some sequence of the trajectory was truncated."""
     owner, groups = trajectory_groups(batch)
     return (segment_max(batch.sequence["truncated"].double(), owner, groups.numel()) > 0)[owner]
@@ -315,35 +315,39 @@ def first_index(ids: Tensor, num: int) -> Tensor:
 
 # --- Which sequences of a batch the policy sampled, and which somebody else wrote: demonstrations inside the groups.
 
-COLUMN = "demonstration"
+DEMONSTRATION_COLUMN = "demonstration"
 
 
 def has_demonstrations(batch: Batch) -> bool:
     """Whether any sequence is one."""
-    return COLUMN in batch.sequence and bool(batch.sequence[COLUMN].any())
+    return DEMONSTRATION_COLUMN in batch.sequence and bool(batch.sequence[DEMONSTRATION_COLUMN].any())
 
 
-def sampled(batch: Batch) -> Batch:
+def sampled_sequences(batch: Batch) -> Batch:
     """The sequences that the policy sampled: what a comparison of the sampler with the trainer is of."""
-    return batch.select((~batch.sequence[COLUMN]).nonzero().squeeze(1)) if has_demonstrations(batch) else batch
+    return (
+        batch.select((~batch.sequence[DEMONSTRATION_COLUMN]).nonzero().squeeze(1))
+        if has_demonstrations(batch)
+        else batch
+    )
 
 
-def sampled_tokens(batch: Batch) -> Tensor:
+def sampled_token_mask(batch: Batch) -> Tensor:
     """[N] the tokens of the sequences that the policy sampled."""
     if not has_demonstrations(batch):
         return torch.ones_like(batch.loss_mask)
-    return ~batch.sequence[COLUMN][batch.sequence_ids]
+    return ~batch.sequence[DEMONSTRATION_COLUMN][batch.sequence_ids]
 
 
-def sampled_in_loss(batch: Batch) -> Tensor:
+def sampled_loss_mask(batch: Batch) -> Tensor:
     """[N] the tokens in the loss that the policy sampled."""
-    return batch.loss_mask & sampled_tokens(batch)
+    return batch.loss_mask & sampled_token_mask(batch)
 
 
-def put_back(batch: Batch, column: Tensor, elsewhere: float | bool) -> Tensor:
+def scatter_sampled(batch: Batch, column: Tensor, elsewhere: float | bool) -> Tensor:
     """[N] a token column of `sampled(batch)`, with a value of their own at the tokens of demonstrations."""
     whole = torch.full((batch.num_tokens,), elsewhere, dtype=column.dtype, device=column.device)
-    whole[~batch.sequence[COLUMN][batch.sequence_ids]] = column
+    whole[~batch.sequence[DEMONSTRATION_COLUMN][batch.sequence_ids]] = column
     return whole
 
 
@@ -361,20 +365,20 @@ def is_replayed(batch: Batch) -> Tensor:
     return use > 0
 
 
-def new_ones(batch: Batch) -> Batch:
+def without_replayed(batch: Batch) -> Batch:
     """The sequences that are here for the first time."""
     if "use" not in batch.sequence:  # to select all of them would copy every column
         return batch
     return batch.select((~is_replayed(batch)).nonzero().squeeze(1))
 
 
-def with_behaviour(batch: Batch, logp: Tensor) -> Tensor:
+def with_replayed_behaviour_logp(batch: Batch, logp: Tensor) -> Tensor:
     """[N] log-probs of `new_ones(batch)`, and at the sequences that come back those of the policy that wrote them."""
     new = (~is_replayed(batch)[batch.sequence_ids]).nonzero().squeeze(1)
     return batch.token["behaviour_logp"].to(logp.dtype).index_copy(0, new, logp)
 
 
-def behaviour_anchor(batch: Batch) -> Tensor:
+def replay_anchor_logp(batch: Batch) -> Tensor:
     """[N] `old_logp`, and at the tokens that come back the log-probs of the policy that wrote them.
 
     The ratio of such a token is then pi / pi_behaviour, and whatever bounds it bounds all that happened since: its log-probs

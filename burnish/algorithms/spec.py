@@ -7,61 +7,44 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.algorithms.advantages.spec import ADVANTAGES, AdvantageRecord, GrpoAdvantage
-from burnish.algorithms.correction.spec import CORRECTIONS, BypassCorrection, CorrectionSlot, NoCorrection
-from burnish.algorithms.curriculum.spec import CURRICULA, CurriculumSlot, NoCurriculum
-from burnish.algorithms.filters.spec import FILTERS, Refill
-from burnish.algorithms.losses.spec import OTHER_LOSSES, PREFERENCE_LOSSES, PairLoss
-from burnish.algorithms.policy.spec import CLIPS, LOSSES, RATIOS, PpoClip, SurrogateLoss, TokenRatio, mismatch
-from burnish.algorithms.shaping.spec import SHAPERS
+from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS, AdvantageRecord, GrpoAdvantage
+from burnish.algorithms.correction.spec import CORRECTION_RECORDS, BypassCorrection, CorrectionSlot, NoCorrection
+from burnish.algorithms.curriculum.spec import CURRICULUM_RECORDS, CurriculumSlot, NoCurriculum
+from burnish.algorithms.filters.spec import FILTER_RECORDS, Refill
+from burnish.algorithms.losses.spec import OTHER_LOSS_RECORDS, PREFERENCE_LOSS_RECORDS, PairLoss
+from burnish.algorithms.policy.spec import (
+    CLIP_RECORDS,
+    POLICY_LOSS_RECORDS,
+    RATIO_RECORDS,
+    PpoClip,
+    SurrogateLoss,
+    TokenRatio,
+    policy_loss_conflict,
+)
+from burnish.algorithms.shaping.spec import SHAPER_RECORDS
 from burnish.algorithms.terms.spec import (
-    REFERENCES,
+    REFERENCE_RECORDS,
     Aggregation,
     Auxiliary,
     Entropy,
     IterateReference,
     Kl,
-    KlLoss,
-    KlReward,
 )
 from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, choice, tagged
 
 # --- The slots of an algorithm: every choice of every slot, as records.
 
-__all__ = [
-    "TABLE",
-    "AdvantageSlot",
-    "Aggregation",
-    "AggregationSlot",
-    "Auxiliary",
-    "ClipSlot",
-    "CorrectionSlot",
-    "CurriculumSlot",
-    "Entropy",
-    "FilterSlot",
-    "Kl",
-    "KlLoss",
-    "KlReward",
-    "LossSlot",
-    "Plugin",
-    "RatioSlot",
-    "Record",
-    "Refill",
-    "ShaperSlot",
-    "Slot",
-]
-
-TABLE: dict[str, tuple[type[Slot], ...]] = {
-    "advantage": ADVANTAGES,
-    "ratio": RATIOS,
-    "clip": CLIPS,
-    "loss": (*LOSSES, *OTHER_LOSSES),
-    "reference": REFERENCES,
-    "filters": FILTERS,
-    "shaping": SHAPERS,
-    "curriculum": CURRICULA,
-    "correction": CORRECTIONS,
+SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
+    "advantage": ADVANTAGE_RECORDS,
+    "ratio": RATIO_RECORDS,
+    "clip": CLIP_RECORDS,
+    "loss": (*POLICY_LOSS_RECORDS, *OTHER_LOSS_RECORDS),
+    "reference": REFERENCE_RECORDS,
+    "filters": FILTER_RECORDS,
+    "shaping": SHAPER_RECORDS,
+    "curriculum": CURRICULUM_RECORDS,
+    "correction": CORRECTION_RECORDS,
 }
 
 if TYPE_CHECKING:  # the unions are made at run time
@@ -72,12 +55,12 @@ if TYPE_CHECKING:  # the unions are made at run time
     FilterSlot: TypeAlias = Any
     ShaperSlot: TypeAlias = Any
 else:
-    AdvantageSlot = choice(*TABLE["advantage"])
-    RatioSlot = choice(*TABLE["ratio"], plugin=False)
-    ClipSlot = choice(*TABLE["clip"], plugin=False)
-    LossSlot = choice(*TABLE["loss"])
-    FilterSlot = choice(*TABLE["filters"])
-    ShaperSlot = choice(*TABLE["shaping"])
+    AdvantageSlot = choice(*SLOT_RECORDS["advantage"])
+    RatioSlot = choice(*SLOT_RECORDS["ratio"], plugin=False)
+    ClipSlot = choice(*SLOT_RECORDS["clip"], plugin=False)
+    LossSlot = choice(*SLOT_RECORDS["loss"])
+    FilterSlot = choice(*SLOT_RECORDS["filters"])
+    ShaperSlot = choice(*SLOT_RECORDS["shaping"])
 AggregationSlot = Annotated[Aggregation, BeforeValidator(tagged)]
 
 
@@ -161,20 +144,30 @@ class Algorithm(Record):
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
-        for check in (_policy, _reference, _critic, _process, _aggregation, _filters, _shaping, _correction, _replay):
+        for check in (
+            _check_policy,
+            _check_reference,
+            _check_critic,
+            _check_process,
+            _check_aggregation,
+            _check_filters,
+            _check_shaping,
+            _check_correction,
+            _check_replay,
+        ):
             check(self)
         return self
 
 
-def _policy(a: Algorithm) -> None:
+def _check_policy(a: Algorithm) -> None:
     """Whether loss, ratio, clip and advantage go together."""
-    if reason := mismatch(a.ratio, a.clip, a.loss):
+    if reason := policy_loss_conflict(a.ratio, a.clip, a.loss):
         raise ValueError(reason)
     if "greedy" in a.advantage.needs and a.shaping:
         raise ValueError(
             f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
         )
-    _branching(a)
+    _check_branching(a)
     if isinstance(a.loss, Plugin):
         return
     accepted = a.loss.advantages
@@ -188,7 +181,7 @@ def _policy(a: Algorithm) -> None:
         raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
 
 
-def _branching(a: Algorithm) -> None:
+def _check_branching(a: Algorithm) -> None:
     """Whether nothing takes apart what an advantage compares along an answer or within a tree."""
     name, kl = a.advantage.name, a.kl.reward.coef > 0
     if "borders" in a.advantage.needs and (a.shaping or kl):
@@ -211,7 +204,7 @@ def _branching(a: Algorithm) -> None:
             raise ValueError(f"filter {one.name} chooses edges of trees, and advantage {name} has none: use spo_tree")
 
 
-def _reference(a: Algorithm) -> None:
+def _check_reference(a: Algorithm) -> None:
     """Whether the reference is there exactly when something uses it."""
     terms = a.kl.loss.coef > 0 or a.kl.reward.coef > 0
     user = "kl has a coefficient above 0" if terms else f"loss {a.loss.name} compares with a reference"
@@ -248,7 +241,7 @@ def _reference(a: Algorithm) -> None:
         )
 
 
-def _correction(a: Algorithm) -> None:
+def _check_correction(a: Algorithm) -> None:
     """Whether the correction counts the gap once, in the place it is made for."""
     if not isinstance(a.correction, BypassCorrection):
         return
@@ -268,7 +261,7 @@ def _correction(a: Algorithm) -> None:
         )
 
 
-def _critic(a: Algorithm) -> None:
+def _check_critic(a: Algorithm) -> None:
     """Whether there is a critic exactly when the advantage uses one."""
     if "critic" in a.advantage.needs and a.critic is None:
         raise ValueError(
@@ -280,7 +273,7 @@ def _critic(a: Algorithm) -> None:
         )
 
 
-def _process(a: Algorithm) -> None:
+def _check_process(a: Algorithm) -> None:
     """Whether there is a process reward model exactly when the advantage uses one."""
     if "process" in a.advantage.needs and a.process is None:
         raise ValueError(
@@ -292,7 +285,7 @@ def _process(a: Algorithm) -> None:
         )
 
 
-def _aggregation(a: Algorithm) -> None:
+def _check_aggregation(a: Algorithm) -> None:
     """Whether the aggregation can be obeyed."""
     if a.aggregation.horizon is not None and a.aggregation.name != "seq-mean-token-sum-norm":
         raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {a.aggregation.name}")
@@ -306,7 +299,7 @@ def _aggregation(a: Algorithm) -> None:
         )
 
 
-def _shaping(a: Algorithm) -> None:
+def _check_shaping(a: Algorithm) -> None:
     """Whether something reads what the shapers make."""
     advantage = a.advantage
     if not isinstance(advantage, AdvantageRecord):
@@ -319,14 +312,14 @@ def _shaping(a: Algorithm) -> None:
     dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense]
     discounted = getattr(advantage, "gamma", 1.0) != 1.0
     if dense and (not advantage.by_token or discounted):
-        able = [r.model_fields["name"].default for r in ADVANTAGES if r.by_token]
+        able = [r.model_fields["name"].default for r in ADVANTAGE_RECORDS if r.by_token]
         raise ValueError(
             f"{dense[0]} rewards single tokens by returns of its own: it needs an advantage with a return for every token "
             f"and gamma 1 ({', '.join(able)}), not {advantage.name}"
         )
 
 
-def _filters(a: Algorithm) -> None:
+def _check_filters(a: Algorithm) -> None:
     """Whether filters and refill can act."""
     names = [f.name for f in a.filters]
     if twice := [n for n in names if names.count(n) > 1]:
@@ -334,19 +327,19 @@ def _filters(a: Algorithm) -> None:
     if "cppo" in names and a.advantage.name == "none":
         raise ValueError("filter cppo keeps the largest advantages, and advantage none is 0 everywhere")
     if "pairs" in names:
-        _pairs(a, names)
+        _check_pairs(a, names)
     active = a.refill != Refill()
     if active and not any(not isinstance(f, Plugin) and f.of_groups for f in a.filters):
-        able = [r.model_fields["name"].default for r in FILTERS if r.of_groups]
+        able = [r.model_fields["name"].default for r in FILTER_RECORDS if r.of_groups]
         raise ValueError(
             f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add one of {', '.join(able)}"
         )
 
 
-def _pairs(a: Algorithm, filters: list[str]) -> None:
+def _check_pairs(a: Algorithm, filters: list[str]) -> None:
     """Whether the pairs that the filter makes are compared, and stay pairs."""
     if isinstance(a.loss, Plugin) or not isinstance(a.loss, PairLoss):
-        able = [r.model_fields["name"].default for r in PREFERENCE_LOSSES if issubclass(r, PairLoss)]
+        able = [r.model_fields["name"].default for r in PREFERENCE_LOSS_RECORDS if issubclass(r, PairLoss)]
         raise ValueError(
             f"filter pairs is for a loss that compares two answers, and loss {a.loss.name} does not: set algorithm.loss to one of {', '.join(able)}"
         )
@@ -360,7 +353,7 @@ def _pairs(a: Algorithm, filters: list[str]) -> None:
         )
 
 
-def _replay(a: Algorithm) -> None:
+def _check_replay(a: Algorithm) -> None:
     """Whether the loss knows that a policy of before wrote what comes back."""
     if a.replay is None or isinstance(a.loss, Plugin):
         return

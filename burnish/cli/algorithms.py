@@ -9,9 +9,18 @@ from collections.abc import Iterable, Sequence
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.spec import Kl, KlLoss
-from burnish.config.algorithm_guide import BASE, OFF, SLOTS, about, brief, differences, from_base, published
+from burnish.config.algorithm_guide import (
+    BASELINE_PRESET,
+    OFF,
+    SLOTS,
+    changes_from_grpo,
+    citation,
+    describe_slot,
+    record_summary,
+    slot_differences,
+)
 from burnish.config.errors import UserError
-from burnish.config.loading import dump, from_preset
+from burnish.config.loading import algorithm_from_preset, dump
 from burnish.config.records import Record
 
 WIDTH = 120
@@ -26,27 +35,27 @@ def run(args: argparse.Namespace) -> int:
     if args.diff and args.name:
         raise UserError(f"give either one name or --diff with two, not both (got {args.name!r} and --diff)")
     if args.diff:
-        print(diff(*(from_preset(name) for name in args.diff)))
+        print(diff(*(algorithm_from_preset(name) for name in args.diff)))
     elif args.name:
-        print(describe(from_preset(args.name)))
+        print(describe(algorithm_from_preset(args.name)))
     else:
-        print(table([from_preset(name) for name in PRESETS]))
+        print(table([algorithm_from_preset(name) for name in PRESETS]))
     return 0
 
 
 def table(algorithms: Sequence[Algorithm]) -> str:
     """One algorithm a row with what it changes in GRPO."""
     width = max(len(a.preset) for a in algorithms) + 3
-    lines = [f"{'':<{width}}changes in {BASE}"]
+    lines = [f"{'':<{width}}changes in {BASELINE_PRESET}"]
     for a in algorithms:
-        lines += _hanging(f"{a.preset:<{width}}{from_base(a) or OFF}", width)
+        lines += _hanging(f"{a.preset:<{width}}{changes_from_grpo(a) or OFF}", width)
     lines += ["", "`burnish algorithms NAME` prints the whole of any row"]
     return "\n".join(lines)
 
 
 def diff(first: Algorithm, second: Algorithm) -> str:
     """The slots two algorithms differ in, one row each."""
-    rows = differences(first, second)
+    rows = slot_differences(first, second)
     if not rows:
         return f"{first.preset} and {second.preset} are the same"
     return columns([["", first.preset, second.preset], *rows])
@@ -55,10 +64,10 @@ def diff(first: Algorithm, second: Algorithm) -> str:
 def describe(algorithm: Algorithm) -> str:
     """An algorithm in full: what it is for, every slot with its formula and paper, then the YAML that spells it out."""
     preset = PRESETS[algorithm.preset]
-    lines = [f"{algorithm.preset}: {published(preset)}"]
+    lines = [f"{algorithm.preset}: {citation(preset)}"]
     for head, text in (("answers", preset.solves), ("note", preset.note)):
         lines += _hanging(f"{head}: {text}", 4) if text else []
-    off = [slot for slot in SLOTS if brief(getattr(algorithm, slot)) == OFF]
+    off = [slot for slot in SLOTS if describe_slot(getattr(algorithm, slot)) == OFF]
     lines.append("")
     for slot in SLOTS:
         if slot not in off:
@@ -72,11 +81,11 @@ def describe(algorithm: Algorithm) -> str:
 
 
 def _slot(slot: str, choice: Record) -> list[str]:
-    lines = [f"{slot}: {brief(choice)}", *(f"    {line}" for line in about(type(choice)))]
+    lines = [f"{slot}: {describe_slot(choice)}", *(f"    {line}" for line in record_summary(type(choice)))]
     if isinstance(choice, Kl):
         if choice.loss.coef > 0 or choice.reward.coef > 0:
             lines.append(f"    {KlLoss.model_fields['estimator'].description}")
-        lines += [f"    reference: {line}" for line in about(type(choice.reference))]
+        lines += [f"    reference: {line}" for line in record_summary(type(choice.reference))]
     return lines
 
 

@@ -26,7 +26,7 @@ import burnish
 from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.rewards.code import check_sandbox
+from burnish.rewards.code_reward import check_sandbox
 
 OK, ABSENT, WRONG = "ok", "--", "!!"
 GIB = 1024**3
@@ -47,7 +47,7 @@ USES = {
 LEAVE_NETWORK = "import sys; from burnish.rewards.worker_limits import leave_network; sys.exit(not leave_network())"
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One line of the report."""
 
     mark: str
@@ -69,89 +69,97 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def python_and_torch() -> Iterator[Row]:
+def python_and_torch() -> Iterator[ReportRow]:
     """The interpreter, torch against the range the package asks for, and how fast it multiplies."""
-    yield Row(OK if sys.version_info >= (3, 11) else WRONG, "python", f"{platform.python_version()} (3.11 or later)")
+    yield ReportRow(
+        OK if sys.version_info >= (3, 11) else WRONG, "python", f"{platform.python_version()} (3.11 or later)"
+    )
     asked = required_torch()
     try:
         import torch
     except ImportError as error:
-        yield Row(WRONG, "torch", f"cannot be imported ({error}); pip install 'torch>={asked}' -c constraints.txt")
+        yield ReportRow(
+            WRONG, "torch", f"cannot be imported ({error}); pip install 'torch>={asked}' -c constraints.txt"
+        )
         return
     found = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
     fits = found >= tuple(int(n) for n in asked.split("."))
-    yield Row(OK if fits else WRONG, "torch", f"{torch.__version__} ({asked} or later)")
-    yield Row(
+    yield ReportRow(OK if fits else WRONG, "torch", f"{torch.__version__} ({asked} or later)")
+    yield ReportRow(
         OK, "threads", f"{torch.get_num_threads()} for arithmetic, of {usable_cores()} cores (run.threads sets it)"
     )
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            yield Row(OK, f"gpu {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
+            yield ReportRow(OK, f"gpu {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
             if (device.major, device.minor) == (9, 0):
-                from burnish.models.kernels.cuda import compiler as cuda
+                from burnish.models.kernels.cuda import cuda_driver as cuda
 
-                has_them, text = cuda.state()
+                has_them, text = cuda.cuda_kernels_status()
                 text = text if has_them else f"torch and Triton compute instead: {text}"
-                yield Row(OK if has_them else ABSENT, "hopper kernels", text)
+                yield ReportRow(OK if has_them else ABSENT, "hopper kernels", text)
     else:
-        yield Row(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
+        yield ReportRow(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
     from burnish.models.kernels.cpu import c_library
 
-    has_kernels, text = c_library.state()
-    yield Row(OK if has_kernels else ABSENT, "cpu kernels", text if has_kernels else f"torch computes instead: {text}")
-    yield Row(OK, "matmul", f"{matmul_gflops():.0f} GFLOP/s in float32, 1024 x 1024, on the CPU")
+    has_kernels, text = c_library.c_kernels_status()
+    yield ReportRow(
+        OK if has_kernels else ABSENT, "cpu kernels", text if has_kernels else f"torch computes instead: {text}"
+    )
+    yield ReportRow(OK, "matmul", f"{matmul_gflops():.0f} GFLOP/s in float32, 1024 x 1024, on the CPU")
 
 
-def machine() -> Iterator[Row]:
+def machine() -> Iterator[ReportRow]:
     """Memory and disk."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_limit()
     note = f", of which this container may use {limit / GIB:.1f}" if limit is not None and limit < total else ""
-    yield Row(OK, "memory", f"{total / GIB:.1f} GiB{note}")
+    yield ReportRow(OK, "memory", f"{total / GIB:.1f} GiB{note}")
     free = shutil.disk_usage(".").free
     enough = free > 5 * GIB
-    yield Row(
+    yield ReportRow(
         OK if enough else WRONG,
         "disk",
         f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need room"),
     )
 
 
-def extras() -> Iterator[Row]:
+def extras() -> Iterator[ReportRow]:
     """Each extra of the package: what it is for, and how to get it if it is not here."""
     for extra, use in USES.items():
         missing = [name for name in distributions(extra) if not installed(name)]
         if missing:
-            yield Row(
+            yield ReportRow(
                 ABSENT, f"[{extra}]", f"{use}: pip install -e '.[{extra}]' -c constraints.txt (no {', '.join(missing)})"
             )
         else:
-            yield Row(OK, f"[{extra}]", use)
+            yield ReportRow(OK, f"[{extra}]", use)
 
 
-def isolation() -> Iterator[Row]:
+def isolation() -> Iterator[ReportRow]:
     """Whether reward workers can be cut off from the network, and programs from everything."""
     if not sys.platform.startswith("linux"):
-        yield Row(ABSENT, "reward isolation", "network namespaces exist on Linux only: verifiers keep their network")
+        yield ReportRow(
+            ABSENT, "reward isolation", "network namespaces exist on Linux only: verifiers keep their network"
+        )
         return
     done = subprocess.run([sys.executable, "-c", LEAVE_NETWORK], capture_output=True, timeout=30, check=False)
     if done.returncode == 0:
-        yield Row(OK, "reward isolation", "verifiers run without network (namespaces work here)")
+        yield ReportRow(OK, "reward isolation", "verifiers run without network (namespaces work here)")
     else:
-        yield Row(
+        yield ReportRow(
             ABSENT,
             "reward isolation",
             "verifiers keep their network: no namespaces here (kernel.unprivileged_userns_clone, or the container forbids them)",
         )
     try:
         check_sandbox(is_isolated=True)
-        yield Row(OK, "code sandbox", "programs of the code reward run in namespaces, without files or network")
+        yield ReportRow(OK, "code sandbox", "programs of the code reward run in namespaces, without files or network")
     except UserError as error:
-        yield Row(ABSENT, "code sandbox", f"the code reward would not start: {error}")
+        yield ReportRow(ABSENT, "code sandbox", f"the code reward would not start: {error}")
 
 
-def self_check() -> Iterator[Row]:
+def self_check() -> Iterator[ReportRow]:
     """Import every module of the package whose extra is here, and parse a configuration."""
     started, failed, count = time.perf_counter(), 0, 0
     absent = {name.replace("-", "_") for extra in USES for name in distributions(extra) if not installed(name)}
@@ -164,11 +172,11 @@ def self_check() -> Iterator[Row]:
             if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in absent:
                 continue  # the row of its extra says how to get it
             failed += 1
-            yield Row(WRONG, "import", f"{module.name}: {type(error).__name__}: {error}")
+            yield ReportRow(WRONG, "import", f"{module.name}: {type(error).__name__}: {error}")
     if not failed:
-        yield Row(OK, "import", f"all {count} modules in {time.perf_counter() - started:.1f} s")
+        yield ReportRow(OK, "import", f"all {count} modules in {time.perf_counter() - started:.1f} s")
     config = load(TrainConfig, None, ["model.new.num_layers=1", "data.train.task=sort_digits"]).config
-    yield Row(OK, "configuration", f"parses; the default algorithm is {config.algorithm.preset}")
+    yield ReportRow(OK, "configuration", f"parses; the default algorithm is {config.algorithm.preset}")
 
 
 def requirements() -> list[str]:

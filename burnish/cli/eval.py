@@ -15,8 +15,8 @@ from burnish.config.errors import UserError
 from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:
-    from burnish.evaluation.model_source import Subject
-    from burnish.evaluation.session import Measured, Test
+    from burnish.evaluation.model_source import ModelSource
+    from burnish.evaluation.session import EvalJob, MeasuredEval
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.1
@@ -25,7 +25,7 @@ REDRAW_EVERY_S = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; every setting also has a dotted key, explained by --help."""
     from burnish.config.explain import help_text
-    from burnish.data.benchmarks import BENCHMARKS
+    from burnish.data.published_datasets import BENCHMARKS
     from burnish.evaluation.settings import EvalConfig
 
     add = parser.add_argument
@@ -84,25 +84,29 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; status 1 when not one completion of some data set could be scored."""
     if args.compare is not None:
         return run_compare(args)
-    from burnish.evaluation.model_source import find_subject
-    from burnish.evaluation.session import run_tests, write_together
+    from burnish.evaluation.model_source import find_model
+    from burnish.evaluation.session import run_evaluations, write_combined
 
     model, data, overrides = split_words(args.words)
-    subject = find_subject(model)
+    subject = find_model(model)
     tests = make_tests(args, model, subject, data, overrides)
-    printer = Printer(args, len(tests) > 1)
+    printer = ResultPrinter(args, len(tests) > 1)
     for test in tests:
         printer.reuse(test)
     left = [test for test in tests if test.place.name not in printer.results]
     if left:
         if subject.note is not None:
-            say(f"{subject.note}; what it says of the template holds unless the command differs{of_run(data)}")
+            print_note(
+                f"{subject.note}; what it says of the template holds unless the command differs{run_settings_note(data)}"
+            )
         with Progress() as progress:
-            run_tests(left, subject.path, args.best_by, say, progress, lambda m: printer.measured(m, progress))
+            run_evaluations(
+                left, subject.path, args.best_by, print_note, progress, lambda m: printer.measured(m, progress)
+            )
     if len(tests) > 1:
         print(printable(printer.summary([test.place.name for test in tests])))
         folder = tests[0].place.completions.parent
-        print(f"results      {write_together(folder, [printer.files[t.place.name] for t in tests], model)}")
+        print(f"results      {write_combined(folder, [printer.files[t.place.name] for t in tests], model)}")
     return int(any(result.num_failed == result.num_samples for result in printer.results.values()))
 
 
@@ -118,20 +122,20 @@ def run_compare(args: argparse.Namespace) -> int:
         find_pairs,
         read_pair,
     )
-    from burnish.evaluation.completions import encode
-    from burnish.evaluation.output_paths import TOGETHER, places
+    from burnish.evaluation.completions import encode_row
+    from burnish.evaluation.output_paths import COMBINED_NAME, find_output_paths
     from burnish.run.durable_files import atomic_write
 
-    idle = [*args.words, *(key for key, value in flags(args).items() if value is not None)]
+    idle = [*args.words, *(key for key, value in option_values(args).items() if value is not None)]
     idle += [name for name in ("best_by", "data_dir") if getattr(args, name) is not None]
     if idle:
         raise UserError(f"--compare A B reads two results and measures nothing, so {idle[0]} has no effect")
     if args.out is not None and args.out.suffix == ".parquet":
         raise UserError(f"--out {args.out}: the questions that changed are written as .jsonl")
     pairs = find_pairs(*args.compare)
-    folder = args.out or Path("-".join(["compare", *labels(*args.compare)]))
-    targets = places(folder, Path(), [pair.name for pair in pairs])
-    together = targets[0].result if len(pairs) == 1 and folder.suffix else folder / f"{TOGETHER}.json"
+    folder = args.out or Path("-".join(["compare", *result_labels(*args.compare)]))
+    targets = find_output_paths(folder, Path(), [pair.name for pair in pairs])
+    together = targets[0].result if len(pairs) == 1 and folder.suffix else folder / f"{COMBINED_NAME}.json"
     there = [path for path in (*(target.completions for target in targets), together) if path.exists()]
     if there and not args.force:
         raise UserError(f"{there[0]} exists; give --force to replace it, or --out for another place")
@@ -139,8 +143,8 @@ def run_compare(args: argparse.Namespace) -> int:
     together.parent.mkdir(exist_ok=True)
     for pair, one, target in zip(pairs, found, targets, strict=True):
         for line in differing_settings(pair):
-            say(f"{pair.name}: the two were measured differently: {line}")
-        atomic_write(target.completions, b"".join(map(encode, one.changed)))
+            print_note(f"{pair.name}: the two were measured differently: {line}")
+        atomic_write(target.completions, b"".join(map(encode_row, one.changed)))
         print(printable(comparison_table(one, pair)))
         print(f"changed      {target.completions} ({len(one.changed):,} questions)")
     results = {pair.name: comparison_json(one, pair) for pair, one in zip(pairs, found, strict=True)}
@@ -149,7 +153,7 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def labels(a: Path, b: Path) -> tuple[str, str]:
+def result_labels(a: Path, b: Path) -> tuple[str, str]:
     """What two results are called: their folder or file, with the folder around it where that is the same."""
     names = [(path.stem if path.is_file() else path.name, path.resolve().parent.name) for path in (a, b)]
     (one, above), (other, beside) = names
@@ -166,33 +170,33 @@ def split_words(words: list[str]) -> tuple[Path, list[str], list[str]]:
 
 
 def make_tests(
-    args: argparse.Namespace, model: Path, subject: Subject, data: list[str], overrides: list[str]
-) -> list[Test]:
+    args: argparse.Namespace, model: Path, subject: ModelSource, data: list[str], overrides: list[str]
+) -> list[EvalJob]:
     """The checked settings of every data set with what they come to on this machine; --force clears the way."""
     from burnish.evaluation.evaluate import fingerprint
-    from burnish.evaluation.output_paths import places
-    from burnish.evaluation.session import Test, choose_dtype, spare_workers
-    from burnish.evaluation.settings import is_given, settings
+    from burnish.evaluation.output_paths import find_output_paths
+    from burnish.evaluation.session import choose_dtype, default_workers
+    from burnish.evaluation.settings import is_given, load_settings
 
-    tests, given = [], flags(args)
-    for place, one in zip(places(args.out, model, data), data, strict=True):
-        config, resolved, base = settings(one, given, overrides, subject.config, args.data_dir)
+    tests, given = [], option_values(args)
+    for place, one in zip(find_output_paths(args.out, model, data), data, strict=True):
+        config, resolved, base = load_settings(one, given, overrides, subject.config, args.data_dir)
         if args.best_by is not None and config.sampling.n == 1:
             raise UserError("--best-by chooses among several samples: give --n above 1 and --temperature above 0")
         if not is_given("model.dtype", given, overrides, subject.config):
             resolved["model"]["dtype"] = choose_dtype(config.model, subject.path)
         if not is_given("reward.workers", given, overrides, {}):
-            resolved["reward"]["workers"] = spare_workers()
+            resolved["reward"]["workers"] = default_workers()
         config = type(config).model_validate(resolved)
         if place.completions.exists() and one == str(place.completions):
             raise UserError(f"--out {place.completions} is the data itself; give another place")
         if args.force:
             place.clear()
-        tests.append(Test(place, config, base, fingerprint(resolved, base, subject.path)))
+        tests.append(EvalJob(place, config, base, fingerprint(resolved, base, subject.path)))
     return tests
 
 
-def flags(args: argparse.Namespace) -> dict[str, Any]:
+def option_values(args: argparse.Namespace) -> dict[str, Any]:
     """The options by the dotted keys they stand for."""
     return {
         "seed": args.seed,
@@ -209,11 +213,11 @@ def flags(args: argparse.Namespace) -> dict[str, Any]:
         "sampling.top_p": args.top_p,
         "sampling.top_k": args.top_k,
         "sampling.max_tokens": args.max_tokens,
-        "reward.parts": rewards_of(args),
+        "reward.parts": reward_parts(args),
     }
 
 
-def rewards_of(args: argparse.Namespace) -> list[Any] | None:
+def reward_parts(args: argparse.Namespace) -> list[Any] | None:
     """The parts of the reward that the options name; the first one has the threshold."""
     if args.correct_at is None:
         return list(args.reward) if args.reward else None
@@ -225,9 +229,9 @@ def rewards_of(args: argparse.Namespace) -> list[Any] | None:
     return [{"name": first, "correct_at": args.correct_at}, *others]
 
 
-def of_run(data: list[str]) -> str:
+def run_settings_note(data: list[str]) -> str:
     """What else a run's config says to data that is no benchmark."""
-    from burnish.data.benchmarks import BENCHMARKS
+    from burnish.data.published_datasets import BENCHMARKS
 
     return (
         ""
@@ -236,7 +240,7 @@ def of_run(data: list[str]) -> str:
     )
 
 
-class Printer:
+class ResultPrinter:
     """What goes to stdout: each data set as it is done, and one table at the end."""
 
     def __init__(self, args: argparse.Namespace, is_many: bool) -> None:
@@ -244,50 +248,52 @@ class Printer:
         self.results: dict[str, Any] = {}
         self.files: dict[str, dict[str, Any]] = {}
 
-    def reuse(self, test: Test) -> None:
+    def reuse(self, test: EvalJob) -> None:
         """A data set that was measured before, from its files."""
         from burnish.evaluation.completions import read_completions
         from burnish.evaluation.result import summarise
-        from burnish.evaluation.result_table import as_json
+        from burnish.evaluation.result_table import result_json
 
         found = test.place.finished(test.settings)
         if found is None:
             return
-        say(f"{test.place.completions} is complete; nothing is drawn again (--force would)")
+        print_note(f"{test.place.completions} is complete; nothing is drawn again (--force would)")
         result = summarise(read_completions(test.place.completions), self.best_by)
-        self.files[test.place.name] = {**found, **as_json(result)}
+        self.files[test.place.name] = {**found, **result_json(result)}
         self._show(test, result)
 
-    def measured(self, measured: Measured, progress: Progress) -> None:
+    def measured(self, measured: MeasuredEval, progress: Progress) -> None:
         """A data set that has just been measured."""
         from burnish.evaluation.result_table import seconds_text
-        from burnish.evaluation.session import result_file
+        from burnish.evaluation.session import result_record
 
         progress.clear()
-        self.files[measured.test.place.name] = result_file(measured)
+        self.files[measured.test.place.name] = result_record(measured)
         self._show(measured.test, measured.result, seconds_text(measured.start_s, measured.work))
 
     def summary(self, names: list[str]) -> str:
         """All data sets, a line each."""
-        from burnish.evaluation.result_table import summary
+        from burnish.evaluation.result_table import summary_table
 
-        return summary({name: self.results[name] for name in names})
+        return summary_table({name: self.results[name] for name in names})
 
-    def _show(self, test: Test, result: Any, seconds: str | None = None) -> None:
-        from burnish.evaluation.result_table import table
+    def _show(self, test: EvalJob, result: Any, seconds: str | None = None) -> None:
+        from burnish.evaluation.result_table import result_text
 
         self.results[test.place.name] = result
-        print(printable("\n".join([f"{test.place.name}\n"] if self.is_many else []) + table(result)))
+        print(printable("\n".join([f"{test.place.name}\n"] if self.is_many else []) + result_text(result)))
         if seconds is not None:
             print(f"seconds      {seconds}")
         print(f"completions  {test.place.completions}" + ("\n" if self.is_many else ""))
         if result.num_failed:
-            say(f"{result.num_failed} of {result.num_samples} samples could not be scored; first: {result.first_error}")
+            print_note(
+                f"{result.num_failed} of {result.num_samples} samples could not be scored; first: {result.first_error}"
+            )
         if self.best_by is not None and not result.best_at:
-            say(f"--best-by {self.best_by}: no completion of {test.place.name} has that part of the reward")
+            print_note(f"--best-by {self.best_by}: no completion of {test.place.name} has that part of the reward")
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """A note beside the result, which alone goes to stdout."""
     print(printable(text), file=sys.stderr, flush=True)
 
@@ -307,7 +313,7 @@ class Progress:
         if self._is_terminal:
             print(f"\r\x1b[K{printable(text)}", end="", file=sys.stderr, flush=True)
         else:
-            say(text)
+            print_note(text)
 
     def clear(self) -> None:
         """Take the line away, before something else is printed."""

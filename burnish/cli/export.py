@@ -28,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the directory and say what is in it."""
-    from burnish.run.checkpoint.checkpoints import damage, read_manifest
+    from burnish.run.checkpoint.checkpoints import checkpoint_damage, read_manifest
     from burnish.run.durable_files import atomic_directory
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise UserError(f"{args.out} exists and is not an empty directory: nothing is overwritten, choose another name")
-    path, why = choose(args.source, args.step)
-    if reason := damage(path, of="model"):
-        raise UserError(f"checkpoint {path} is damaged ({reason}){others(path)}")
+    path, why = choose_checkpoint(args.source, args.step)
+    if reason := checkpoint_damage(path, of="model"):
+        raise UserError(f"checkpoint {path} is damaged ({reason}){whole_checkpoints_hint(path)}")
     manifest = read_manifest(path)
     assert manifest is not None, "a checkpoint that is not damaged has one"
     print(f"exporting {path} ({why})")
@@ -55,21 +55,21 @@ def export(path: Path, names: list[str], folder: Path, dtype: str | None, merged
     """The model in a folder."""
     import torch
 
-    from burnish.models.export_and_merge import copy_model, merge_model
+    from burnish.models.export_and_merge import copy_model, merge_adapter
 
     wanted = None if dtype is None else getattr(torch, dtype)
     if merged:
-        merge_model(path, folder, wanted)
+        merge_adapter(path, folder, wanted)
     else:
         copy_model(path, names, folder, wanted)
 
 
-def choose(source: Path, step: str | None) -> tuple[Path, str]:
+def choose_checkpoint(source: Path, step: str | None) -> tuple[Path, str]:
     """The checkpoint that is meant, and why."""
-    from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints
+    from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints
     from burnish.run.run_directory import RunDirectory
 
-    if (re.fullmatch(r"step-\d+", source.name) and source.is_dir()) or (source / MANIFEST).is_file():
+    if (re.fullmatch(r"step-\d+", source.name) and source.is_dir()) or (source / MANIFEST_FILE).is_file():
         if step is not None:
             raise UserError(f"--step {step} chooses a checkpoint of a run, and {source} is a checkpoint already")
         return source, "the checkpoint asked for"
@@ -78,10 +78,10 @@ def choose(source: Path, step: str | None) -> tuple[Path, str]:
     checkpoints = Checkpoints(RunDirectory.open(source).checkpoints, keep_last=1)
     if not checkpoints.folders():
         raise UserError(f"run {source} has no checkpoint yet; wait for its first one (run.save_every)")
-    return of_run(source, checkpoints, step)
+    return choose_run_checkpoint(source, checkpoints, step)
 
 
-def of_run(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Path, str]:
+def choose_run_checkpoint(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Path, str]:
     """A run's checkpoint by its number, or by what it is."""
     from burnish.run.checkpoint.checkpoints import best_of
 
@@ -100,12 +100,14 @@ def of_run(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Pa
     return best.path, f"its best: {best.score_text}"
 
 
-def others(path: Path) -> str:
+def whole_checkpoints_hint(path: Path) -> str:
     """What to do about a damaged checkpoint."""
-    from burnish.run.checkpoint.checkpoints import Checkpoints, damage
+    from burnish.run.checkpoint.checkpoints import Checkpoints, checkpoint_damage
 
     beside = [folder for folder in Checkpoints(path.parent, keep_last=1).folders() if folder != path]
-    whole = [int(folder.name.removeprefix("step-")) for folder in beside if damage(folder, of="model") is None]
+    whole = [
+        int(folder.name.removeprefix("step-")) for folder in beside if checkpoint_damage(folder, of="model") is None
+    ]
     listed = f"; whole are those of step {', '.join(map(str, whole))} (--step)" if whole else ""
     return f": restore it from a copy{listed}"
 

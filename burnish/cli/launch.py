@@ -20,18 +20,20 @@ from burnish.cli import train
 from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
 from burnish.config.schema import TrainConfig
-from burnish.distributed.ray_cluster import Nodes, Wanted, described, wait_for
+from burnish.distributed.ray_cluster import ClusterRequirement, Nodes, describe_nodes, wait_for_cluster
 
 WAIT_S = 600.0
-KNOCK_S = 2.0
-ADDRESS = "RAY_ADDRESS"
+CONNECT_TIMEOUT_S = 2.0
+ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `burnish train`, and where the cluster is."""
     train.add_arguments(parser)
     parser.add_argument(
-        "--address", metavar="HOST:PORT", help=f"the cluster's head (default: {ADDRESS}, else the one of this machine)"
+        "--address",
+        metavar="HOST:PORT",
+        help=f"the cluster's head (default: {ADDRESS_VARIABLE}, else the one of this machine)",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines to wait for (default 1)")
     parser.add_argument(
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = {"auto": None, "cpu": False}.get(config.model.device, True)
     environment = dict(os.environ)
     if not args.dry_run:
-        environment |= joined(args, Wanted(config.placement, args.nodes, on_gpu))
+        environment |= join_cluster(args, ClusterRequirement(config.placement, args.nodes, on_gpu))
     command = train_command(args)
     if args.is_command:
         sys.stdout.flush()
@@ -63,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     return dispatch(command)
 
 
-def joined(args: argparse.Namespace, wanted: Wanted) -> Mapping[str, str]:
+def join_cluster(args: argparse.Namespace, wanted: ClusterRequirement) -> Mapping[str, str]:
     """Wait for the cluster; what the environment of the run says of it."""
-    address = args.address or os.environ.get(ADDRESS)
+    address = args.address or os.environ.get(ADDRESS_VARIABLE)
     if address is not None and address.startswith("ray://"):
         raise UserError(
             f"--address {address}: run burnish launch on a machine of the cluster, with HOST:PORT of its head (6379)"
@@ -76,9 +78,9 @@ def joined(args: argparse.Namespace, wanted: Wanted) -> Mapping[str, str]:
             print("no Ray cluster runs here: this machine alone, with a Ray of its own")
             return {}
         where = address or "this machine"
-        nodes = wait_for(wanted, cluster.nodes, where, args.wait, lambda text: print(text, flush=True))
-        print(f"the cluster at {where} has {described(nodes)}", flush=True)
-        return {ADDRESS: cluster.address}
+        nodes = wait_for_cluster(wanted, cluster.nodes, where, args.wait, lambda text: print(text, flush=True))
+        print(f"the cluster at {where} has {describe_nodes(nodes)}", flush=True)
+        return {ADDRESS_VARIABLE: cluster.address}
     finally:
         cluster.close()
 
@@ -92,7 +94,7 @@ class _Cluster:
         except ModuleNotFoundError as error:
             raise UserError("burnish launch needs Ray: pip install 'burnish[ray]'") from error
         self.ray: Any = ray
-        self.address = _of_this_machine() if address is None else address
+        self.address = _local_cluster_address() if address is None else address
         self._is_own = False
 
     def nodes(self) -> Nodes:
@@ -113,7 +115,7 @@ class _Cluster:
         if not port.isdecimal():
             raise ConnectionError(f"{self.address or 'no address'} is not HOST:PORT of a cluster that runs")
         try:
-            socket.create_connection((host, int(port)), KNOCK_S).close()
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise ConnectionError(str(error)) from error
 
@@ -130,7 +132,7 @@ class _Cluster:
             self.ray.shutdown()
 
 
-def _of_this_machine() -> str:
+def _local_cluster_address() -> str:
     """Where `ray start` on this machine left the address of its cluster; nothing where it did not."""
     file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     return file.read_text().strip() if file.is_file() else ""

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from burnish import __version__
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 
 Commands = dict[str, tuple[str, str]]
 """The module of each command, and what it is for."""
@@ -54,7 +54,7 @@ EXAMPLES = {
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+UNWRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A full disk, a quota, a limit on the size of files, a disk that cannot be written: nothing that the program could mend."""
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno not in REFUSED:
+        if error.errno not in UNWRITABLE_ERRNOS:
             raise
-        print(f"burnish: error: {_refused(error)}", file=sys.stderr)
+        print(f"burnish: error: {_write_error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this line with a traceback
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _refused(error: OSError) -> str:
+def _write_error_text(error: OSError) -> str:
     """What is said of a file that the system refuses to write."""
     do = "mount it for writing" if error.errno == errno.EROFS else "make room (or raise the quota)"
     path = error.filename if error.filename is not None else "a file"
@@ -107,7 +107,7 @@ def dispatch(argv: list[str], is_command: bool = False, table: Commands | None =
         return USAGE_ERROR
     name, rest = argv[at], argv[at + 1 :]
     if name not in table:
-        raise unknown("command" if table is COMMANDS else f"command of {program}", name, table)
+        raise unknown_name_error("command" if table is COMMANDS else f"command of {program}", name, table)
     module_name, summary = table[name]
     module = importlib.import_module(module_name)
     if (inner := getattr(module, "COMMANDS", None)) is not None:
@@ -129,11 +129,11 @@ def dispatch(argv: list[str], is_command: bool = False, table: Commands | None =
     try:
         status: int = module.run(args)
     except SystemExit as error:
-        raise UserError(_exited(error)) from error
+        raise UserError(_exit_error_text(error)) from error
     return status
 
 
-def _exited(error: SystemExit) -> str:
+def _exit_error_text(error: SystemExit) -> str:
     """What is said of an exit that no command asks for: code that a config names has called `sys.exit()`."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return (

@@ -37,15 +37,15 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from burnish.cli.export import size_text
-    from burnish.models.export_and_merge import Recipe, check, merge_models
+    from burnish.models.export_and_merge import MergeRecipe, check_merge, merge_models
     from burnish.run.durable_files import atomic_directory
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise UserError(f"{args.out} exists and is not an empty directory: nothing is overwritten, choose another name")
     weights = tuple(args.weights or [1 / len(args.models)] * len(args.models))
-    recipe = Recipe(weights, args.method, None if args.dtype is None else getattr(torch, args.dtype))
+    recipe = MergeRecipe(weights, args.method, None if args.dtype is None else getattr(torch, args.dtype))
     sources = [model_of(path) for path in args.models]
-    check(sources, recipe)
+    check_merge(sources, recipe)
     for path, weight in zip(sources, weights, strict=True):
         print(f"  {weight:8.4f}  {path}")
     try:
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 def model_of(path: Path) -> Path:
     """The model that is meant: a plain directory itself, of a run or a checkpoint what `burnish export` would write."""
-    from burnish.cli.export import choose, others
-    from burnish.run.checkpoint.checkpoints import MANIFEST, damage
+    from burnish.cli.export import choose_checkpoint, whole_checkpoints_hint
+    from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, checkpoint_damage
 
-    if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
+    if (path / "config.json").is_file() and not (path / MANIFEST_FILE).is_file():
         return path
-    chosen, why = choose(path, None)
-    if reason := damage(chosen, of="model"):
-        raise UserError(f"checkpoint {chosen} is damaged ({reason}){others(chosen)}")
+    chosen, why = choose_checkpoint(path, None)
+    if reason := checkpoint_damage(chosen, of="model"):
+        raise UserError(f"checkpoint {chosen} is damaged ({reason}){whole_checkpoints_hint(chosen)}")
     if chosen != path:
         say(f"{path}: {chosen.name}, {why}")
     return chosen

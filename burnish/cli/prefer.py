@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.cli.stage import add_stage_arguments, print_loss, train_stage
-from burnish.config.preference import PreferConfig
+from burnish.config.schema import PreferConfig
 
 if TYPE_CHECKING:
     from burnish.trainers.offline_run import Outcome
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after, the final loss and where the model is."""
-    return train_stage(args, PreferConfig, "burnish.trainers.preference_run", tell)
+    return train_stage(args, PreferConfig, "burnish.trainers.preference", tell)
 
 
 def tell(outcome: Outcome) -> None:
@@ -30,11 +30,11 @@ def tell(outcome: Outcome) -> None:
 
 def print_accuracy(folder: Path) -> None:
     """How often the held-out preference is the model's, at the first measurement and at the last."""
-    from burnish.run.metrics import read
+    from burnish.run.metrics import read_metrics
     from burnish.run.run_directory import RunDirectory
 
     for kind in ("pairs", "answers"):
         name = f"validation/{kind}/accuracy"
-        measured = [row[name] for row in read(RunDirectory(folder).metrics) if name in row]
+        measured = [row[name] for row in read_metrics(RunDirectory(folder).metrics) if name in row]
         if measured:
             print(f"held-out {kind[:-1]} accuracy: {measured[0]:.3f} -> {measured[-1]:.3f}")

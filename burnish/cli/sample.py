@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from burnish.config.loading import load
     from burnish.config.model import Model
     from burnish.config.rollout import Sampling
-    from burnish.evaluation.model_source import compute_dtype, find_subject
+    from burnish.evaluation.model_source import compute_dtype, find_model
 
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
@@ -59,17 +59,17 @@ def run(args: argparse.Namespace) -> int:
     values = {key: getattr(args, key) for key in Sampling.model_fields}
     sampling = load(Sampling, None, [f"{key}={json.dumps(value)}" for key, value in values.items()]).config
     text = read_prompt(args.prompt)
-    subject = find_subject(args.model)
+    subject = find_model(args.model)
     if subject.note is not None:
-        say(subject.note)
+        print_note(subject.note)
     environment = subject.config.get("environment", {}).get("name", SINGLE_TURN)
     if environment != SINGLE_TURN:
-        say(
+        print_note(
             f"the run was trained in environment {environment}, which is not asked here: this is its first answer alone (`burnish eval` plays on)"
         )
-    from burnish.models.policy import check_finite, load_policy, pick_device
+    from burnish.models.policy import check_finite, load_policy, resolve_device
 
-    dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
+    dtype = args.dtype or compute_dtype(subject, resolve_device(args.device).type == "cuda")
     policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, args.seed)
     asked = requests(args, policy, sampling, text)
     check_finite(policy, asked[0].tokens)
@@ -104,7 +104,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
     tokens = tuple(render(row, policy.tokenizer, template))
     max_tokens, note = fit_max_tokens(sampling.max_tokens, len(tokens), policy.max_positions)
     if note is not None:
-        say(note)
+        print_note(note)
     options = sampling_options(sampling.model_copy(update={"max_tokens": max_tokens}), policy.tokenizer.eos_ids)
     keys = (sample_key(args.seed, "eval", row.id, 0, sample) for sample in range(args.n))
     return [Request(str(sample), tokens, options, key) for sample, key in enumerate(keys)]
@@ -116,10 +116,10 @@ def stream(policy: PolicyModel, requests: list[Request]) -> None:
     from burnish.distributed.roles import build_engine
     from burnish.models.decoder import Decoder
 
-    printer = Printer(policy.tokenizer, len(requests))
+    printer = CompletionPrinter(policy.tokenizer, len(requests))
     is_native = isinstance(policy.module, Decoder)
     if not is_native:
-        say(f"each completion is printed whole: {policy.note}")
+        print_note(f"each completion is printed whole: {policy.note}")
     engine = build_engine(policy, Rollout(max_rows=min(len(requests), 256)), printer.hear if is_native else None)
     engine.submit(requests)
     for completion in engine.stream():
@@ -129,7 +129,7 @@ def stream(policy: PolicyModel, requests: list[Request]) -> None:
         printer.end(completion.id)
 
 
-class Printer:
+class CompletionPrinter:
     """Prints several completions one after the other, though their tokens come mixed."""
 
     def __init__(self, tokenizer: Tokenizer, num_samples: int) -> None:
@@ -173,6 +173,6 @@ class Printer:
             print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """A note beside the text, which alone goes to stdout."""
     print(printable(text), file=sys.stderr, flush=True)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from burnish.core.engine import Engine
     from burnish.inference.native.paged_engine import PagedEngine
     from burnish.models.policy import PolicyModel
-    from burnish.serve.engine_thread import EngineLoop, Listener
-    from burnish.serve.request_to_engine import Served
+    from burnish.serve.async_engine import AsyncEngine, Listener
+    from burnish.serve.request_to_engine import ServedModel
 
 KEY_VARIABLE = "BURNISH_API_KEY"
 EXTRA = ("starlette", "uvicorn")
@@ -60,33 +60,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     require_extra()
-    check(args)
-    from burnish.evaluation.model_source import compute_dtype, find_subject
+    check_options(args)
+    from burnish.evaluation.model_source import compute_dtype, find_model
 
-    subject = find_subject(args.model)
+    subject = find_model(args.model)
     if subject.note is not None:
-        say(subject.note)
+        print_note(subject.note)
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise UserError("the API key must be of printable ASCII characters without spaces, and not empty")
-    from burnish.serve.http_server import bind, is_loopback
+    from burnish.serve.http_server import bind_socket, is_loopback
 
-    bound = bind(args.host, args.port)  # before the model is loaded: a port that is taken shows at once
+    bound = bind_socket(args.host, args.port)  # before the model is loaded: a port that is taken shows at once
     if api_key is None and not is_loopback(bound):
-        say(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
+        print_note(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
     from burnish.config.model import Model
-    from burnish.models.policy import check_finite, load_policy, pick_device
+    from burnish.models.policy import check_finite, load_policy, resolve_device
     from burnish.serve.app import Api
-    from burnish.serve.http_server import run as serve
-    from burnish.serve.request_to_engine import Scorer
+    from burnish.serve.http_server import run_server as serve
+    from burnish.serve.request_to_engine import TokenScorer
 
-    dtype = args.dtype or compute_dtype(subject, pick_device(args.device).type == "cuda")
+    dtype = args.dtype or compute_dtype(subject, resolve_device(args.device).type == "cuda")
     policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, seed=0)
     check_finite(policy)
     loop = engine_loop(args, policy)
-    api = Api(served(args, policy, loop.engine), loop, int(args.max_body * MIB), Scorer(policy.module))
+    api = Api(served_model(args, policy, loop.engine), loop, int(args.max_body * MIB), TokenScorer(policy.module))
     note = f"{policy.note}, {dtype}"
-    serve(api, bound, api_key=api_key, grace_s=args.grace, log=say, note=note)
+    serve(api, bound, api_key=api_key, grace_s=args.grace, log=print_note, note=note)
     return 0
 
 
@@ -99,7 +99,7 @@ def require_extra() -> None:
         )
 
 
-def check(args: argparse.Namespace) -> None:
+def check_options(args: argparse.Namespace) -> None:
     """Numbers that make no sense are refused before anything is loaded."""
     for name, least in (("port", 0), ("max_rows", 1), ("max_queue", 0), ("max_tokens", 1), ("grace", 0)):
         value = getattr(args, name)
@@ -113,40 +113,38 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected more than 0")
 
 
-def served(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> Served:
+def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> ServedModel:
     """The model under the name clients know it by, with sequences as long as its positions and the engine's cache allow."""
-    from burnish.distributed.roles import paged_engine
+    from burnish.distributed.roles import find_paged_engine
     from burnish.models.decoder import Decoder
-    from burnish.serve.request_to_engine import Served
 
     module = policy.module
     if isinstance(module, Decoder):
         num_embeddings = module.arch.vocab_size
     else:
         num_embeddings = module.inner.get_input_embeddings().num_embeddings
-    name, longest, paged = args.name or args.model.resolve().name, policy.max_positions, paged_engine(engine)
+    name, longest, paged = args.name or args.model.resolve().name, policy.max_positions, find_paged_engine(engine)
     if paged is not None and paged.stats.plan is not None:
         longest = min(longest or paged.stats.plan.longest, paged.stats.plan.longest)
-    return Served(name, policy.tokenizer, num_embeddings, longest, args.max_tokens)
+    return ServedModel(name, policy.tokenizer, num_embeddings, longest, args.max_tokens)
 
 
-def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> EngineLoop:
+def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> AsyncEngine:
     """The engine in its thread; each of its rows and each place in the queue holds one completion."""
     from burnish.config.rollout import Rollout
-    from burnish.distributed.roles import build_engine, paged_engine
-    from burnish.serve.engine_thread import EngineLoop
+    from burnish.distributed.roles import build_engine, find_paged_engine
 
     rollout = Rollout(max_rows=args.max_rows, cache_gib=args.cache_gib, cache_dtype=args.cache_dtype)
 
     def make_engine(listener: Listener) -> Engine:
         engine = build_engine(policy, rollout, listener)
-        paged = paged_engine(engine)
+        paged = find_paged_engine(engine)
         if paged is not None:
-            paged.on_cache = lambda plan: say(plan.text)
+            paged.on_cache = lambda plan: print_note(plan.text)
             reserve(paged)
         return engine
 
-    return EngineLoop(make_engine, args.max_rows + args.max_queue)
+    return AsyncEngine(make_engine, args.max_rows + args.max_queue)
 
 
 def reserve(engine: PagedEngine) -> None:
@@ -156,6 +154,6 @@ def reserve(engine: PagedEngine) -> None:
     engine.reserve(max(1, min(positions, engine.plan(positions).tokens)))
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """A line of the log."""
     print(printable(text), file=sys.stderr, flush=True)

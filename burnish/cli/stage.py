@@ -9,8 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.cli.train import add_fresh, add_profile, load_recipe, print_memory, print_problems, replaced_folder
-from burnish.config.loading import Loaded, completed, dump
+from burnish.cli.train import (
+    add_fresh_option,
+    add_profile_option,
+    load_recipe,
+    print_memory,
+    print_problems,
+    replaced_folder,
+)
+from burnish.config.loading import Loaded, add_missing_defaults, dump
 from burnish.run.run_directory import RunDirectory, run_name
 
 if TYPE_CHECKING:
@@ -25,8 +32,8 @@ def add_stage_arguments(parser: argparse.ArgumentParser, config: type[Any], exam
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
-    add_fresh(parser)
-    add_profile(parser, "update")
+    add_fresh_option(parser)
+    add_profile_option(parser, "update")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(config)
 
@@ -42,15 +49,15 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
         checks = [lambda: print_rows_to_learn(loaded), lambda: print_memory(loaded)]
         if not args.fresh:
             place = Path(loaded.config.run.directory), run_name(loaded.config.run.name, name, loaded.config.seed)
-            checks.append(lambda: RunDirectory.check(*place, dump(loaded.config), partial(completed, kind)))
+            checks.append(lambda: RunDirectory.check(*place, dump(loaded.config), partial(add_missing_defaults, kind)))
         return print_problems(loaded, checks)
     settings = loaded.config.run
     replaced = replaced_folder(args, Path(settings.directory) / run_name(settings.name, name, loaded.config.seed))
-    from burnish.training.parallel.distribute import leave
+    from burnish.training.parallel.ranks import leave_process_group
 
     execute = importlib.import_module(session).execute
     outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile, replaced)
-    leave()
+    leave_process_group()
     if outcome is None or not has_ended(outcome):  # None: another process speaks for all
         return 0
     tell(outcome)
@@ -60,12 +67,11 @@ def train_stage(args: argparse.Namespace, kind: type[Any], session: str, tell: C
 
 def print_rows_to_learn(loaded: Loaded[Any]) -> None:
     """How often each row is learnt; the error for a row that cannot be used. What is not there is told elsewhere."""
-    from burnish.config.preference import RewardModelConfig
-    from burnish.config.requirements import missing_inputs, places
-    from burnish.config.schema import SftConfig
+    from burnish.config.requirements import matching_paths, missing_inputs
+    from burnish.config.schema import RewardModelConfig, SftConfig
     from burnish.data.preference_pairs import count_rows
     from burnish.data.supervised import count_examples
-    from burnish.models.architecture import check_scorable
+    from burnish.models.architecture import check_score_model_base
 
     config = loaded.config
     if any(missing_inputs(loaded)):
@@ -78,8 +84,8 @@ def print_rows_to_learn(loaded: Loaded[Any]) -> None:
         what, count = "rows", count_rows(stage.data, loaded.base, config.seed, labelled)
         count_rows(stage.held_out, loaded.base, config.seed, labelled, "test")
     if isinstance(config, RewardModelConfig) and config.model.path is not None and config.model.adapter is None:
-        for place in places(config.model.path, loaded.base, Path.is_dir)[:1]:
-            check_scorable(place)
+        for place in matching_paths(config.model.path, loaded.base, Path.is_dir)[:1]:
+            check_score_model_base(place)
     draws = stage.updates * stage.batch_size
     print(f"data: {count:,} {what}; {stage.updates:,} updates use each {draws / count:,.1f} times")
 

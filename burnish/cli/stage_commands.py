@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from burnish.cli.stage_plan import Plan, Ready, product
-from burnish.config.loading import Loaded, plain_values
-from burnish.config.plugins import resolved
+from burnish.cli.stage_plan import Plan, RunnableStage, output_path
+from burnish.config.loading import Loaded, to_plain_values
+from burnish.config.plugins import resolve_references
 from burnish.config.yaml_text import printable
 from burnish.core.dispatch import WorkerLost
 from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints, read_manifest
-from burnish.run.durable_files import atomic_directory, writing
-from burnish.run.metrics import held_out_figures, read
+from burnish.run.durable_files import atomic_directory, name_file_in_errors
+from burnish.run.metrics import held_out_figures, read_metrics
 from burnish.run.run_directory import RunDirectory
-from burnish.run.stage_index import Outcome, sums_of, write_outcome
-from burnish.run.supervisor.exit_status import LOST
-from burnish.run.supervisor.liveness import FILE, Heartbeat
+from burnish.run.stage_index import StageOutcome, product_checksums, write_outcome
+from burnish.run.supervisor.exit_status import WORKER_LOST_STATUS
+from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat
 
-TOTALS = {
+LENGTH_KEYS = {
     "train": ("training", "steps"),
     "sft": ("sft", "updates"),
     "prefer": ("preference", "updates"),
@@ -32,34 +32,34 @@ TOTALS = {
 """Where the config of a training command says when it is done."""
 
 
-def run_stage(plan: Plan, ready: Ready, made: dict[str, str]) -> int:
+def run_stage(plan: Plan, ready: RunnableStage, made: dict[str, str]) -> int:
     """Make a stage, or what is left of it; its folder then says what it made. The status to exit with."""
     command, name = ready.planned.command, ready.planned.name
     if ready.loaded is not None:
-        loaded = _with_products(ready.loaded, made)
+        loaded = _with_stage_outputs(ready.loaded, made)
         try:
             _train(command, loaded, name)
         except WorkerLost as error:
             print(f"burnish: error: {printable(str(error))}")
-            return LOST
+            return WORKER_LOST_STATUS
         outcome = _trained_outcome(plan, ready, loaded.config)
         if outcome is not None:
             write_outcome(plan.folder / name, outcome)
         return 0
-    with _heard(plan.folder / name):
+    with _log_output(plan.folder / name):
         status = _make_base(plan) if command == "new" else _run_command(ready, made)
-    target = product(plan.folder, name, command)
+    target = output_path(plan.folder, name, command)
     if status == 0:
-        shown = _shown_outcome(command, target)
+        shown = _outcome_fields(command, target)
         path = str(target.relative_to(plan.folder))
-        write_outcome(plan.folder / name, Outcome(path, sums_of(target), **shown))
+        write_outcome(plan.folder / name, StageOutcome(path, product_checksums(target), **shown))
     return status
 
 
-def _with_products(loaded: Loaded[Any], made: dict[str, str]) -> Loaded[Any]:
+def _with_stage_outputs(loaded: Loaded[Any], made: dict[str, str]) -> Loaded[Any]:
     """The config with paths for what other stages made."""
-    config = type(loaded.config).model_validate(resolved(loaded.resolved, made))
-    return Loaded(config, plain_values(config), loaded.base)
+    config = type(loaded.config).model_validate(resolve_references(loaded.resolved, made))
+    return Loaded(config, to_plain_values(config), loaded.base)
 
 
 # --- training stages -------------------------------------------------------------------------------------------------------
@@ -68,30 +68,30 @@ def _with_products(loaded: Loaded[Any], made: dict[str, str]) -> Loaded[Any]:
 def _train(command: str, loaded: Loaded[Any], name: str) -> None:
     config, plain, base = loaded
     if command == "train":
-        from burnish.cli.train import drive
+        from burnish.cli.train import train_in_process
 
-        drive(argparse.Namespace(profile=None, controls=False), loaded, name)
+        train_in_process(argparse.Namespace(profile=None, controls=False), loaded, name)
     elif command == "sft":
         from burnish.trainers import sft
 
         sft.execute(config, plain, base, name)
     elif command == "prefer":
-        from burnish.trainers import preference_run
+        from burnish.trainers import preference
 
-        preference_run.execute(config, plain, base, name)
+        preference.execute(config, plain, base, name)
     else:
-        from burnish.trainers import reward_model_run
+        from burnish.trainers import reward_model
 
-        reward_model_run.execute(config, plain, base, name)
+        reward_model.execute(config, plain, base, name)
 
 
-def _trained_outcome(plan: Plan, ready: Ready, config: Any) -> Outcome | None:
+def _trained_outcome(plan: Plan, ready: RunnableStage, config: Any) -> StageOutcome | None:
     """What a training stage made; None where it was stopped before its end."""
     command, name = ready.planned.command, ready.planned.name
     run = RunDirectory.open(plan.folder / name)
     checkpoints = Checkpoints(run.checkpoints, keep_last=1)
     last = checkpoints.latest()
-    section, key = TOTALS[command]
+    section, key = LENGTH_KEYS[command]
     total = getattr(getattr(config, section), key)
     if last is None or last.step < total:
         return None
@@ -100,15 +100,15 @@ def _trained_outcome(plan: Plan, ready: Ready, config: Any) -> Outcome | None:
     manifest = read_manifest(chosen.path)
     assert manifest is not None, "a checkpoint that was found whole has one"
     names = [file for file, entry in manifest["files"].items() if entry["of"] == "model"]
-    rows = read(run.metrics)
-    before, after = _figures(command, config, rows, chosen)
+    rows = read_metrics(run.metrics)
+    before, after = _accuracy_before_and_after(command, config, rows, chosen)
     loss = rows[-1].get(f"{section}/loss") if rows and rows[-1]["step"] == last.step else None
     note = f"{total:,} {key}" + (f", loss {loss:.3f}" if loss is not None else "")
     path = str(chosen.path.relative_to(plan.folder))
-    return Outcome(path, sums_of(chosen.path, names), note, before, after)
+    return StageOutcome(path, product_checksums(chosen.path, names), note, before, after)
 
 
-def _figures(
+def _accuracy_before_and_after(
     command: str, config: Any, rows: list[dict[str, float]], chosen: Checkpoint
 ) -> tuple[float | None, float | None]:
     """Held-out accuracy, or the mean of graded rewards, before the first step and of the model that was chosen."""
@@ -129,7 +129,7 @@ def _make_base(plan: Plan) -> int:
     """The new model that all begins with, with the characters of all tasks."""
     from burnish.distributed.roles import build_policy
 
-    target = product(plan.folder, "base", "new")
+    target = output_path(plan.folder, "base", "new")
     if not target.exists():
         policy = build_policy(plan.config.model, plan.task_sources(), plan.config.seed, plan.base)
         with atomic_directory(target) as folder:
@@ -138,11 +138,11 @@ def _make_base(plan: Plan) -> int:
     return 0
 
 
-def _run_command(ready: Ready, made: dict[str, str]) -> int:
+def _run_command(ready: RunnableStage, made: dict[str, str]) -> int:
     """A command with its options; one that writes a folder wrote it whole, if it is there."""
     assert ready.module is not None
     assert ready.args is not None
-    args = argparse.Namespace(**{key: _there(value, made) for key, value in vars(ready.args).items()})
+    args = argparse.Namespace(**{key: _resolve_value(value, made) for key, value in vars(ready.args).items()})
     if ready.planned.command in ("merge", "export") and args.out.exists():
         return 0
     if ready.planned.command.startswith("data "):
@@ -151,15 +151,15 @@ def _run_command(ready: Ready, made: dict[str, str]) -> int:
     return status
 
 
-def _there(value: Any, made: dict[str, str]) -> Any:
+def _resolve_value(value: Any, made: dict[str, str]) -> Any:
     if isinstance(value, list):
-        return [_there(one, made) for one in value]
+        return [_resolve_value(one, made) for one in value]
     if isinstance(value, Path):
-        return Path(resolved(str(value), made))
-    return resolved(value, made)
+        return Path(resolve_references(str(value), made))
+    return resolve_references(value, made)
 
 
-def _shown_outcome(command: str, target: Path) -> dict[str, Any]:
+def _outcome_fields(command: str, target: Path) -> dict[str, Any]:
     """What is told of a stage's product."""
     if command == "eval":
         result = json.loads(target.with_suffix(".json").read_text())
@@ -173,7 +173,7 @@ def _shown_outcome(command: str, target: Path) -> dict[str, Any]:
     return {}
 
 
-class _Heard:
+class _LoggedStream:
     """A stream whose lines also go to a log, and are signs of life."""
 
     def __init__(self, stream: TextIO, log: TextIO, heartbeat: Heartbeat) -> None:
@@ -183,7 +183,7 @@ class _Heard:
         self._count += 1
         self._heartbeat.beat(0, f"line {self._count}")
         if "\r" not in text:  # a line that is redrawn in a terminal
-            with writing(Path(self._log.name)):
+            with name_file_in_errors(Path(self._log.name)):
                 self._log.write(text)
         return self._stream.write(text)
 
@@ -192,15 +192,15 @@ class _Heard:
 
 
 @contextlib.contextmanager
-def _heard(folder: Path) -> Iterator[None]:
+def _log_output(folder: Path) -> Iterator[None]:
     """What is printed goes to the stage's log too; each line is a sign of life to the supervisor."""
     import sys
 
     folder.mkdir(exist_ok=True)
-    heartbeat = Heartbeat(folder / FILE)
+    heartbeat = Heartbeat(folder / HEARTBEAT_FILE)
     with open(folder / "log.txt", "a", encoding="utf-8", errors="replace") as log:
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  begins\n")
-        streams: list[Any] = [_Heard(stream, log, heartbeat) for stream in (sys.stdout, sys.stderr)]
+        streams: list[Any] = [_LoggedStream(stream, log, heartbeat) for stream in (sys.stdout, sys.stderr)]
         try:
             with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
                 yield

@@ -22,16 +22,16 @@ from burnish.cli.main import COMMANDS
 from burnish.config.data import RewardPart, Source
 from burnish.config.errors import UserError, hub_hint
 from burnish.config.loading import Loaded
-from burnish.config.plugins import is_plugin, is_plugin_file, is_reference, references
-from burnish.config.requirements import check_files, missing_extras, sources_of
+from burnish.config.plugins import find_references, is_plugin, is_plugin_file, is_reference
+from burnish.config.requirements import check_files, data_sources, missing_extras
 from burnish.config.schema import TrainConfig
-from burnish.config.stages import BASE, POLICIES, StagesConfig, load_stages
-from burnish.models.architecture import check_scorable
+from burnish.config.stages import BASE_STAGE, POLICY_COMMANDS, StagesConfig, load_stage_configs
+from burnish.models.architecture import check_score_model_base
 from burnish.rewards.reward_parts import check_parts
-from burnish.run.run_directory import flatten, may_change, run_name
-from burnish.trainers.stages import Planned
+from burnish.run.run_directory import flatten_keys, may_change, run_name
+from burnish.trainers.stages import PlannedStage
 
-READS = {
+POSITIONAL_OPTIONS = {
     "eval": ("data",),
     "merge": ("models",),
     "export": ("source",),
@@ -39,20 +39,20 @@ READS = {
     "data impact": ("run",),
 }
 """What a command reads, where it is not `source` alone: words without a dash on its command line."""
-FILES = ("data", "models", "source", "run", "prompts", "scores", "guesses", "against")
+PATH_OPTIONS = ("data", "models", "source", "run", "prompts", "scores", "guesses", "against")
 """Options that name files or folders."""
-OWN = ("out", "force", "compare")
+RESERVED_OPTIONS = ("out", "force", "compare")
 """Options that belong to the stages themselves."""
-MEASURED = ".measured"
-IMPORT_S = 120.0  # a user's module may load a model before it is ready
-ENDED_S = 1.0  # to be gone by itself once it has answered
+MEASURED_SUFFIX = ".measured"
+IMPORT_TIMEOUT_S = 120.0  # a user's module may load a model before it is ready
+EXIT_TIMEOUT_S = 1.0  # to be gone by itself once it has answered
 
 
 @dataclass(frozen=True)
-class Ready:
+class RunnableStage:
     """A stage with what its command needs to run it."""
 
-    planned: Planned
+    planned: PlannedStage
     loaded: Loaded[Any] | None = None
     """The config of a training stage."""
     module: ModuleType | None = None
@@ -69,10 +69,10 @@ class Plan:
     """The recipe's folder."""
     folder: Path
     """Where the stages live."""
-    stages: dict[str, Ready] = field(default_factory=dict)
+    stages: dict[str, RunnableStage] = field(default_factory=dict)
 
     @property
-    def planned(self) -> list[Planned]:
+    def planned(self) -> list[PlannedStage]:
         return [ready.planned for ready in self.stages.values()]
 
     def outside(self) -> dict[str, str]:
@@ -85,11 +85,13 @@ class Plan:
         if place is None:
             hint = hub_hint(given, roots=(self.base, Path()))
             raise UserError(f"model: no directory {given} (looked from {self.base} and from here){hint}")
-        return {f"stage:{BASE}": str(place)}
+        return {f"stage:{BASE_STAGE}": str(place)}
 
     def task_sources(self) -> list[Source]:
         """The generated tasks of all stages, for the tokenizer of a new model."""
-        found = [source for ready in self.stages.values() if ready.loaded for source in sources_of(ready.loaded.config)]
+        found = [
+            source for ready in self.stages.values() if ready.loaded for source in data_sources(ready.loaded.config)
+        ]
         words = [str(word) for ready in self.stages.values() if ready.args for word in getattr(ready.args, "words", [])]
         found += [Source(task=word.removeprefix("task:")) for word in words if word.startswith("task:")]
         return [Source(task=task) for task in dict.fromkeys(source.task for source in found if source.task)]
@@ -102,42 +104,46 @@ def make_plan(whole: Loaded[StagesConfig], path: Path, name: str) -> Plan:
     plan = Plan(config, whole.base, folder)
     plan.outside()
     if config.model.new is not None:
-        plan.stages[BASE] = _base(plan)
-    plan.stages.update(_measured(plan, BASE))
-    loaded = load_stages(whole, path, folder)
+        plan.stages[BASE_STAGE] = _base_stage(plan)
+    plan.stages.update(_evaluation_stages(plan, BASE_STAGE))
+    loaded = load_stage_configs(whole, path, folder)
     for stage in config.stages:
         try:
-            plan.stages[stage] = _trained(plan, stage, loaded[stage]) if stage in loaded else _other(plan, stage)
+            plan.stages[stage] = (
+                _training_stage(plan, stage, loaded[stage]) if stage in loaded else _option_stage(plan, stage)
+            )
         except UserError as error:
             text = str(error)
             raise UserError(text if text.startswith(f"stage {stage}") else f"stage {stage}: {text}") from error
-        if config.stages[stage].command in POLICIES:
-            plan.stages.update(_measured(plan, stage))
+        if config.stages[stage].command in POLICY_COMMANDS:
+            plan.stages.update(_evaluation_stages(plan, stage))
     if config.model.new is not None:
-        plan.stages[BASE] = _base(plan)  # now that all tasks are known
+        plan.stages[BASE_STAGE] = _base_stage(plan)  # now that all tasks are known
     return plan
 
 
-def _base(plan: Plan) -> Ready:
+def _base_stage(plan: Plan) -> RunnableStage:
     """The model from nothing that all begins with."""
     tasks = [source.task for source in plan.task_sources()]
-    asked = {"seed": plan.config.seed, "tasks": tasks, **flatten({"model": plan.config.model.model_dump()})}
-    return Ready(Planned(BASE, "new", None, (), asked))
+    asked = {"seed": plan.config.seed, "tasks": tasks, **flatten_keys({"model": plan.config.model.model_dump()})}
+    return RunnableStage(PlannedStage(BASE_STAGE, "new", None, (), asked))
 
 
-def _trained(plan: Plan, name: str, loaded: Loaded[Any]) -> Ready:
+def _training_stage(plan: Plan, name: str, loaded: Loaded[Any]) -> RunnableStage:
     stage, start = plan.config.stages[name], plan.config.start_of(name)
     check_files(loaded)
     for problem in missing_extras(loaded.config):
         raise UserError(problem)
     base = plan.config.model.path
     if stage.command == "reward-model" and base is not None:  # the models of all stages have the shape of the base
-        check_scorable(Path(plan.outside()[f"stage:{BASE}"]) if plan.config.model.adapter is None else Path(base))
+        check_score_model_base(
+            Path(plan.outside()[f"stage:{BASE_STAGE}"]) if plan.config.model.adapter is None else Path(base)
+        )
     if isinstance(loaded.config, TrainConfig):
         _check_rewards(loaded.config.reward.parts, loaded.base)
-    asked = {key: value for key, value in flatten(loaded.resolved).items() if not may_change(key)}
-    planned = Planned(name, stage.command, start, _needs(plan, [loaded.resolved]), {**asked, "take": stage.take})
-    return Ready(planned, loaded)
+    asked = {key: value for key, value in flatten_keys(loaded.resolved).items() if not may_change(key)}
+    planned = PlannedStage(name, stage.command, start, _needs(plan, [loaded.resolved]), {**asked, "take": stage.take})
+    return RunnableStage(planned, loaded)
 
 
 def _check_rewards(parts: list[RewardPart], base: Path) -> None:
@@ -147,26 +153,26 @@ def _check_rewards(parts: list[RewardPart], base: Path) -> None:
         return
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=_tell_what_is_wrong, args=(parts, base, theirs))
+    child = fork.Process(target=_send_reward_error, args=(parts, base, theirs))
     child.start()
     theirs.close()
     names = ", ".join(part.name for part in parts if is_plugin(part.name))
     try:
-        if ours.poll(IMPORT_S):
+        if ours.poll(IMPORT_TIMEOUT_S):
             wrong = ours.recv()
         else:
-            wrong = f"reward.parts: to import {names} took more than {IMPORT_S:g} s: see what the file does when it is imported"
+            wrong = f"reward.parts: to import {names} took more than {IMPORT_TIMEOUT_S:g} s: see what the file does when it is imported"
     except EOFError:
         wrong = f"reward.parts: a process that imported {names} ended without a word: see what the file does when it is imported"
     finally:
-        child.join(ENDED_S)
+        child.join(EXIT_TIMEOUT_S)
         child.kill()  # a thread of the file may keep it alive
-        child.join(ENDED_S)
+        child.join(EXIT_TIMEOUT_S)
     if wrong is not None:
         raise UserError(wrong)
 
 
-def _tell_what_is_wrong(parts: list[RewardPart], base: Path, to: Connection) -> None:
+def _send_reward_error(parts: list[RewardPart], base: Path, to: Connection) -> None:
     try:
         check_parts(parts, base)
     except UserError as error:
@@ -175,43 +181,46 @@ def _tell_what_is_wrong(parts: list[RewardPart], base: Path, to: Connection) -> 
         to.send(None)
 
 
-def _other(plan: Plan, name: str) -> Ready:
+def _option_stage(plan: Plan, name: str) -> RunnableStage:
     stage = plan.config.stages[name]
-    return _with_options(plan, name, stage.command, stage.options, plan.config.start_of(name))
+    return _parse_options(plan, name, stage.command, stage.options, plan.config.start_of(name))
 
 
-def _measured(plan: Plan, name: str) -> Iterator[tuple[str, Ready]]:
+def _evaluation_stages(plan: Plan, name: str) -> Iterator[tuple[str, RunnableStage]]:
     """The evaluation of a stage's model, where the whole is measured."""
     if plan.config.measure:
         try:
-            yield name + MEASURED, _with_options(plan, name + MEASURED, "eval", plan.config.measure, name, of=name)
+            yield (
+                name + MEASURED_SUFFIX,
+                _parse_options(plan, name + MEASURED_SUFFIX, "eval", plan.config.measure, name, of=name),
+            )
         except UserError as error:
             raise UserError(f"measure: {error}") from error
 
 
 def _needs(plan: Plan, trees: list[Any]) -> tuple[str, ...]:
-    named = dict.fromkeys(other for _, other in references(trees))
+    named = dict.fromkeys(other for _, other in find_references(trees))
     return tuple(other for other in named if other in plan.stages)
 
 
 # --- commands with options -----------------------------------------------------------------------------------------------
 
 
-def _with_options(
+def _parse_options(
     plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None, of: str | None = None
-) -> Ready:
+) -> RunnableStage:
     """A stage of a command that has a parser instead of a config."""
     table, word = (DATA_COMMANDS, command.removeprefix("data ")) if command.startswith("data ") else (COMMANDS, command)
     module = importlib.import_module(table[word][0])
-    parser = _Parser(prog=f"stage {name}", allow_abbrev=False, add_help=False)
+    parser = _StageParser(prog=f"stage {name}", allow_abbrev=False, add_help=False)
     module.add_arguments(parser)
-    options = {key: _rebased(key, value, plan.base) for key, value in options.items()}
-    own = [key for key in options if key.replace("-", "_") in OWN]
+    options = {key: _resolve_path_option(key, value, plan.base) for key, value in options.items()}
+    own = [key for key in options if key.replace("-", "_") in RESERVED_OPTIONS]
     if own:
         raise UserError(
             f"options.{own[0]} is not for a stage to say: what it makes has its place in the stage's folder"
         )
-    args = parser.parse_intermixed_args(_words(plan, name, command, options, start))
+    args = parser.parse_intermixed_args(_command_line(plan, name, command, options, start))
     args.is_command = False
     if command == "eval":
         _check_eval(args)
@@ -219,49 +228,49 @@ def _with_options(
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path) and key != "out" and not is_reference(str(path)) and not path.exists():
                 raise UserError(f"{key}: no such file or folder: {path} (looked from {plan.base} and from here)")
-    plain = {key: _plain(value) for key, value in vars(args).items() if key not in ("out", "force", "is_command")}
-    return Ready(Planned(name, command, start, _needs(plan, [plain]), plain, of), None, module, args)
+    plain = {key: _to_plain(value) for key, value in vars(args).items() if key not in ("out", "force", "is_command")}
+    return RunnableStage(PlannedStage(name, command, start, _needs(plan, [plain]), plain, of), None, module, args)
 
 
-class _Parser(argparse.ArgumentParser):
+class _StageParser(argparse.ArgumentParser):
     """A command's parser that says what is wrong as an error of the stage."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
-def _words(plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None) -> list[str]:
+def _command_line(plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None) -> list[str]:
     """The command line of a stage."""
-    reads = READS.get(command, ("source",))
+    reads = POSITIONAL_OPTIONS.get(command, ("source",))
     for key in reads:
         if key not in options:
             raise UserError(f"{command} needs options.{key}: what it reads")
-    read = [str(word) for key in reads for word in _listed(options[key])]
-    out = str(product(plan.folder, name, command))
+    read = [str(word) for key in reads for word in _as_list(options[key])]
+    out = str(output_path(plan.folder, name, command))
     if command == "eval":
         config = plan.config
         given = {"seed": config.seed, "dtype": config.model.dtype, "device": config.model.device} | options
         template = config.template.model_dump(exclude_unset=True)
         settings = ({"data.template": template} if template else {}) | options.get("settings", {})
         words = [f"stage:{start}", *read, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-        return [*words, "--out", out, *_flags(given, (*reads, "settings"))]
-    return [*([out, *read] if command == "merge" else [*read, out]), *_flags(options, reads)]
+        return [*words, "--out", out, *_option_words(given, (*reads, "settings"))]
+    return [*([out, *read] if command == "merge" else [*read, out]), *_option_words(options, reads)]
 
 
-def _flags(options: dict[str, Any], besides: tuple[str, ...]) -> list[str]:
+def _option_words(options: dict[str, Any], besides: tuple[str, ...]) -> list[str]:
     words: list[str] = []
     for key, value in options.items():
         if key in besides or value is None or value is False:
             continue
         flag = "--" + key.replace("_", "-")
         if key in ("against", "reward"):  # which may be repeated
-            words += [word for one in _listed(value) for word in (flag, str(one))]
+            words += [word for one in _as_list(value) for word in (flag, str(one))]
         else:
-            words += [flag, *([] if value is True else map(str, _listed(value)))]
+            words += [flag, *([] if value is True else map(str, _as_list(value)))]
     return words
 
 
-def product(folder: Path, name: str, command: str) -> Path:
+def output_path(folder: Path, name: str, command: str) -> Path:
     """What a stage of a command with options writes."""
     if command in ("merge", "export", "new"):
         return folder / name / "model"
@@ -270,34 +279,34 @@ def product(folder: Path, name: str, command: str) -> Path:
 
 def _check_eval(args: argparse.Namespace) -> None:
     """What `burnish eval` would refuse, as far as it is known before its model and data are there."""
-    from burnish.cli.eval import flags, split_words
-    from burnish.evaluation.settings import settings
+    from burnish.cli.eval import option_values, split_words
+    from burnish.evaluation.settings import load_settings
 
     _, data, overrides = split_words(args.words)
     if len(data) > 1:
         raise UserError(f"an eval stage measures on one data set, and there are {len(data)}: make a stage of each")
     if not is_reference(data[0]):
-        settings(data[0], flags(args), overrides, {}, args.data_dir)
+        load_settings(data[0], option_values(args), overrides, {}, args.data_dir)
 
 
-def _rebased(key: str, value: Any, base: Path) -> Any:
+def _resolve_path_option(key: str, value: Any, base: Path) -> Any:
     """An option whose files are looked for from the recipe's folder first."""
     if isinstance(value, list):
-        return [_rebased(key, one, base) for one in value]
+        return [_resolve_path_option(key, one, base) for one in value]
     if not isinstance(value, str) or is_reference(value):
         return value
     if is_plugin_file(value):
         file, _, attribute = value.rpartition(":")
         return f"{base / file}:{attribute}" if (base / file).is_file() else value
     is_there = (base / value).is_file() or (key in ("models", "source", "run") and (base / value).is_dir())
-    return str(base / value) if key in FILES and is_there else value
+    return str(base / value) if key in PATH_OPTIONS and is_there else value
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_to_plain(one) for one in value]
     return str(value) if isinstance(value, Path) else value

@@ -11,20 +11,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from burnish.cli.stage_plan import MEASURED, Plan, Ready, make_plan
-from burnish.cli.train import add_supervision, num_restarts, patience_s
+from burnish.cli.stage_plan import MEASURED_SUFFIX, Plan, RunnableStage, make_plan
+from burnish.cli.train import add_supervisor_options, heartbeat_timeout_s, num_restarts
 from burnish.config.errors import UserError
 from burnish.config.loading import Loaded, dump, load
 from burnish.config.model import Model
 from burnish.config.plugins import is_plugin, is_reference
-from burnish.config.requirements import sources_of
+from burnish.config.requirements import data_sources
 from burnish.config.schema import TrainConfig
-from burnish.config.stages import BASE, StagesConfig
+from burnish.config.stages import BASE_STAGE, StagesConfig
 from burnish.config.yaml_text import printable
 from burnish.run.stage_index import StageIndex
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.run.supervisor.supervisor import Supervisor
-from burnish.trainers.stages import Planned, Stages
+from burnish.trainers.stages import PlannedStage, Stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE",
         help="make this stage and all after it again; their folders are deleted",
     )
-    add_supervision(parser)
+    add_supervisor_options(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(StagesConfig)
 
@@ -53,17 +53,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("burnish stages starts a process for each stage itself: start it without torchrun")
     plan = load_plan(args)
     if args.dry_run:
-        show(plan)
+        print_plan(plan)
         return 0
     # A job of seconds needs no supervisor: in one process all stages together load torch once.
     restarts = 0 if args.shrink and args.max_restarts is None else num_restarts(args)
     with Stages.open(plan.folder, plan.planned, dump(plan.config), args.start_from) as stages:
         for stage in stages.left():
-            say(plan, stages, stage)
+            print_stage_start(plan, stages, stage)
             stages.begin(stage)
             ready, status, is_asked, heard = plan.stages[stage.name], None, False, StopOnInterrupt.num_heard
             if restarts:
-                supervisor = Supervisor(plan.folder / stage.name, restarts, patience(args, ready))
+                supervisor = Supervisor(plan.folder / stage.name, restarts, stage_timeout_s(args, ready))
                 status, is_asked = supervisor.run(), supervisor.is_asked_to_stop
             if status is None:  # a driver of its own, or this process where there is none
                 from burnish.cli.stage_commands import run_stage
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             if not is_done or (is_asked and stages.left()):
                 how = "stopped" if status == 0 else f"ended with status {status}"
                 where = f"{'after' if is_done else 'in'} stage {stage.name}"
-                print(f"{how} {where}; the same command{without(args)} goes on from here: {plan.folder}")
+                print(f"{how} {where}; the same command{_without_from(args)} goes on from here: {plan.folder}")
                 return status
         print(printable("\n".join(summary(plan, stages.index))))
     return 0
@@ -85,21 +85,21 @@ def load_plan(args: argparse.Namespace) -> Plan:
     """The checked plan of a command line; what `--shrink` changed is printed."""
     if not args.shrink:
         return make_plan(load(StagesConfig, args.recipe, args.overrides), args.recipe, args.recipe.stem)
-    from burnish.config.stages import load_small_stages
+    from burnish.config.stages import load_shrunk_stages
 
-    loaded, changes = load_small_stages(args.recipe, args.overrides)
+    loaded, changes = load_shrunk_stages(args.recipe, args.overrides)
     print("\n".join(f"shrunk: {change}" for change in changes))
     return make_plan(loaded, args.recipe, f"{args.recipe.stem}-shrunk")
 
 
-def patience(args: argparse.Namespace, ready: Ready) -> float:
+def stage_timeout_s(args: argparse.Namespace, ready: RunnableStage) -> float:
     """How long a stage's driver may be silent."""
     if ready.loaded is not None and isinstance(ready.loaded.config, TrainConfig):
-        return patience_s(args, ready.loaded.config)
+        return heartbeat_timeout_s(args, ready.loaded.config)
     return float(args.deadline)
 
 
-def without(args: argparse.Namespace) -> str:
+def _without_from(args: argparse.Namespace) -> str:
     """`--from` would begin again, not go on."""
     return " without --from" if args.start_from is not None else ""
 
@@ -107,7 +107,7 @@ def without(args: argparse.Namespace) -> str:
 # --- what is said ------------------------------------------------------------------------------------------------------------
 
 
-def say(plan: Plan, stages: Stages, stage: Planned) -> None:
+def print_stage_start(plan: Plan, stages: Stages, stage: PlannedStage) -> None:
     """Which stage begins, of how many."""
     names = list(plan.stages)
     begins = f", from {stage.start}" if stage.start is not None else ""
@@ -120,7 +120,7 @@ def say(plan: Plan, stages: Stages, stage: Planned) -> None:
     )
 
 
-def show(plan: Plan) -> None:
+def print_plan(plan: Plan) -> None:
     """Every stage: what it is, where it begins, what it needs, and its plan."""
     from burnish.config.explain import plan_text
 
@@ -132,24 +132,24 @@ def show(plan: Plan) -> None:
             one.planned.command,
             one.planned.start or "-",
             ", ".join(one.planned.needs) or "-",
-            state(there, one.planned),
+            stage_status(there, one.planned),
         ]
         for name, one in plan.stages.items()
     ]
-    print("\n".join(aligned([["stage", "command", "start", "needs", "is"], *rows], left=(0, 1, 2, 3, 4))))
+    print("\n".join(align_columns([["stage", "command", "start", "needs", "is"], *rows], left=(0, 1, 2, 3, 4))))
     for name, one in plan.stages.items():
         if one.loaded is not None:
             print(f"\n{name}\n{plan_text(one.loaded.config)}", end="")
-            show_rows(one.loaded)
-            show_memory(plan, one)
+            print_stage_rows(one.loaded)
+            print_stage_memory(plan, one)
 
 
-def show_rows(loaded: Loaded[Any]) -> None:
+def print_stage_rows(loaded: Loaded[Any]) -> None:
     """How often each row is used, where no earlier stage makes the rows; the error for a row that cannot be used."""
     from burnish.cli.stage import print_rows_to_learn
     from burnish.cli.train import print_rows
 
-    if any(is_reference(source.path) for source in sources_of(loaded.config)):
+    if any(is_reference(source.path) for source in data_sources(loaded.config)):
         return
     if isinstance(loaded.config, TrainConfig):
         # The plan has imported a user's reward in another process: it may start threads that would keep this one from ending.
@@ -159,23 +159,23 @@ def show_rows(loaded: Loaded[Any]) -> None:
         print_rows_to_learn(loaded)
 
 
-def show_memory(plan: Plan, ready: Ready) -> None:
+def print_stage_memory(plan: Plan, ready: RunnableStage) -> None:
     """The memory plan of a training stage; the error if it cannot fit."""
-    from burnish.memory_plan.from_config import planned
+    from burnish.memory_plan.from_config import plan_run
 
     assert ready.loaded is not None
     config = ready.loaded.config
     if isinstance(config, TrainConfig) and config.placement.name != "local":
         return
-    memory = planned(config.model_copy(update={"model": planned_model(plan, ready)}), plan.base)
+    memory = plan_run(config.model_copy(update={"model": planned_model(plan, ready)}), plan.base)
     print(memory.text)
     for warning in memory.check():
         print(f"note: {warning}")
 
 
-def planned_model(plan: Plan, ready: Ready) -> Model:
+def planned_model(plan: Plan, ready: RunnableStage) -> Model:
     """A stage's model for its memory plan: the base's shape, which all its descendants have, and the adapters that it trains."""
-    from burnish.models.lora.directory import base_of
+    from burnish.models.lora.peft_files import base_model_of
     from burnish.models.policy import find_directory
 
     assert ready.loaded is not None
@@ -185,11 +185,11 @@ def planned_model(plan: Plan, ready: Ready) -> Model:
         assert ready.planned.start is not None
         own["lora"] = planned_model(plan, plan.stages[ready.planned.start]).lora
     elif model.adapter is None and base.adapter is not None:  # a stage before it has merged them
-        own |= {"adapter": None, "path": base.path or str(base_of(find_directory(base.adapter, plan.base)))}
+        own |= {"adapter": None, "path": base.path or str(base_model_of(find_directory(base.adapter, plan.base)))}
     return base.model_copy(update=own)
 
 
-def state(index: StageIndex, stage: Planned) -> str:
+def stage_status(index: StageIndex, stage: PlannedStage) -> str:
     """How far a stage is."""
     if stage.name not in index.entries:
         return "to do"
@@ -207,16 +207,16 @@ def summary(plan: Plan, index: StageIndex) -> list[str]:
             measuring += entry.seconds
             continue
         before, after = accuracies(one.planned, index)
-        measured = index.entries.get(name + MEASURED)
+        measured = index.entries.get(name + MEASURED_SUFFIX)
         notes = [entry.outcome.note, measured.outcome.note if measured is not None and measured.outcome else ""]
-        cells = [accuracy(before), accuracy(after), "; ".join(filter(None, notes))]
+        cells = [format_accuracy(before), format_accuracy(after), "; ".join(filter(None, notes))]
         rows.append([name, one.planned.command, one.planned.start or "-", f"{entry.seconds:.1f}", *cells])
     total = sum(index.entries[name].seconds for name in plan.stages)
     if measuring:
         rows.append(["(measuring)", "eval", "-", f"{measuring:.1f}", "", "", ""])
     rows.append(["all", "", "", f"{total:.1f}", "", "", ""])
     last = [name for name, one in plan.stages.items() if one.planned.command in ("train", "sft", "prefer", "merge")]
-    lines = aligned([["stage", "command", "start", "seconds", "before", "after", ""], *rows])
+    lines = align_columns([["stage", "command", "start", "seconds", "before", "after", ""], *rows])
     if last:
         outcome = index.entries[last[-1]].outcome
         assert outcome is not None
@@ -224,7 +224,7 @@ def summary(plan: Plan, index: StageIndex) -> list[str]:
     return ["", *lines]
 
 
-def aligned(rows: list[list[str]], left: tuple[int, ...] = (0, 1, 2, 6)) -> list[str]:
+def align_columns(rows: list[list[str]], left: tuple[int, ...] = (0, 1, 2, 6)) -> list[str]:
     """Columns of text, those of `left` to the left and numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
@@ -234,18 +234,18 @@ def aligned(rows: list[list[str]], left: tuple[int, ...] = (0, 1, 2, 6)) -> list
     return [f"  {line}".rstrip() for line in lines]
 
 
-def accuracies(stage: Planned, index: StageIndex) -> tuple[float | None, float | None]:
+def accuracies(stage: PlannedStage, index: StageIndex) -> tuple[float | None, float | None]:
     """Of the model a stage began with and of its own: on the data of `measure`, or else on what the stage itself holds out."""
     entry = index.entries[stage.name]
     assert entry.outcome is not None
-    measured = index.entries.get(stage.name + MEASURED)
+    measured = index.entries.get(stage.name + MEASURED_SUFFIX)
     if measured is None or measured.outcome is None:
         return entry.outcome.before, entry.outcome.after
-    earlier = index.entries.get((stage.start or BASE) + MEASURED) if stage.start is not None else None
+    earlier = index.entries.get((stage.start or BASE_STAGE) + MEASURED_SUFFIX) if stage.start is not None else None
     before = earlier.outcome.after if earlier is not None and earlier.outcome is not None else None
     return before, measured.outcome.after
 
 
-def accuracy(value: float | None) -> str:
+def format_accuracy(value: float | None) -> str:
     """A share with three digits."""
     return "-" if value is None else f"{value:.3f}"

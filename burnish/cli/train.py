@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.config.loading import Kind, Loaded, dump, load, load_small
+from burnish.config.loading import ConfigType, Loaded, dump, load, load_shrunk
 from burnish.config.schema import TrainConfig
-from burnish.config.yaml_text import parse, printable
+from burnish.config.yaml_text import parse_yaml, printable
 from burnish.core.dispatch import WorkerLost
 from burnish.run.durable_files import FolderId, folder_id
 from burnish.run.run_directory import run_name
-from burnish.run.supervisor.exit_status import LOST
-from burnish.run.supervisor.supervisor import is_possible, supervise
+from burnish.run.supervisor.exit_status import WORKER_LOST_STATUS
+from burnish.run.supervisor.supervisor import is_supported, supervise
 
 if TYPE_CHECKING:
     from burnish.run.run import Run
 
-WOULD_NOT_START = 2
+DRY_RUN_FAILED = 2
 """Exit status of a dry run that found a problem: that of the run itself."""
 MAX_RESTARTS = 3
 DEADLINE_S = 1800.0
-MARGIN_S = 60.0
+SUPERVISOR_MARGIN_S = 60.0
 """How much longer than its driver the supervisor waits for a worker."""
 
 
@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
     )
-    add_fresh(parser)
-    add_profile(parser, "step")
-    add_supervision(parser)
+    add_fresh_option(parser)
+    add_profile_option(parser, "step")
+    add_supervisor_options(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = help_text(TrainConfig)
 
 
-def add_fresh(parser: argparse.ArgumentParser) -> None:
+def add_fresh_option(parser: argparse.ArgumentParser) -> None:
     """The option `--fresh`."""
     parser.add_argument(
         "--fresh",
@@ -66,7 +66,7 @@ def replaced_folder(args: argparse.Namespace, folder: Path) -> FolderId | None:
     return folder_id(folder) if args.fresh else None
 
 
-def add_supervision(parser: argparse.ArgumentParser) -> None:
+def add_supervisor_options(parser: argparse.ArgumentParser) -> None:
     """The options of the supervisor."""
     parser.add_argument(
         "--max-restarts",
@@ -83,7 +83,7 @@ def add_supervision(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
+def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
     """The option `--profile [STEP]`."""
     parser.add_argument(
         "--profile",
@@ -108,30 +108,30 @@ def run(args: argparse.Namespace) -> int:
     loaded, name = load_recipe(TrainConfig, args)
     if args.dry_run:
         check_controls(args, loaded.config)
-        return show(loaded, name, args.fresh)
+        return print_dry_run(loaded, name, args.fresh)
     restarts = num_restarts(args)
-    folder = folder_of(loaded.config, name)
+    folder = run_folder(loaded.config, name)
     replaced = replaced_folder(args, folder)  # once: a driver that is started again goes on with the new run
     if restarts:
-        status = supervise(folder, restarts, patience_s(args, loaded.config), replaced)
+        status = supervise(folder, restarts, heartbeat_timeout_s(args, loaded.config), replaced)
         if status is not None:
             return status
     try:
-        return drive(args, loaded, name, replaced)
+        return train_in_process(args, loaded, name, replaced)
     except WorkerLost as error:
         print(f"burnish: error: {printable(str(error))}", file=sys.stderr)
-        return LOST
+        return WORKER_LOST_STATUS
 
 
-def show(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int:
+def print_dry_run(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int:
     """The resolved config, the plan, and what the run would stop at; the exit status. With `is_fresh` an old run is no obstacle."""
-    from burnish.config.explain import plan_text, remarks
+    from burnish.config.explain import config_notes, plan_text
     from burnish.distributed.placement import check_placement
     from burnish.trainers.rl_run import check_directory
 
     print(dump(loaded.config))
     print(plan_text(loaded.config))
-    for remark in remarks(loaded.config):
+    for remark in config_notes(loaded.config):
         print(f"note: {remark}")
     checks = [lambda: check_placement(loaded.config.placement), lambda: print_rows(loaded, name)]
     if not is_fresh:
@@ -156,7 +156,7 @@ def num_restarts(args: argparse.Namespace) -> int:
         raise UserError(f"--max-restarts {given}: give 0 or more")
     if not args.deadline > 0:
         raise UserError(f"--deadline {args.deadline:g}: give seconds, more than 0")
-    can = args.is_command and is_possible()
+    can = args.is_command and is_supported()
     if given and not can:
         raise UserError(
             f"--max-restarts {given} needs the command `burnish train` on Linux: leave it out or set it to 0"
@@ -164,25 +164,27 @@ def num_restarts(args: argparse.Namespace) -> int:
     return given if given is not None else MAX_RESTARTS if can else 0
 
 
-def folder_of(config: TrainConfig, name: str) -> Path:
+def run_folder(config: TrainConfig, name: str) -> Path:
     """The run's folder."""
     return Path(config.run.directory) / run_name(config.run.name, name, config.seed)
 
 
-def patience_s(args: argparse.Namespace, config: TrainConfig) -> float:
+def heartbeat_timeout_s(args: argparse.Namespace, config: TrainConfig) -> float:
     """How long the driver may be silent: longer than it waits for any worker or server, which it gives up by itself."""
     others = [config.placement] if config.placement.name == "ray" else []
     waits_s = [other.timeout_s for other in (*others, config.rollout.vllm, config.rollout.sglang) if other is not None]
     waits_s += [config.rollout.source.deadline_s] if config.rollout.source.name == "async" else []
-    return max(float(args.deadline), *(wait_s + MARGIN_S for wait_s in waits_s), 0.0)
+    return max(float(args.deadline), *(wait_s + SUPERVISOR_MARGIN_S for wait_s in waits_s), 0.0)
 
 
-def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, replaced: FolderId | None = None) -> int:
+def train_in_process(
+    args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, replaced: FolderId | None = None
+) -> int:
     """Make the run, in this process."""
     from burnish.trainers.rl_run import checked_run, execute
-    from burnish.training.parallel.distribute import refuse_several
+    from burnish.training.parallel.ranks import require_single_process
 
-    refuse_several("train")
+    require_single_process("train")
     check_controls(args, loaded.config)
     with checked_run(loaded.config, loaded.resolved, loaded.base, name, replaced) as (parts, run):
         if not execute(parts, run, args.profile):
@@ -195,16 +197,16 @@ def drive(args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, repl
             from burnish.trainers.rl_run import run_controls
 
             run_controls(loaded.config, loaded.base, run)
-        finish(run)
+        print_results(run)
         run.end(run.last_step, is_complete=True)
     return 0
 
 
 def print_memory(loaded: Loaded[Any]) -> None:
     """The memory plan; the error for one that cannot fit the device that is here."""
-    from burnish.memory_plan.from_config import planned
+    from burnish.memory_plan.from_config import plan_run
 
-    memory = planned(loaded.config, loaded.base)
+    memory = plan_run(loaded.config, loaded.base)
     print(memory.text)
     warnings = memory.check()
     print("\n".join(f"note: {warning}" for warning in warnings) or memory.verdict)
@@ -217,14 +219,14 @@ def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
     """
     from burnish.config.requirements import missing_extras, missing_inputs, missing_models
     from burnish.rewards.scoring import Rewards
-    from burnish.trainers.input_checks import draws_text, read_checked
+    from burnish.trainers.input_checks import read_checked_rows, row_repeats_text
     from burnish.trainers.rl_run import check_without_weights
 
     if any(missing_inputs(loaded)) or any(missing_extras(loaded.config)):
         return
     with Rewards(loaded.config.reward, loaded.base, is_elsewhere=True) as rewards:
-        rows = read_checked(loaded.config, loaded.base, rewards)
-        for line in draws_text(loaded.config, rows.sizes):
+        rows = read_checked_rows(loaded.config, loaded.base, rewards)
+        for line in row_repeats_text(loaded.config, rows.sizes):
             print(line)
         if name is not None and not any(missing_models(loaded)):
             check_without_weights(loaded.config, loaded.base, name, rewards, rows.take)
@@ -244,25 +246,25 @@ def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int
         print(f"this run would not start: {problem}")
     number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print(f"dry run: {number}, the run would not start" if problems else "dry run: the run would start")
-    return WOULD_NOT_START if problems else 0
+    return DRY_RUN_FAILED if problems else 0
 
 
-def load_recipe(kind: type[Kind], args: argparse.Namespace) -> tuple[Loaded[Kind], str]:
+def load_recipe(kind: type[ConfigType], args: argparse.Namespace) -> tuple[Loaded[ConfigType], str]:
     """The configuration a command line asks for and what to call its run; what `--shrink` changed is printed."""
     if not args.shrink:
         return load(kind, args.recipe, args.overrides), args.recipe.stem
-    loaded, changes = load_small(kind, args.recipe, args.overrides)
+    loaded, changes = load_shrunk(kind, args.recipe, args.overrides)
     print("\n".join(f"shrunk: {change}" for change in changes))
     return loaded, f"{args.recipe.stem}-shrunk"
 
 
-def finish(run: Run) -> None:
+def print_results(run: Run) -> None:
     """Report, curves, and the numbers a person wants to see last: of all validation modes, of the first once more at the end."""
     from burnish.report.curves import write_curves
-    from burnish.report.page import write_report
-    from burnish.run.metrics import FIGURES, held_out_figures, read
+    from burnish.report.html_report import write_report
+    from burnish.run.metrics import HELD_OUT_FIGURES, held_out_figures, read_metrics
 
-    rows = read(run.directory.metrics)
+    rows = read_metrics(run.directory.metrics)
     if rows:
         print(f"curves: {write_curves(run.directory.path)}")
         print(f"report: {write_report(run.directory.path)}")
@@ -285,7 +287,9 @@ def finish(run: Run) -> None:
     if not figures:
         print("held-out accuracy: none, not one held-out sample could be scored")
         return
-    modes = parse(run.directory.config.read_text(), str(run.directory.config))["validation"]["modes"]  # in their order
+    modes = parse_yaml(run.directory.config.read_text(), str(run.directory.config))["validation"][
+        "modes"
+    ]  # in their order
     # A finished run whose modes were renamed has only been measured in the old ones.
     there = [mode for mode in modes if mode in figures] or list(figures)
     for mode in there:
@@ -293,16 +297,16 @@ def finish(run: Run) -> None:
     mode, figure = there[0], figures[there[0]]
     name = f"validation/{mode}/{figure}"
     if before["step"] == 0:
-        print(f"{FIGURES[figure]} before RL: {before.get(name, float('nan')):.3f}")
-    print(f"{FIGURES[figure]} after RL: {after[name]:.3f}")
+        print(f"{HELD_OUT_FIGURES[figure]} before RL: {before.get(name, float('nan')):.3f}")
+    print(f"{HELD_OUT_FIGURES[figure]} after RL: {after[name]:.3f}")
 
 
 def _print_table(mode: str, figure: str, before: dict[str, float], after: dict[str, float]) -> None:
     """The first and the last value of a mode's figure, of all rows and by column."""
-    from burnish.run.metrics import FIGURES
+    from burnish.run.metrics import HELD_OUT_FIGURES
 
     prefix = f"validation/{mode}/{figure}"
-    print(f"  {FIGURES[figure] + ', ' + mode:<32} step {before['step']} -> step {after['step']}")
+    print(f"  {HELD_OUT_FIGURES[figure] + ', ' + mode:<32} step {before['step']} -> step {after['step']}")
     for key in [k for k in after if k == prefix or k.startswith(prefix + "/")]:
         label = printable(key.removeprefix(prefix).lstrip("/") or "all")
         print(f"    {label:<30} {before.get(key, float('nan')):.3f} -> {after[key]:.3f}")

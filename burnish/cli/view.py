@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write report.html and say where it is."""
-    from burnish.report.page import write_report
+    from burnish.report.html_report import write_report
     from burnish.run.run_directory import RunDirectory
 
     directory = RunDirectory.open(args.path)

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 from burnish.algorithms.curriculum.spec import LengthBudget
 from burnish.algorithms.filters.spec import Refill
 from burnish.algorithms.presets import PRESETS
-from burnish.algorithms.presets.group_baselines import Preset
-from burnish.algorithms.spec import TABLE, Algorithm, Replay
+from burnish.algorithms.presets.critic_free import Preset
+from burnish.algorithms.spec import SLOT_RECORDS, Algorithm, Replay
 from burnish.algorithms.terms.spec import Aggregation, Auxiliary, Entropy, Kl, KlLoss, KlReward
-from burnish.config.loading import from_preset
+from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Critic, ProcessModel
-from burnish.config.records import Record, Slot
-from burnish.config.schema_walk import REQUIRED, default_of, label, walk
+from burnish.config.records import REQUIRED, Record, Slot, choice_name, default_of, walk_keys
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
-BASE = "grpo"
+ALGORITHMS_PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+BASELINE_PRESET = "grpo"
 """The preset that others are compared with."""
 OFF = "-"
 SLOTS = tuple(name for name in Algorithm.model_fields if name != "preset")
@@ -31,62 +30,62 @@ SLOTS = tuple(name for name in Algorithm.model_fields if name != "preset")
 # --- one slot, two algorithms ------------------------------------------------------------------------------------------
 
 
-def brief(value: Any) -> str:
+def describe_slot(value: Any) -> str:
     """A slot in a few words: its name and the options that are not its defaults; `-` for what is off."""
     if isinstance(value, list):
-        return ", ".join(brief(v) for v in value) or OFF
+        return ", ".join(describe_slot(v) for v in value) or OFF
     if isinstance(value, Kl):
-        return _brief_kl(value)
+        return _describe_kl(value)
     if value is None or getattr(value, "name", "") == "none":
         return OFF
-    options = ", ".join(f"{key}={_shown(v)}" for key, v in changed(value))
+    options = ", ".join(f"{key}={_option_value(v)}" for key, v in non_default_options(value))
     name = getattr(value, "name", "")
     if not name:
         return options or ("on" if isinstance(value, Critic | ProcessModel | Replay) else OFF)
     return f"{name}({options})" if options else str(name)
 
 
-def changed(record: Record, default: Record | None = None) -> Iterator[tuple[str, Any]]:
+def non_default_options(record: Record, default: Record | None = None) -> Iterator[tuple[str, Any]]:
     """The options of a record that differ from their defaults; those of a section inside it by dotted key."""
     for key, value in record:
         usual = default_of(type(record), key) if default is None else getattr(default, key)
         if key == "name" or value == usual:
             continue
         if isinstance(value, Record):
-            inside = changed(value, usual if isinstance(usual, type(value)) else None)
+            inside = non_default_options(value, usual if isinstance(usual, type(value)) else None)
             yield from [(f"{key}.{k}", v) for k, v in inside] or [(key, "on")]
         else:
             yield key, value
 
 
-def differences(first: Algorithm, second: Algorithm) -> list[tuple[str, str, str]]:
+def slot_differences(first: Algorithm, second: Algorithm) -> list[tuple[str, str, str]]:
     """The slots two algorithms differ in, with what each has there."""
     pairs = [(slot, getattr(first, slot), getattr(second, slot)) for slot in SLOTS]
-    return [(slot, brief(a), brief(b)) for slot, a, b in pairs if a != b]
+    return [(slot, describe_slot(a), describe_slot(b)) for slot, a, b in pairs if a != b]
 
 
-def from_base(algorithm: Algorithm) -> str:
+def changes_from_grpo(algorithm: Algorithm) -> str:
     """What an algorithm changes in GRPO, on a line."""
-    changes = differences(from_preset(BASE), algorithm)
+    changes = slot_differences(algorithm_from_preset(BASELINE_PRESET), algorithm)
     return "; ".join(f"{slot}: {'none' if new == OFF else new}" for slot, _, new in changes)
 
 
-def _brief_kl(kl: Kl) -> str:
+def _describe_kl(kl: Kl) -> str:
     uses = []
     if kl.loss.coef > 0:
-        uses.append(_use("loss", kl.loss) + (" times the ratio" if kl.loss.is_corrected else ""))
+        uses.append(_kl_term("loss", kl.loss) + (" times the ratio" if kl.loss.is_corrected else ""))
     if kl.reward.coef > 0:
         centred = f" centred by {kl.reward.center}" if kl.reward.center != "none" else ""
-        uses.append(_use("reward", kl.reward) + centred + (" steered" if kl.adaptive is not None else ""))
-    reference = brief(kl.reference)
+        uses.append(_kl_term("reward", kl.reward) + centred + (" steered" if kl.adaptive is not None else ""))
+    reference = describe_slot(kl.reference)
     return OFF if reference == OFF else " ".join([*([", ".join(uses)] if uses else []), f"to {reference}"])
 
 
-def _use(where: str, term: KlLoss | KlReward) -> str:
+def _kl_term(where: str, term: KlLoss | KlReward) -> str:
     return f"{term.coef:g} {term.estimator} in {where}"
 
 
-def _shown(value: Any) -> str:
+def _option_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -106,13 +105,13 @@ COLLAPSE = "entropy collapses, answers become alike"
 LENGTH = "answers grow longer without getting better"
 NO_SIGNAL = "prompts that are always or never solved teach nothing"
 RATIOS = "token ratios are unstable (mixtures of experts, long answers)"
-REFERENCE = "the reference is left far behind and holds the policy back"
-RARE = "right answers are rare"
-CUT = "truncation makes rewards noisy"
+STALE_REFERENCE = "the reference is left far behind and holds the policy back"
+RARE_SUCCESS = "right answers are rare"
+TRUNCATION = "truncation makes rewards noisy"
 REPEATS = "answers repeat themselves or mix scripts"
 VARIANCE = "advantages are noisy"
-CRITIC = "a critic is biased at the start, or over long answers"
-SAYS_LITTLE = "one reward at the end says little about single tokens"
+CRITIC_BIAS = "a critic is biased at the start, or over long answers"
+SPARSE_REWARD = "one reward at the end says little about single tokens"
 COST = "most of the compute goes into samples that teach little"
 
 PROBLEMS: tuple[Remedy, ...] = (
@@ -125,9 +124,9 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(COLLAPSE, "a higher temperature", ("rollout.temperature=1.2",), ("t1",)),
     Remedy("wrong answers grow long, extreme prompts count more", "no division by length or deviation", ("algorithm=dr_grpo",), ("dr_grpo",)),
     Remedy("long answers' tokens count less", "one mean over all tokens", ("algorithm.aggregation=token-mean",), ("dapo",)),
-    Remedy(CUT, "truncated answers leave the loss", ("algorithm.filters=[overlong]",)),
-    Remedy(CUT, "a penalty that grows before the limit", ("algorithm.shaping=[{name: soft_overlong, cache: 128}]",), ("dapo",)),
-    Remedy(CUT, "truncated answers lose reward", ("algorithm.shaping=[{name: stop_properly, coef: 0.5}]",)),
+    Remedy(TRUNCATION, "truncated answers leave the loss", ("algorithm.filters=[overlong]",)),
+    Remedy(TRUNCATION, "a penalty that grows before the limit", ("algorithm.shaping=[{name: soft_overlong, cache: 128}]",), ("dapo",)),
+    Remedy(TRUNCATION, "truncated answers lose reward", ("algorithm.shaping=[{name: stop_properly, coef: 0.5}]",)),
     Remedy(NO_SIGNAL, "drop such groups", ("algorithm.filters=[zero_signal]",), ("scale_rl", "reinforce_rej")),
     Remedy(NO_SIGNAL, "drop them and sample others (dynamic sampling)", ("algorithm.filters=[zero_signal]", "algorithm.refill.rounds=10"), ("dapo",)),
     Remedy(NO_SIGNAL, "keep prompts of middling difficulty", ("algorithm.filters=[{name: difficulty_band, low: 0.2, high: 0.8}]", "algorithm.refill.rounds=4"), ("bae", "prime")),
@@ -146,22 +145,22 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(RATIOS, "a trust region on probabilities", ("algorithm=dppo_tv",), ("dppo_tv", "dppo_kl")),
     Remedy(RATIOS, "drifted sequences with negative advantage leave the loss", ("algorithm.clip.drift=0.5",)),
     Remedy("the clip takes rare but pivotal tokens out of the loss", "the clipped ratio as a weight", ("algorithm=cispo",), ("cispo", "scale_rl")),
-    Remedy(REFERENCE, "copy the policy now and then", ("algorithm.kl.reference={name: hard_sync, every: 400}",), ("r1_zero", "r1")),
-    Remedy(REFERENCE, "a moving average", ("algorithm.kl.reference={name: ema, eta: 0.01}",), ("t1",)),
-    Remedy(REFERENCE, "no reference", ("algorithm.kl.loss.coef=0", "algorithm.kl.reference=none"), ("dapo", "orz")),
+    Remedy(STALE_REFERENCE, "copy the policy now and then", ("algorithm.kl.reference={name: hard_sync, every: 400}",), ("r1_zero", "r1")),
+    Remedy(STALE_REFERENCE, "a moving average", ("algorithm.kl.reference={name: ema, eta: 0.01}",), ("t1",)),
+    Remedy(STALE_REFERENCE, "no reference", ("algorithm.kl.loss.coef=0", "algorithm.kl.reference=none"), ("dapo", "orz")),
     Remedy("the KL estimate's gradient is biased", "value of k3, gradient of k2", ("algorithm.kl.loss.estimator=k3+",)),
-    Remedy(CRITIC, "train the critic alone first", ("algorithm=ppo", "algorithm.critic.warmup_steps=50"), ("vc_ppo", "vapo")),
-    Remedy(CRITIC, "one lambda for the critic, another for the policy", ("algorithm=vc_ppo",), ("vc_ppo",)),
-    Remedy(CRITIC, "a lambda that follows the length", ("algorithm=vapo",), ("vapo",)),
-    Remedy(SAYS_LITTLE, "rewards of tokens, learnt from outcomes", ("algorithm=prime",), ("prime",)),
-    Remedy(SAYS_LITTLE, "values where the policy was unsure, by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
-    Remedy(SAYS_LITTLE, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
-    Remedy(SAYS_LITTLE, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
-    Remedy(SAYS_LITTLE, "an agent's turns that begin in the same state, compared", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
-    Remedy(RARE, "imitate right answers beside the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
-    Remedy(RARE, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
-    Remedy(RARE, "demonstrations beside the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
-    Remedy(RARE, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
+    Remedy(CRITIC_BIAS, "train the critic alone first", ("algorithm=ppo", "algorithm.critic.warmup_steps=50"), ("vc_ppo", "vapo")),
+    Remedy(CRITIC_BIAS, "one lambda for the critic, another for the policy", ("algorithm=vc_ppo",), ("vc_ppo",)),
+    Remedy(CRITIC_BIAS, "a lambda that follows the length", ("algorithm=vapo",), ("vapo",)),
+    Remedy(SPARSE_REWARD, "rewards of tokens, learnt from outcomes", ("algorithm=prime",), ("prime",)),
+    Remedy(SPARSE_REWARD, "values where the policy was unsure, by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
+    Remedy(SPARSE_REWARD, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
+    Remedy(SPARSE_REWARD, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
+    Remedy(SPARSE_REWARD, "an agent's turns that begin in the same state, compared", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
+    Remedy(RARE_SUCCESS, "imitate right answers beside the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
+    Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
+    Remedy(RARE_SUCCESS, "demonstrations beside the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
+    Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
     Remedy(VARIANCE, "leave the own reward out of the baseline", ("algorithm.advantage=rloo",), ("rloo",)),
     Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),
     Remedy(VARIANCE, "a baseline for every position", ("algorithm.advantage=otb",), ("otb",)),
@@ -175,7 +174,7 @@ PROBLEMS: tuple[Remedy, ...] = (
 
 # --- the page ----------------------------------------------------------------------------------------------------------
 
-INTRO = """\
+ALGORITHMS_INTRO = """\
 # Algorithms
 
 Written by `python -m burnish.config.algorithm_guide` from the presets and slots in `burnish/config/`; a test compares the two.
@@ -188,7 +187,7 @@ recipe or on the command line. `burnish algorithms` prints the table, `burnish a
 
 goes through all of its slots in seconds, with a tiny model on a built-in task. Its first lines say what was made smaller.
 """
-SECTIONS: tuple[tuple[str, type[Record]], ...] = (
+DOCUMENTED_SECTIONS: tuple[tuple[str, type[Record]], ...] = (
     ("algorithm.aggregation", Aggregation),
     ("algorithm.kl", Kl),
     ("algorithm.entropy", Entropy),
@@ -201,9 +200,9 @@ SECTIONS: tuple[tuple[str, type[Record]], ...] = (
 )
 
 
-def page() -> str:
+def algorithms_page() -> str:
     """docs/algorithms.md."""
-    parts = [INTRO, problems_table(), presets_table(), slots_text()]
+    parts = [ALGORITHMS_INTRO, problems_table(), presets_table(), slots_text()]
     return "\n".join(parts)
 
 
@@ -226,15 +225,15 @@ def presets_table() -> str:
     lines = [
         f"## Presets ({len(PRESETS)})",
         "",
-        f"What a preset changes is against `{BASE}`.",
+        f"What a preset changes is against `{BASELINE_PRESET}`.",
         "",
     ]
     lines += ["| preset | published in | answers | changes | |", "|---|---|---|---|---|"]
     for name, preset in PRESETS.items():
-        algorithm = from_preset(name)
+        algorithm = algorithm_from_preset(name)
         recipe = f"[recipe](../recipes/{name}.yaml)"
         answers = "; ".join(text for text in (preset.solves, preset.note) if text)
-        cells = [f"`{name}`", published(preset), answers, from_base(algorithm), recipe]
+        cells = [f"`{name}`", citation(preset), answers, changes_from_grpo(algorithm), recipe]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines) + "\n"
 
@@ -242,22 +241,22 @@ def presets_table() -> str:
 def slots_text() -> str:
     """Every choice of every slot, and the sections beside them, with formula, paper and options."""
     lines = ["## Slots", ""]
-    for slot, records in TABLE.items():
+    for slot, records in SLOT_RECORDS.items():
         lines += [f"### {'algorithm.kl' if slot == 'reference' else 'algorithm'}.{slot}", ""]
         for record in records:
-            lines += _record_text(f"`{label(record)}`: ", record)
+            lines += _record_text(f"`{choice_name(record)}`: ", record)
         lines.append("")
-    for key, section in SECTIONS:
+    for key, section in DOCUMENTED_SECTIONS:
         lines += [f"### {key}", "", *_record_text("", section), ""]
     return "\n".join(lines)
 
 
-def published(preset: Preset) -> str:
+def citation(preset: Preset) -> str:
     """A preset's title and paper, the title once."""
     return preset.paper if preset.paper.startswith(preset.title) else f"{preset.title}: {preset.paper}"
 
 
-def about(record: type[Record]) -> list[str]:
+def record_summary(record: type[Record]) -> list[str]:
     """What a record is for, its formula and its paper."""
     lines = [(record.__doc__ or "").strip().splitlines()[0]]
     if issubclass(record, Slot):
@@ -267,13 +266,13 @@ def about(record: type[Record]) -> list[str]:
 
 def _record_text(head: str, record: type[Record]) -> list[str]:
     """A record and its options as list items; `head` is the name of a choice, empty for a section."""
-    sentences = about(record)[:1]
+    sentences = record_summary(record)[:1]
     if issubclass(record, Slot):
         sentences += [f"`{record.formula}`."] if record.formula else []
         sentences += [f"{record.paper}."] if record.paper else []
         sentences += [f"Needs {', '.join(record.needs)}."] if record.needs else []
     lines = [f"- {head}{' '.join(sentences)}"]
-    for key in walk(record, choice=head):
+    for key in walk_keys(record, choice=head):
         if key.is_leaf and key.choice == head:  # what a choice inside a section takes stands under its own slot
             default = "required" if key.default is REQUIRED else f"default {_default(key.default)}"
             lines.append(f"  - `{key.path}` ({key.shape.expected}; {default}): {key.doc}")
@@ -297,5 +296,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(PAGE.parents[1])}")
+    ALGORITHMS_PAGE.write_text(algorithms_page(), encoding="utf-8")
+    print(f"wrote {ALGORITHMS_PAGE.relative_to(ALGORITHMS_PAGE.parents[1])}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from burnish.algorithms.advantages.spec import ADVANTAGES, DistillationAdvantage
+from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS, DistillationAdvantage
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import RewardPart
 from burnish.config.plugins import is_plugin
@@ -30,7 +30,7 @@ def check_demonstrations_fit(config: TrainConfig) -> None:
             "data.demonstrations_per_group=1 to put them into the groups"
         )
     if data.demonstrations_per_group:
-        _check_groups(config)
+        _check_group_demonstrations(config)
     elif algorithm.needs("demonstrations"):
         raise ValueError(
             f"loss {algorithm.loss.name} is for groups with demonstrations in them: set data.demonstrations_per_group=1, and "
@@ -40,7 +40,7 @@ def check_demonstrations_fit(config: TrainConfig) -> None:
         raise ValueError("data.demonstration_column has no effect without data.demonstrations_per_group")
 
 
-def _check_groups(config: TrainConfig) -> None:
+def _check_group_demonstrations(config: TrainConfig) -> None:
     """Whether demonstrations can stand beside the policy's samples."""
     data, algorithm, what = config.data, config.algorithm, "data.demonstrations_per_group"
     if not data.demonstrations and data.demonstration_column is None:
@@ -90,28 +90,28 @@ def check_distillation_fits(config: TrainConfig) -> None:
         )
 
 
-TEXT_ONLY = ("format", "think_format", "language")
+STYLE_REWARDS = ("format", "think_format", "language")
 """Rewards that look at how an answer is written: they say nothing about right or wrong."""
-NO_VERDICT = (*TEXT_ONLY, "model")
+REWARDS_WITHOUT_VERDICT = (*STYLE_REWARDS, "model")
 """All rewards that say nothing about right or wrong: the score of a model has no zero."""
 
 
-def is_verdict(part: RewardPart) -> bool:
+def gives_verdict(part: RewardPart) -> bool:
     """Whether a part is known to tell correct from wrong answers before it is called: a built-in verifier, or one with `correct_at`."""
-    graded = part.name in (*NO_VERDICT, "judge") or is_plugin(part.name)
+    graded = part.name in (*REWARDS_WITHOUT_VERDICT, "judge") or is_plugin(part.name)
     return part.correct_at is not None or not graded
 
 
-def may_judge(part: RewardPart) -> bool:
+def may_give_verdict(part: RewardPart) -> bool:
     """Whether a part may tell correct from wrong answers: also a function or a judge, which say so with each value."""
-    return is_verdict(part) or part.name not in NO_VERDICT
+    return gives_verdict(part) or part.name not in REWARDS_WITHOUT_VERDICT
 
 
-def always_judges(config: TrainConfig) -> bool:
+def always_gives_verdicts(config: TrainConfig) -> bool:
     """Whether every scored sample of a run has a verdict. False is no proof of the opposite: a function or an environment may give verdicts too."""
     if config.environment.name != "single_turn":  # any other may give the reward itself
         return False
-    return any(is_verdict(p) and p.sources is None and not is_plugin(p.name) for p in config.reward.parts)
+    return any(gives_verdict(p) and p.sources is None and not is_plugin(p.name) for p in config.reward.parts)
 
 
 def check_algorithm_fits(config: TrainConfig) -> None:
@@ -154,14 +154,14 @@ def check_algorithm_fits(config: TrainConfig) -> None:
         *algorithm.needs("accuracy"),
         *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
     ]
-    if judged and not any(may_judge(part) for part in config.reward.parts):
+    if judged and not any(may_give_verdict(part) for part in config.reward.parts):
         raise ValueError(
             f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in config.reward.parts)} says neither: "
             "add a reward part that judges the answer, or set correct_at of one to the value from which an answer is correct"
         )
     check_demonstrations_fit(config)
     check_distillation_fits(config)
-    check_steps_fit(config)
+    check_step_rewards_fit(config)
     if late and late[-1] > config.training.steps:
         raise ValueError(f"rollout.stages: one starts at step {late[-1]}, but training.steps={config.training.steps}")
     if algorithm.critic is not None and algorithm.critic.warmup_steps >= config.training.steps:
@@ -193,11 +193,11 @@ def check_branching_fits(config: TrainConfig, name: str) -> None:
         )
 
 
-def check_steps_fit(config: TrainConfig) -> None:
+def check_step_rewards_fit(config: TrainConfig) -> None:
     """Whether rewards of single steps have an advantage that looks at where they stand."""
     each = any(part.name == "model" and part.options.get("aggregate") == "each" for part in config.reward.parts)
     if each and not getattr(config.algorithm.advantage, "by_token", True):
-        able = [record.model_fields["name"].default for record in ADVANTAGES if record.by_token]
+        able = [record.model_fields["name"].default for record in ADVANTAGE_RECORDS if record.by_token]
         raise ValueError(
             f"reward part model with aggregate=each rewards single steps, and advantage {config.algorithm.advantage.name} counts their sum "
             f"alone: use one with a return for every token ({', '.join(able)}), or aggregate last, min, prod or mean"

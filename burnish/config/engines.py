@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from burnish.config.rollout import Rollout
 
 
-def _listed(value: Any) -> Any:
+def _str_as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 class Sglang(Record):
     """Running SGLang servers (0.5 or later) of the policy's model, which are sent new weights after every step."""
 
-    urls: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)]
+    urls: Annotated[list[str], BeforeValidator(_str_as_list), Field(min_length=1)]
     """Their addresses, such as http://localhost:30000; each request goes to the one with least work."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of one request, retries and its wait in a server's queue included, and of one transfer of weights."""
@@ -47,8 +47,8 @@ def check_engine_fits(rollout: Rollout) -> None:
 
 # --- vLLM as the engine: in this process, or a server.
 
-OF_THE_ENGINE = ("dtype", "max_model_len", "enforce_eager")
-OF_A_SERVER = ("weights_dir", "timeout_s")
+LOCAL_ENGINE_KEYS = ("dtype", "max_model_len", "enforce_eager")
+SERVER_KEYS = ("weights_dir", "timeout_s")
 
 
 class Vllm(Record):
@@ -69,7 +69,7 @@ class Vllm(Record):
 
     @model_validator(mode="after")
     def _one(self) -> Vllm:
-        idle = OF_THE_ENGINE if self.url is not None else OF_A_SERVER
+        idle = LOCAL_ENGINE_KEYS if self.url is not None else SERVER_KEYS
         given = [key for key in idle if getattr(self, key) != type(self).model_fields[key].default]
         if given and self.url is not None:
             raise ValueError(f"rollout.vllm.{given[0]} has no effect on a server, which has its own: remove it, or url")
@@ -179,7 +179,7 @@ class TruncatedFault(Slot):
     """Log-probs of the whole distribution, which show no gap to the trainer and are not true, or of the one drawn from."""
 
 
-MISMATCHES: tuple[type[Slot], ...] = (
+MISMATCH_FAULTS: tuple[type[Slot], ...] = (
     NoiseFault,
     StaleFault,
     QuantisedFault,
@@ -202,6 +202,6 @@ Mismatch = (
 if TYPE_CHECKING:  # the unions are made at run time
     MismatchSlot: TypeAlias = Any
 else:
-    MismatchSlot = choice(*MISMATCHES, plugin=False)
-CHANGES_WEIGHTS = ("noise", "quantised")
+    MismatchSlot = choice(*MISMATCH_FAULTS, plugin=False)
+WEIGHT_FAULTS = ("noise", "quantised")
 """Faults made of every weight: in 4 bits there is none to change."""

@@ -16,7 +16,7 @@ class UserError(Exception):
     """Something the user can fix. The message carries what, where and what to do."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest known name, or the empty string."""
     names = list(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6) or difflib.get_close_matches(
@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-FOLDERS = (
+LOCAL_FOLDERS = (
     "model",
     "models",
     "checkpoint",
@@ -41,7 +41,7 @@ FOLDERS = (
     "outputs",
 )
 """First words of a path that is meant to be local, whatever follows."""
-FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".txt", ".yaml", ".py")
+LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".txt", ".yaml", ".py")
 
 
 def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)) -> str:
@@ -50,7 +50,7 @@ def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)
     `roots` are the folders that a local path starts from: one that holds the first part of the path is meant.
     """
     owner, _, name = path.partition("/")
-    if not HUB_ID.fullmatch(path) or owner in FOLDERS or name.endswith(FILES):
+    if not HUB_ID.fullmatch(path) or owner in LOCAL_FOLDERS or name.endswith(LOCAL_SUFFIXES):
         return ""
     if any((root / owner).is_dir() for root in roots):
         return ""
@@ -63,7 +63,7 @@ def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)
     )
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
+def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for a name that is not in a table: names the nearest one and lists them all."""
     names = sorted(known)
-    return UserError(f"unknown {kind} {name!r}{nearest(name, names)} (known: {', '.join(names)})")
+    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")

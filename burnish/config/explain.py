@@ -15,16 +15,14 @@ from typing import Any
 from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
 from burnish.algorithms.spec import Algorithm
 from burnish.config.data import Source
-from burnish.config.loading import from_preset
-from burnish.config.placement import RayPlacement, processes
-from burnish.config.preference import PreferConfig, RewardModelConfig
-from burnish.config.records import Plugin, Record, Slot
-from burnish.config.schema import SftConfig, TrainConfig, Validation
-from burnish.config.schema_walk import REQUIRED, Key, Shape, label, walk
+from burnish.config.loading import algorithm_from_preset
+from burnish.config.placement import RayPlacement, describe_processes
+from burnish.config.records import REQUIRED, ConfigKey, Plugin, Record, SchemaNode, Slot, choice_name, walk_keys
+from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig, Validation
 from burnish.config.stages import StagesConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
-INTRO = """\
+CONFIG_PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+CONFIG_INTRO = """\
 # Configuration
 
 Written by `python -m burnish.config.explain` from the schema in `burnish/config/`; a test compares the two.
@@ -49,14 +47,14 @@ PRESET_NOTE = (
 def help_text(kind: type[Record]) -> str:
     """Every key with its type, default and docstring, in the order of the schema, for a terminal."""
     lines: list[str] = []
-    for key in walk(kind):
+    for key in walk_keys(kind):
         if key.choice:
             continue
         if key.is_leaf:
             lines += [f"{key.path} ({_type_and_default(key)})", *_wrapped(key.doc)]
             continue
         named = f" (default {_default(key)})" if key.shape.form != "record" else ""
-        lines += ["", f"{key.path}: {_sentence(key)}{named}"]
+        lines += ["", f"{key.path}: {_key_text(key)}{named}"]
         lines += _choices_text(key)
     return "\n".join(lines).lstrip("\n") + "\n"
 
@@ -65,7 +63,7 @@ def markdown(kind: type[Record]) -> str:
     """The same as Markdown: a table a section, and one for each slot's choices."""
     parts: list[str] = []
     open_section: str | None = None
-    for key in walk(kind):
+    for key in walk_keys(kind):
         section = key.path.rpartition(".")[0]
         if key.choice:
             continue
@@ -74,7 +72,7 @@ def markdown(kind: type[Record]) -> str:
                 "",
                 f"### {key.path}",
                 "",
-                f"{_sentence(key)} {_default_note(key)}".strip(),
+                f"{_key_text(key)} {_default_note(key)}".strip(),
                 *_choices_markdown(key),
             ]
             open_section = None
@@ -90,11 +88,11 @@ def count_keys(kind: type[Record]) -> int:
     """How many keys there are to know outside the slots (the section `algorithm`): those that take a value, where a section
     that stands in several places, as a data source does, counts once.
     """
-    keys = [k for k in walk(kind) if k.is_leaf and not k.choice and not k.path.startswith("algorithm.")]
+    keys = [k for k in walk_keys(kind) if k.is_leaf and not k.choice and not k.path.startswith("algorithm.")]
     return len({(key.record, key.path.rpartition(".")[2]) for key in keys})
 
 
-def page() -> str:
+def config_page() -> str:
     """docs/config.md."""
     commands: dict[str, type[Record]] = {
         "train": TrainConfig,
@@ -103,7 +101,7 @@ def page() -> str:
         "reward-model": RewardModelConfig,
         "stages": StagesConfig,
     }
-    return INTRO + "".join(f"\n## burnish {name}\n\n{markdown(kind)}" for name, kind in commands.items())
+    return CONFIG_INTRO + "".join(f"\n## burnish {name}\n\n{markdown(kind)}" for name, kind in commands.items())
 
 
 def plan_text(config: TrainConfig | SftConfig | PreferConfig | RewardModelConfig) -> str:
@@ -133,7 +131,10 @@ def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
         stage = config.warm_start
         rows += _sft_plan(stage.updates, stage.batch_size, stage.max_tokens, "warm start")
     rows += [
-        ("sequences a step", f"{sequences:,} ({rollout.prompts:,} prompts x {rollout.n:,} samples{_branches(config)})"),
+        (
+            "sequences a step",
+            f"{sequences:,} ({rollout.prompts:,} prompts x {rollout.n:,} samples{_branching_text(config)})",
+        ),
         ("tokens a step", f"at most {written:,} sampled{besides}, {written + read:,} trained on with their prompts"),
         ("updates a step", f"{updates:,} (mini_batches {training.mini_batches:,} x epochs {training.epochs:,})"),
         (
@@ -147,11 +148,11 @@ def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
         held = f"at most {replay.capacity * each:,} tokens in memory and in a checkpoint"
         rows.append(("replay", f"up to {back:,} earlier groups a step, {back * each:,} more tokens trained on; {held}"))
     if isinstance(config.placement, RayPlacement):
-        rows.append(("processes", processes(config.placement)))
+        rows.append(("processes", describe_processes(config.placement)))
     return rows
 
 
-def _branches(config: TrainConfig) -> str:
+def _branching_text(config: TrainConfig) -> str:
     """What makes more of the samples than they are."""
     advantage = config.algorithm.advantage
     if isinstance(advantage, SpoTreeAdvantage):
@@ -208,11 +209,11 @@ def _validation_plan(validation: Validation, sources: list[Source], steps: int) 
 # --- pieces of text ------------------------------------------------------------------------------------------------------
 
 
-def _type_and_default(key: Key) -> str:
+def _type_and_default(key: ConfigKey) -> str:
     return f"{key.shape.expected}; {'required' if key.default is REQUIRED else f'default {_default(key)}'}"
 
 
-def _default(key: Key) -> str:
+def _default(key: ConfigKey) -> str:
     return "" if key.default is REQUIRED else _value(key.default)
 
 
@@ -228,11 +229,11 @@ def _value(value: Any) -> str:
     return repr(value) if value == "" or "{" in str(value) else str(value)
 
 
-def _sentence(key: Key) -> str:
+def _key_text(key: ConfigKey) -> str:
     return key.doc + (PRESET_NOTE if Algorithm in key.shape.records else "")
 
 
-def _default_note(key: Key) -> str:
+def _default_note(key: ConfigKey) -> str:
     shown = _default(key)
     return (
         f"Default: {_code(shown)}."
@@ -243,31 +244,31 @@ def _default_note(key: Key) -> str:
     )
 
 
-def _slot_records(shape: Shape) -> Iterable[type[Slot]]:
+def _slot_records(shape: SchemaNode) -> Iterable[type[Slot]]:
     place = shape.item if shape.item is not None else shape
     return [r for r in place.records if issubclass(r, Slot)] if place.form == "choice" else []
 
 
-def _options(record: type[Slot]) -> list[Key]:
-    return list(walk(record, choice=label(record)))
+def _options(record: type[Slot]) -> list[ConfigKey]:
+    return list(walk_keys(record, choice=choice_name(record)))
 
 
-def _choices_text(key: Key) -> list[str]:
+def _choices_text(key: ConfigKey) -> list[str]:
     lines = []
     for record in _slot_records(key.shape):
-        lines.append(f"  {key.path} (name: {label(record)}): {_doc(record)}")
+        lines.append(f"  {key.path} (name: {choice_name(record)}): {_doc(record)}")
         for option in _options(record):
             lines += [f"    {option.path} ({_type_and_default(option)})", *_wrapped(option.doc, 6)]
     return lines
 
 
-def _choices_markdown(key: Key) -> list[str]:
+def _choices_markdown(key: ConfigKey) -> list[str]:
     records = list(_slot_records(key.shape))
     if not records:
         return []
     lines = ["", "| name | | option | value | default | |", "|---|---|---|---|---|---|"]
     for record in records:
-        name = f"`{label(record)}` | {_cell(_doc(record))}"
+        name = f"`{choice_name(record)}` | {_cell(_doc(record))}"
         lines += [
             f"| {name} | `{o.path}` | {_cell(o.shape.expected)} | {_code(_default(o))} | {_cell(o.doc)} |"
             for o in _options(record)
@@ -297,15 +298,20 @@ def _cell(text: str) -> str:
 # A combination that cannot do what it says is refused by the schema. Here is what does less than it seems to, or what a
 # paper would do otherwise.
 
-BY_TOKEN = ("gae", "otb")
+TOKEN_LEVEL_ADVANTAGES = ("gae", "otb")
 
 
-def remarks(config: TrainConfig) -> list[str]:
+def config_notes(config: TrainConfig) -> list[str]:
     """One line each."""
-    return [*_never_reached(config), *_algorithm(config), *_source(config), *_merged(config)]
+    return [
+        *_notes_on_schedules(config),
+        *_notes_on_algorithm(config),
+        *_notes_on_staleness(config),
+        *_notes_on_merged_adapters(config),
+    ]
 
 
-def _never_reached(config: TrainConfig) -> list[str]:
+def _notes_on_schedules(config: TrainConfig) -> list[str]:
     """Schedules that begin after the last step."""
     algorithm, steps = config.algorithm, config.training.steps
     starts = {
@@ -320,7 +326,7 @@ def _never_reached(config: TrainConfig) -> list[str]:
     return [f"{text}={start}, but training.steps={steps}: it never comes to that" for text, start in late.items()]
 
 
-def _algorithm(config: TrainConfig) -> list[str]:
+def _notes_on_algorithm(config: TrainConfig) -> list[str]:
     """Choices that cancel or double each other."""
     algorithm, training = config.algorithm, config.training
     found = []
@@ -330,7 +336,7 @@ def _algorithm(config: TrainConfig) -> list[str]:
         )
     one_update = training.mini_batches * training.epochs == 1
     # A preset's own clip is part of what it is called; only one that was set by hand was meant to act.
-    is_set = algorithm.clip != from_preset(algorithm.preset).clip
+    is_set = algorithm.clip != algorithm_from_preset(algorithm.preset).clip
     clipped = (
         is_set and not isinstance(algorithm.clip, Plugin) and algorithm.clip.name in ("ppo", "log_geo", "is_weight")
     )
@@ -342,7 +348,7 @@ def _algorithm(config: TrainConfig) -> list[str]:
             "algorithm.clip has no effect with one update a batch: the policy that learns is the one that sampled, so its ratio is 1 and never "
             "reaches the clip; training.mini_batches or training.epochs above 1 would use it"
         )
-    if algorithm.ratio.name == "sequence" and algorithm.advantage.name in BY_TOKEN:
+    if algorithm.ratio.name == "sequence" and algorithm.advantage.name in TOKEN_LEVEL_ADVANTAGES:
         found.append(
             f"advantage {algorithm.advantage.name} differs between the tokens of a sequence, and ratio sequence spreads every "
             "token's gradient over all of them; seq_token keeps it with its token"
@@ -350,7 +356,7 @@ def _algorithm(config: TrainConfig) -> list[str]:
     return found
 
 
-def _source(config: TrainConfig) -> list[str]:
+def _notes_on_staleness(config: TrainConfig) -> list[str]:
     """Rollouts of older weights that are learnt from as if they were new."""
     source, correction = config.rollout.source, config.algorithm.correction
     oldest = getattr(source, "max_staleness", 1 if source.name == "ahead" else 0)
@@ -364,7 +370,7 @@ def _source(config: TrainConfig) -> list[str]:
     ]
 
 
-def _merged(config: TrainConfig) -> list[str]:
+def _notes_on_merged_adapters(config: TrainConfig) -> list[str]:
     """Adapters that a server gets as changes of weights of a half type."""
     model, rollout = config.model, config.rollout
     on_sglang = rollout.engine == "sglang" and (model.lora is not None or model.adapter is not None)
@@ -380,6 +386,6 @@ def _merged(config: TrainConfig) -> list[str]:
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(PAGE.parents[1])}")
+    CONFIG_PAGE.parent.mkdir(exist_ok=True)
+    CONFIG_PAGE.write_text(config_page(), encoding="utf-8")
+    print(f"wrote {CONFIG_PAGE.relative_to(CONFIG_PAGE.parents[1])}")

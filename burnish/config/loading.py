@@ -16,15 +16,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from burnish.algorithms.presets import preset
+from burnish.algorithms.presets import preset_slots
 from burnish.algorithms.spec import Algorithm
-from burnish.config.errors import UserError, nearest
-from burnish.config.records import Record, Slot
-from burnish.config.schema_walk import Shape, default_of, field_shape, plain, root_shape
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.foreign_keys import translate_verl_keys
+from burnish.config.records import Record, SchemaNode, Slot, default_of, explicit_values, field_node, root_node
 from burnish.config.shrink import shrink
-from burnish.config.validation_errors import user_error
-from burnish.config.verl_keys import translate
-from burnish.config.yaml_text import parse, render
+from burnish.config.validation_errors import to_user_error
+from burnish.config.yaml_text import parse_yaml, render_yaml
 
 # --- Configuration as plain trees: laying one over another, setting one dotted key, laying defaults under.
 #
@@ -35,41 +34,41 @@ Tree = Any
 """Dictionaries, lists and scalars, as YAML gives them."""
 
 
-def merge(shape: Shape | None, base: Tree, over: Tree) -> Tree:
+def merge_trees(shape: SchemaNode | None, base: Tree, over: Tree) -> Tree:
     """`over` laid on `base`, both of them values of the place `shape` describes."""
-    base, over = _long(shape, base), _long(shape, over)
+    base, over = _expand_short_form(shape, base), _expand_short_form(shape, over)
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     if shape is not None and shape.short:
         old, new = base.get(shape.short), over.get(shape.short)
-        base = base if old is None or new is None or old == new else _kept(shape, base)
+        base = base if old is None or new is None or old == new else _keys_kept_on_rename(shape, base)
     result = dict(base)
     for key, value in over.items():
         child = shape.child(key) if shape is not None else None
-        result[key] = merge(child, base[key], value) if key in base else value
+        result[key] = merge_trees(child, base[key], value) if key in base else value
     return result
 
 
-def set_key(shape: Shape | None, tree: Tree, parts: Sequence[str], value: Tree, done: str = "") -> Tree:
+def set_key(shape: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str = "") -> Tree:
     """The tree with `value` merged in at a dotted key; `done` is the part of the key already walked, for errors."""
     if not parts:
-        return merge(shape, tree, value)
+        return merge_trees(shape, tree, value)
     part, rest = parts[0], parts[1:]
     here = f"{done}.{part}" if done else part
     if isinstance(tree, list) or (shape is not None and shape.form == "list" and part.isdecimal()):
         return _set_item(shape, tree, parts, value, done)
     if shape is not None and shape.form == "list":
         shape = shape.item  # one section standing for a list of one
-    tree = {} if tree is None else _long(shape, tree)
+    tree = {} if tree is None else _expand_short_form(shape, tree)
     if not isinstance(tree, dict):
         raise UserError(f"{here} cannot be set: {done} is {tree!r}, not a section")
     if shape is not None and part == shape.short and not rest:
-        return merge(shape, tree, {part: value})
+        return merge_trees(shape, tree, {part: value})
     child = shape.child(part) if shape is not None else None
     return {**tree, part: set_key(child, tree.get(part), rest, value, here)}
 
 
-def _set_item(shape: Shape | None, tree: Tree, parts: Sequence[str], value: Tree, done: str) -> list[Any]:
+def _set_item(shape: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str) -> list[Any]:
     part, rest = parts[0], parts[1:]
     items = list(tree) if isinstance(tree, list) else [] if tree is None else [tree]
     if not part.isdecimal():
@@ -85,7 +84,7 @@ def _set_item(shape: Shape | None, tree: Tree, parts: Sequence[str], value: Tree
     return items
 
 
-def complete(kind: type[Record], tree: Tree) -> Tree:
+def with_defaults(kind: type[Record], tree: Tree) -> Tree:
     """The tree with the defaults that belong to a *position* laid under it, and the algorithm's preset.
 
     Needed because a section that is given in part must keep the rest of its own default: `sft.optimizer.eps=1e-9` keeps
@@ -94,55 +93,55 @@ def complete(kind: type[Record], tree: Tree) -> Tree:
     if not isinstance(tree, dict):
         return tree
     if issubclass(kind, Algorithm):
-        tree = _on_preset(tree)
+        tree = _apply_preset(tree)
     result = dict(tree)
     for name, shape, default in _fields(kind):
         if isinstance(default, Record):
-            result[name] = merge(shape, plain(default), result.get(name, {}))
+            result[name] = merge_trees(shape, explicit_values(default), result.get(name, {}))
         elif isinstance(default, (list, dict)) and default and name not in result:
             result[name] = _plain_members(default)
         if name in result:
-            result[name] = _complete_inside(shape, result[name])
+            result[name] = _with_inner_defaults(shape, result[name])
     return result
 
 
 @cache
-def _fields(kind: type[Record]) -> tuple[tuple[str, Shape, Any], ...]:
+def _fields(kind: type[Record]) -> tuple[tuple[str, SchemaNode, Any], ...]:
     """A record's keys, what each holds and its default, which is only read: found once, a configuration has hundreds."""
-    return tuple((name, field_shape(kind, name), default_of(kind, name)) for name in kind.model_fields)
+    return tuple((name, field_node(kind, name), default_of(kind, name)) for name in kind.model_fields)
 
 
-def _complete_inside(shape: Shape, value: Tree) -> Tree:
-    value = _long(shape, value)
+def _with_inner_defaults(shape: SchemaNode, value: Tree) -> Tree:
+    value = _expand_short_form(shape, value)
     if shape.form == "record":
-        return complete(shape.records[0], value)
+        return with_defaults(shape.records[0], value)
     if shape.item is not None and shape.item.records:
         if isinstance(value, list):
-            return [_complete_inside(shape.item, v) for v in value]
+            return [_with_inner_defaults(shape.item, v) for v in value]
         if isinstance(value, dict) and shape.form == "mapping":
-            return {k: _complete_inside(shape.item, v) for k, v in value.items()}
+            return {k: _with_inner_defaults(shape.item, v) for k, v in value.items()}
     return value
 
 
-def _on_preset(tree: dict[str, Any]) -> dict[str, Any]:
+def _apply_preset(tree: dict[str, Any]) -> dict[str, Any]:
     name = tree.get("preset", Algorithm.model_fields["preset"].default)
     if not isinstance(name, str):
         return tree  # the schema says what is wrong with it
-    return merge(root_shape(Algorithm), preset(name), tree)
+    return merge_trees(root_node(Algorithm), preset_slots(name), tree)
 
 
 def _plain_members(default: Any) -> Tree:
     members = default.items() if isinstance(default, dict) else enumerate(default)
-    values = {k: plain(v) if isinstance(v, Record) else v for k, v in members}
+    values = {k: explicit_values(v) if isinstance(v, Record) else v for k, v in members}
     return values if isinstance(default, dict) else list(values.values())
 
 
-def _long(shape: Shape | None, value: Tree) -> Tree:
+def _expand_short_form(shape: SchemaNode | None, value: Tree) -> Tree:
     """A bare word written out: `grpo` as `{name: grpo}`."""
     return {shape.short: value} if shape is not None and shape.short and isinstance(value, str) else value
 
 
-def _kept(shape: Shape, base: dict[str, Any]) -> dict[str, Any]:
+def _keys_kept_on_rename(shape: SchemaNode, base: dict[str, Any]) -> dict[str, Any]:
     """What survives a change of name: nothing of a slot or a preset, all but `options` of a section that has them."""
     if issubclass(shape.records[0], (Slot, Algorithm)):
         return {}
@@ -151,80 +150,90 @@ def _kept(shape: Shape, base: dict[str, Any]) -> dict[str, Any]:
 
 log = logging.getLogger(__name__)
 
-Kind = TypeVar("Kind", bound=Record)
+ConfigType = TypeVar("ConfigType", bound=Record)
 
 
-class Loaded(NamedTuple, Generic[Kind]):
+class Loaded(NamedTuple, Generic[ConfigType]):
     """A configuration, the same as plain values, and the folder its relative paths are tried from first."""
 
-    config: Kind
+    config: ConfigType
     resolved: dict[str, Any]
     base: Path
 
 
-def load(kind: type[Kind], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[Kind]:
+def load(kind: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
     """The configuration of a file (or of nothing) with overrides on top; everything wrong with it is one UserError."""
-    return _overridden(kind, complete(kind, {} if path is None else read(kind, path)), path, overrides)
+    return _load_with_overrides(
+        kind, with_defaults(kind, {} if path is None else read_recipe(kind, path)), path, overrides
+    )
 
 
-def load_tree(kind: type[Kind], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()) -> Loaded[Kind]:
+def load_tree(
+    kind: type[ConfigType], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()
+) -> Loaded[ConfigType]:
     """The configuration of a tree that was made of a file."""
-    return _overridden(kind, complete(kind, tree), path, overrides)
+    return _load_with_overrides(kind, with_defaults(kind, tree), path, overrides)
 
 
-def load_small(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[Kind], list[str]]:
+def load_shrunk(
+    kind: type[ConfigType], path: Path, overrides: Sequence[str] = ()
+) -> tuple[Loaded[ConfigType], list[str]]:
     """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it that no override changes back."""
     tree, changes = shrink(load(kind, path).resolved)
     given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
-    return _overridden(kind, tree, path, overrides), [change for change in changes if not change.startswith(given)]
+    return _load_with_overrides(kind, tree, path, overrides), [
+        change for change in changes if not change.startswith(given)
+    ]
 
 
-def _overridden(kind: type[Kind], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]) -> Loaded[Kind]:
-    shape = root_shape(kind)
-    for key, value in sorted((_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
+def _load_with_overrides(
+    kind: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]
+) -> Loaded[ConfigType]:
+    shape = root_node(kind)
+    for key, value in sorted((_parse_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
         tree = set_key(shape, tree, key, value)
-    tree, notes = translate(tree)
+    tree, notes = translate_verl_keys(tree)
     for note in notes:
         log.warning("note: %s", note)
     try:
-        config = kind.model_validate(_follow_rollout(complete(kind, tree)))
+        config = kind.model_validate(_inherit_max_tokens(with_defaults(kind, tree)))
     except ValidationError as error:
-        raise user_error(error, kind, str(path) if path else "configuration") from error
-    return Loaded(config, plain_values(config), Path.cwd() if path is None else path.resolve().parent)
+        raise to_user_error(error, kind, str(path) if path else "configuration") from error
+    return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
 
 
-def from_preset(name: str) -> Algorithm:
+def algorithm_from_preset(name: str) -> Algorithm:
     """A row of the preset table as an algorithm."""
-    return Algorithm.model_validate(complete(Algorithm, {"preset": name}))
+    return Algorithm.model_validate(with_defaults(Algorithm, {"preset": name}))
 
 
 def dump(config: Record) -> str:
     """The whole configuration as YAML, which loads to an equal one."""
-    return render(plain_values(config))
+    return render_yaml(to_plain_values(config))
 
 
-def plain_values(config: Record) -> dict[str, Any]:
+def to_plain_values(config: Record) -> dict[str, Any]:
     """A configuration as dictionaries, lists and scalars."""
-    return _untuple(config.model_dump())
+    return _tuples_to_lists(config.model_dump())
 
 
-def completed(kind: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
+def add_missing_defaults(kind: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
     """A saved configuration with the defaults of keys that did not exist when it was written.
 
     One that this version does not accept is returned as it is, so that the keys that differ can be named.
     """
     try:
-        return plain_values(kind.model_validate(tree))
+        return to_plain_values(kind.model_validate(tree))
     except ValidationError:
         return tree
 
 
-def read(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_recipe(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a YAML file laid over the one it extends."""
     resolved = path.resolve()
     if resolved in seen:
         raise UserError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, resolved))}")
-    tree = parse(_text(path), str(path))
+    tree = parse_yaml(_read_text(path), str(path))
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
@@ -236,23 +245,23 @@ def read(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[st
     if not isinstance(parent, str):
         raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
     # The extended file is completed first: a slot it gives without its name has the default's, which the file may change.
-    extended = complete(kind, read(kind, path.parent / parent, (*seen, resolved)))
-    return merge(root_shape(kind), extended, tree)
+    extended = with_defaults(kind, read_recipe(kind, path.parent / parent, (*seen, resolved)))
+    return merge_trees(root_node(kind), extended, tree)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such file{nearest(path.name, beside)}") from error
+        raise UserError(f"{path}: no such file{did_you_mean(path.name, beside)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a YAML file: byte {error.start} is not UTF-8 text") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _override(shape: Shape, text: str) -> tuple[list[str], Any]:
+def _parse_override(shape: SchemaNode, text: str) -> tuple[list[str], Any]:
     """`a.b.c=value` as its key's parts and its value."""
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")
@@ -261,41 +270,41 @@ def _override(shape: Shape, text: str) -> tuple[list[str], Any]:
     if text.startswith("-"):
         raise UserError(f"override {text!r}: a key has no dashes before it; write {text.lstrip('-')}")
     if _holds_text(shape, parts):
-        return _short(shape, parts), _as_text(raw)
-    return _short(shape, parts), parse(raw, f"override {text!r}")
+        return _without_short_key(shape, parts), _as_text(raw)
+    return _without_short_key(shape, parts), parse_yaml(raw, f"override {text!r}")
 
 
 def _as_text(raw: str) -> str | None:
     """The words of a key that holds text, as they are: `{prompt}` and `7` are text there, though YAML disagrees."""
     try:
-        value = parse(raw, "")
+        value = parse_yaml(raw, "")
     except UserError:
         return raw
     return value if value is None or isinstance(value, str) else raw
 
 
-def _holds_text(shape: Shape, parts: list[str]) -> bool:
-    place: Shape | None = shape
+def _holds_text(shape: SchemaNode, parts: list[str]) -> bool:
+    place: SchemaNode | None = shape
     for part in parts:
-        place = _step(place, part)
+        place = _child_node(place, part)
     return place is not None and place.is_text
 
 
-def _short(shape: Shape, parts: list[str]) -> list[str]:
+def _without_short_key(shape: SchemaNode, parts: list[str]) -> list[str]:
     """`algorithm.preset=x` as `algorithm=x`, so that a choice sorts before its own options."""
-    place: Shape | None = shape
+    place: SchemaNode | None = shape
     for part in parts[:-1]:
-        place = _step(place, part)
+        place = _child_node(place, part)
     return parts[:-1] if place is not None and place.short == parts[-1] else parts
 
 
-def _step(place: Shape | None, part: str) -> Shape | None:
+def _child_node(place: SchemaNode | None, part: str) -> SchemaNode | None:
     if place is not None and place.form == "list" and not part.isdecimal():
         place = place.item
     return None if place is None else place.child(part)
 
 
-def _follow_rollout(tree: dict[str, Any]) -> dict[str, Any]:
+def _inherit_max_tokens(tree: dict[str, Any]) -> dict[str, Any]:
     """Validation modes that leave max_tokens unset take rollout's, here, so that the saved configuration says so."""
     validation, rollout = tree.get("validation"), tree.get("rollout")
     if not isinstance(validation, dict) or not isinstance(rollout, dict) or "max_tokens" not in rollout:
@@ -308,7 +317,7 @@ def _follow_rollout(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "validation": {**validation, "modes": filled}}
 
 
-def _untuple(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _untuple(v) for k, v in value.items()}
-    return [_untuple(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: _tuples_to_lists(v) for k, v in value.items()}
+    return [_tuples_to_lists(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -14,7 +14,7 @@ from burnish.config.records import Record
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 """The linear layers of a decoder layer by their Hugging Face names, in the order of the forward pass."""
-Base = Literal["dtype", "nf4", "nf4-double"]
+LoraBase = Literal["dtype", "nf4", "nf4-double"]
 
 
 class Lora(Record):
@@ -28,7 +28,7 @@ class Lora(Record):
     """Which projections: all seven of every layer, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly (rsLoRA, 2312.03732)."""
-    base: Base = "dtype"
+    base: LoraBase = "dtype"
     """The frozen matrices below: in model.dtype; nf4, in 4 bits with a scale for every 64 numbers (QLoRA, 2305.14314: 4.5 bits each); or
     nf4-double, whose scales are in 8 bits (4.13). A product makes one of them plain for a moment: less memory, more time."""
 
@@ -111,7 +111,7 @@ def check_trainable(model: Model) -> None:
 
 # --- The optimizer and its schedule, for every learner: the policy, the critic, a supervised stage.
 
-FALLING = 0.2
+DEFAULT_WSD_DECAY = 0.2
 """Default of `decay`, which only wsd reads."""
 
 
@@ -155,7 +155,7 @@ class Optimizer(Record):
     """Shape of the decay after warm-up; wsd (warm-up, stable, decay) stays at the peak and falls linearly at the end."""
     warmup: int | float = Field(0, ge=0)
     """Linear warm-up: a number of updates, or a fraction of all (below 1)."""
-    decay: float = Field(FALLING, gt=0, le=1)
+    decay: float = Field(DEFAULT_WSD_DECAY, gt=0, le=1)
     """Fraction of all updates, the last ones, in which wsd falls."""
     final: float = Field(0.0, ge=0, le=1)
     """Where linear, cosine and wsd end, as a fraction of lr."""
@@ -172,7 +172,7 @@ class Optimizer(Record):
             raise ValueError(f"betas {list(self.betas)} are decay rates: each from 0 up to, but not including, 1")
         if self.schedule == "constant" and self.final:
             raise ValueError("final has no effect on a constant schedule: set schedule to linear, cosine or wsd")
-        if self.schedule != "wsd" and self.decay != FALLING:
+        if self.schedule != "wsd" and self.decay != DEFAULT_WSD_DECAY:
             raise ValueError(f"decay has no effect on schedule {self.schedule}: it is the falling part of wsd")
         if isinstance(self.warmup, float) and self.warmup >= 1:
             raise ValueError(f"warmup {self.warmup} is neither a whole number of updates nor a fraction below 1")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.config.records import Record, Slot, choice
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Pool(Record):
     """Whether each place has a GPU, where the cluster has any."""
 
 
-Room = tuple[Pool, dict[str, int]]
+PoolAssignment = tuple[Pool, dict[str, int]]
 """A pool, and how many processes each of its roles has there."""
 
 
@@ -48,7 +48,7 @@ def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
     for role, pool in roles.items():
         if pool not in pools:
             known = ", ".join(pools) or "none"
-            raise ValueError(f"roles.{role}={pool}: there is no such pool{nearest(pool, pools)} (pools: {known})")
+            raise ValueError(f"roles.{role}={pool}: there is no such pool{did_you_mean(pool, pools)} (pools: {known})")
     for role in (ACTOR, ROLLOUT):
         if pools and role not in roles:
             raise ValueError(f"with pools, roles.{role} must name the pool of the processes that {_does(role)}")
@@ -65,7 +65,7 @@ def _does(role: str) -> str:
     return {ACTOR: "train", ROLLOUT: "sample"}[role]
 
 
-def in_words(pools: dict[str, Pool], roles: dict[Role, str]) -> str:
+def _describe_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> str:
     """The processes of a run in pools."""
     told = []
     for name, pool in pools.items():
@@ -163,7 +163,7 @@ class RayPlacement(Slot):
         return self
 
     @property
-    def rooms(self) -> list[Room]:
+    def rooms(self) -> list[PoolAssignment]:
         """All places, and who is there. Without pools: one for all, or one for workers and one for engines."""
         if self.pools:
             own = {role: where for role, where in self.roles.items() if role in (ACTOR, ROLLOUT) or self.is_apart(role)}
@@ -194,21 +194,21 @@ class RayPlacement(Slot):
         return any(one in sizes and other in sizes for _, sizes in self.rooms)
 
 
-STILL = ("frozen", "teacher")
+FIXED_REFERENCES = ("frozen", "teacher")
 """References whose weights never change."""
 PlacementSlot: Any = choice(LocalPlacement, RayPlacement, plugin=False)
 Placement = LocalPlacement | RayPlacement
 
 
-def scores_elsewhere(placement: Placement) -> bool:
+def has_remote_rewards(placement: Placement) -> bool:
     """Whether rewards have processes of Ray's."""
     return isinstance(placement, RayPlacement) and placement.is_apart(REWARD)
 
 
-def processes(placement: RayPlacement) -> str:
+def describe_processes(placement: RayPlacement) -> str:
     """The processes of a run in words."""
     if placement.pools:
-        return in_words(placement.pools, placement.roles)
+        return _describe_pools(placement.pools, placement.roles)
     workers, engines, cpus = (
         f"{number} {what}{'' if number == 1 else 's'}"
         for number, what in ((placement.workers, "worker"), (placement.engines, "engine"), (placement.cpus, "CPU"))
@@ -280,10 +280,10 @@ def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
             "a GPU: set model.device=cpu, or leave gpu=false out"
         )
     if placement.is_apart(REFERENCE):
-        if reference.name not in STILL:
+        if reference.name not in FIXED_REFERENCES:
             raise ValueError(
                 f"algorithm.kl.reference={reference.name} follows the policy's weights, so it must be where they are: put "
-                f"placement.roles.reference in the actor's pool, or use {' or '.join(STILL)}"
+                f"placement.roles.reference in the actor's pool, or use {' or '.join(FIXED_REFERENCES)}"
             )
         if algorithm.kl.loss.estimator == "full":
             raise ValueError(

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 
-FORMS = "path/to/file.py:name or package.module:name"
+PLUGIN_FORMS = "path/to/file.py:name or package.module:name"
 
 
 def is_plugin(name: str) -> bool:
@@ -49,11 +49,13 @@ def load_plugin(spec: str, base: str | Path | None = None) -> Any:
     elif is_plugin_file(spec):
         module = _import_file(_find_file(spec, base), spec)
     else:
-        raise UserError(f"plug-in {spec!r} is not of the form {FORMS}")
+        raise UserError(f"plug-in {spec!r} is not of the form {PLUGIN_FORMS}")
     attribute = spec.rpartition(":")[2]
     if not hasattr(module, attribute):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise UserError(f"plug-in {spec!r}: {module.__file__} defines no {attribute!r}{nearest(attribute, public)}")
+        raise UserError(
+            f"plug-in {spec!r}: {module.__file__} defines no {attribute!r}{did_you_mean(attribute, public)}"
+        )
     return getattr(module, attribute)
 
 
@@ -61,9 +63,9 @@ def plugin_source(spec: str, base: str | Path | None = None) -> Path | None:
     """The file that a plug-in is defined in; None where there is none. The packages around a module are imported, the module is not."""
     if is_plugin_file(spec):
         return next((path for path in _candidates(spec, base) if path.is_file()), None)
-    _make_importable(base, Path.cwd())
+    _add_to_sys_path(base, Path.cwd())
     name = spec.partition(":")[0]
-    _refuse_mixed(name.partition(".")[0], [Path(base or "."), Path()], spec)
+    _check_module_conflict(name.partition(".")[0], [Path(base or "."), Path()], spec)
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a package around it is not there, or is a plain module
@@ -86,23 +88,23 @@ def _find_file(spec: str, base: str | Path | None) -> Path:
     return path.resolve()
 
 
-_folders: set[Path] = set()
+_plugin_folders: set[Path] = set()
 """Folders of plug-ins on `sys.path`."""
 
 
-def _make_importable(*folders: str | Path | None) -> None:
+def _add_to_sys_path(*folders: str | Path | None) -> None:
     """Put folders at the end of `sys.path`, where they stay for imports inside functions; what is installed comes first."""
     for folder in folders:
         if folder is not None and str(place := Path(folder).resolve()) not in sys.path:
             sys.path.append(str(place))
-            _folders.add(place)
+            _plugin_folders.add(place)
     importlib.invalidate_caches()
 
 
 def _import_module(spec: str, base: str | Path | None) -> Any:
     name = spec.partition(":")[0]
-    _make_importable(base, Path.cwd())
-    _refuse_mixed(name.partition(".")[0], [Path(base or "."), Path()], spec)
+    _add_to_sys_path(base, Path.cwd())
+    _check_module_conflict(name.partition(".")[0], [Path(base or "."), Path()], spec)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -121,9 +123,9 @@ def _import_file(path: Path, spec: str) -> Any:
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"plug-in {spec!r}: {path} cannot be imported as Python")
     module = importlib.util.module_from_spec(module_spec)
-    _make_importable(path.parent)
-    for imported in _imported(path):
-        _refuse_mixed(imported, [path.parent], spec)
+    _add_to_sys_path(path.parent)
+    for imported in _imported_modules(path):
+        _check_module_conflict(imported, [path.parent], spec)
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
@@ -140,7 +142,7 @@ def _import_failed(spec: str, what: str, error: BaseException) -> UserError:
     return UserError(f"plug-in {spec!r}: importing {what} failed: {type(error).__name__}: {error}{hint}")
 
 
-def _refuse_mixed(name: str, folders: Sequence[Path], spec: str) -> None:
+def _check_module_conflict(name: str, folders: Sequence[Path], spec: str) -> None:
     """Refuse a plug-in that would get another plug-in's file: a process holds one module of a name."""
     files = [folder / path for folder in folders for path in (f"{name}.py", f"{name}/__init__.py")]
     wanted = next((file.resolve() for file in files if file.is_file()), None)
@@ -152,13 +154,13 @@ def _refuse_mixed(name: str, folders: Sequence[Path], spec: str) -> None:
         return
     origin = Path(found.origin).resolve()
     folder = origin.parents[1] if origin.name == "__init__.py" else origin.parent
-    if origin != wanted and folder in _folders:
+    if origin != wanted and folder in _plugin_folders:
         raise UserError(
             f"plug-in {spec!r} needs {wanted} under the name {name!r}, which is that of {origin}, of another plug-in: rename one of the two"
         )
 
 
-def _imported(path: Path) -> Iterator[str]:
+def _imported_modules(path: Path) -> Iterator[str]:
     """The top-level names that a file imports, wherever in it they stand; nothing of one that is not Python."""
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
@@ -182,38 +184,38 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any], wher
     for key in options:
         if key not in parameters:
             raise UserError(
-                f"{where}: unknown option {key!r}{nearest(key, parameters)} (takes: {', '.join(parameters)})"
+                f"{where}: unknown option {key!r}{did_you_mean(key, parameters)} (takes: {', '.join(parameters)})"
             )
 
 
 # --- References of one stage to another: `stage:NAME`, what a stage makes, and `run:NAME`, the folder of its run.
 
-REFERENCE = re.compile(r"(stage|run):([\w-]+)")
+REFERENCE_PATTERN = re.compile(r"(stage|run):([\w-]+)")
 
 
-def references(tree: Any) -> Iterator[tuple[str, str]]:
+def find_references(tree: Any) -> Iterator[tuple[str, str]]:
     """Every `stage:NAME` and `run:NAME` among the values of a tree."""
     if isinstance(tree, dict):
         for value in tree.values():
-            yield from references(value)
+            yield from find_references(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from references(value)
-    elif isinstance(tree, str) and (found := REFERENCE.fullmatch(tree)):
+            yield from find_references(value)
+    elif isinstance(tree, str) and (found := REFERENCE_PATTERN.fullmatch(tree)):
         yield found[1], found[2]
 
 
-def resolved(tree: Any, made: dict[str, str]) -> Any:
+def resolve_references(tree: Any, made: dict[str, str]) -> Any:
     """The tree with every reference replaced by the path it stands for."""
     if isinstance(tree, dict):
-        return {key: resolved(value, made) for key, value in tree.items()}
+        return {key: resolve_references(value, made) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [resolved(value, made) for value in tree]
-    if isinstance(tree, str) and REFERENCE.fullmatch(tree):
+        return [resolve_references(value, made) for value in tree]
+    if isinstance(tree, str) and REFERENCE_PATTERN.fullmatch(tree):
         return made[tree]
     return tree
 
 
 def is_reference(value: Any) -> bool:
     """Whether a value stands for what a stage makes."""
-    return isinstance(value, str) and REFERENCE.fullmatch(value) is not None
+    return isinstance(value, str) and REFERENCE_PATTERN.fullmatch(value) is not None

@@ -13,9 +13,8 @@ from burnish.config.data import Source
 from burnish.config.errors import UserError, hub_hint
 from burnish.config.loading import Loaded
 from burnish.config.plugins import is_plugin_file, is_plugin_module, is_reference, plugin_source
-from burnish.config.preference import PreferConfig, RewardModelConfig
 from burnish.config.records import Record
-from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 
@@ -35,24 +34,24 @@ def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
 def missing_models(loaded: Loaded[Any]) -> Iterator[str]:
     """Those of them that are directories of models."""
     looked = f"(looked from {loaded.base} and from here)"
-    for key, value in directories_of(loaded.config):
-        if not is_reference(value) and not places(value, loaded.base, Path.is_dir):
+    for key, value in model_directories(loaded.config):
+        if not is_reference(value) and not matching_paths(value, loaded.base, Path.is_dir):
             yield f"{key}: no directory {value} {looked}{hub_hint(value, roots=(loaded.base, Path()))}"
 
 
 def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
     """Those of them that are data files and plug-ins."""
     looked = f"(looked from {loaded.base} and from here)"
-    for source in sources_of(loaded.config):
+    for source in data_sources(loaded.config):
         path = source.path
-        if path is not None and not is_reference(path) and not places(path, loaded.base, Path.is_file):
+        if path is not None and not is_reference(path) and not matching_paths(path, loaded.base, Path.is_file):
             yield f"no such file: {path} {looked}{hub_hint(path, is_data=True, roots=(loaded.base, Path()))}"
-    for text in plugins_of(loaded.resolved):
+    for text in plugin_names(loaded.resolved):
         if plugin_source(text, loaded.base) is None:
             yield f"plug-in {text!r}: no such {'file' if is_plugin_file(text) else 'module'} {looked}"
 
 
-def directories_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
+def model_directories(config: AnyConfig) -> Iterator[tuple[str, str]]:
     """The models a config names, with the keys that name them."""
     found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
     if isinstance(config, TrainConfig):
@@ -67,7 +66,7 @@ def directories_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
     return ((key, value) for key, value in found.items() if isinstance(value, str))
 
 
-def sources_of(config: AnyConfig) -> list[Source]:
+def data_sources(config: AnyConfig) -> list[Source]:
     """Everything a config reads rows from."""
     return list(_sources(config))
 
@@ -83,12 +82,12 @@ def _sources(value: Any) -> Iterator[Source]:
             yield from _sources(inner)
 
 
-def plugins_of(resolved: dict[str, Any]) -> list[str]:
+def plugin_names(resolved: dict[str, Any]) -> list[str]:
     """The plug-ins a resolved config names: `file.py:name` anywhere, `package.module:name` at the keys that take a plug-in."""
-    return [text for text in _texts(resolved) if is_plugin_file(text)] + list(_modules(resolved))
+    return [text for text in _strings(resolved) if is_plugin_file(text)] + list(_plugin_modules(resolved))
 
 
-def _modules(tree: Any) -> Iterator[str]:
+def _plugin_modules(tree: Any) -> Iterator[str]:
     """`plugin` of a data source, `sampler`, and `name` of a reward part, slot or environment. Any other text, such as the name of a
     data source or an option, may look like a module and be none."""
     if isinstance(tree, dict):
@@ -97,30 +96,30 @@ def _modules(tree: Any) -> Iterator[str]:
             if key in keys and isinstance(value, str) and is_plugin_module(value):
                 yield value
             elif key not in ("options", "run"):
-                yield from _modules(value)
+                yield from _plugin_modules(value)
     elif isinstance(tree, list):
         for value in tree:
-            yield from _modules(value)
+            yield from _plugin_modules(value)
 
 
 def plugin_files(resolved: dict[str, Any], base: Path) -> dict[str, Path]:
     """The files of the plug-ins a config names that are there, by their path or module."""
-    found = {spec.rpartition(":")[0]: plugin_source(spec, base) for spec in sorted(plugins_of(resolved))}
+    found = {spec.rpartition(":")[0]: plugin_source(spec, base) for spec in sorted(plugin_names(resolved))}
     return {name: file for name, file in found.items() if file is not None}
 
 
-def _texts(tree: Any) -> Iterator[str]:
+def _strings(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from _texts(value)
+            yield from _strings(value)
     elif isinstance(tree, list):
         for value in tree:
-            yield from _texts(value)
+            yield from _strings(value)
 
 
-def places(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
+def matching_paths(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
     """The places a path or glob stands for, from the recipe's folder and from here, that are what they should be."""
     roots = [str(base / path), path]
     return [Path(one) for root in roots for one in (glob.glob(root, recursive=True) or [root]) if fits(Path(one))]
@@ -128,22 +127,22 @@ def places(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
 
 # --- Packages beyond the core install that a config asks for: which of them are not here, and how to get them.
 
-GYM = "reasoning-gym/"
+GYM_PREFIX = "reasoning-gym/"
 
 
 def missing_extras(config: AnyConfig) -> Iterator[str]:
     """What a config needs and this Python does not have, each with the command that installs it."""
-    for key, module, install in dict.fromkeys(_needed(config)):
+    for key, module, install in dict.fromkeys(_required_packages(config)):
         if not _is_installed(module):
             yield f"{key} needs {module}, which is not installed: pip install {install}"
 
 
-def _needed(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
+def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
     """The key that asks for a package, the module it imports, and what to install."""
     for name in config.run.trackers:
         yield f"run.trackers={name}", name, "'burnish[track]'"
-    for source in sources_of(config):
-        if source.task is not None and source.task.startswith(GYM):
+    for source in data_sources(config):
+        if source.task is not None and source.task.startswith(GYM_PREFIX):
             yield f"task {source.task}", "reasoning_gym", "'burnish[tasks]'"
     if not isinstance(config, TrainConfig):
         return

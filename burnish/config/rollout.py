@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from burnish.config.engines import CHANGES_WEIGHTS, MismatchSlot, Sglang, Vllm, check_engine_fits, check_vllm_fits
+from burnish.config.engines import WEIGHT_FAULTS, MismatchSlot, Sglang, Vllm, check_engine_fits, check_vllm_fits
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
 from burnish.config.records import Record, Slot, choice
@@ -115,7 +115,7 @@ class RolloutStage(Record):
 def check_mismatch_fits(rollout: Rollout, model: Model) -> None:
     """Refuse a fault in weights that cannot have it."""
     base = "dtype" if model.lora is None else model.lora.base
-    if rollout.mismatch is not None and rollout.mismatch.name in CHANGES_WEIGHTS and base != "dtype":
+    if rollout.mismatch is not None and rollout.mismatch.name in WEIGHT_FAULTS and base != "dtype":
         raise ValueError(
             f"rollout.mismatch={rollout.mismatch.name} changes weights that are plain numbers, and model.lora.base={base} has those of "
             "the layers in 4 bits: set model.lora.base=dtype"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from burnish.config.consistency import TEXT_ONLY
+from burnish.config.consistency import STYLE_REWARDS
 from burnish.config.plugins import is_reference
 from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN
 
@@ -19,33 +19,39 @@ Tree = Any
 Edit = tuple[str, Any]
 """A dotted key and its new value."""
 
-STEPS, PROMPTS, SAMPLES, TOKENS = 2, 4, 4, 10
-SUFFIX = "-shrunk"
-MODEL = {
+NUM_STEPS, MAX_PROMPTS, MAX_SAMPLES, MAX_NEW_TOKENS = 2, 4, 4, 10
+SHRUNK_SUFFIX = "-shrunk"
+TINY_MODEL = {
     "new": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 64, "max_positions": 64},
     "device": "cpu",
 }
-DIGITS = {"min_digits": 2, "max_digits": 3}
-TRAIN = {"task": "sort_digits", "options": DIGITS, "limit": 32}
-HELD_OUT = {"task": "sort_digits", "options": DIGITS, "limit": 8}
-DEMONSTRATIONS = {"task": "sort_digits", "options": {**DIGITS, "num": 96, "clean": True}}
-PREFERENCES = {"task": "sort_digits", "options": {**DIGITS, "num": 24}}
+SORT_DIGITS_OPTIONS = {"min_digits": 2, "max_digits": 3}
+TRAIN_SOURCE = {"task": "sort_digits", "options": SORT_DIGITS_OPTIONS, "limit": 32}
+HELD_OUT_SOURCE = {"task": "sort_digits", "options": SORT_DIGITS_OPTIONS, "limit": 8}
+DEMONSTRATION_SOURCE = {"task": "sort_digits", "options": {**SORT_DIGITS_OPTIONS, "num": 96, "clean": True}}
+PREFERENCE_SOURCE = {"task": "sort_digits", "options": {**SORT_DIGITS_OPTIONS, "num": 24}}
 WARM_START: dict[str, Any] = {
-    "data": DEMONSTRATIONS,
+    "data": DEMONSTRATION_SOURCE,
     "updates": 20,
     "batch_size": 32,
     "max_tokens": 32,
     "optimizer": {"lr": 1e-2},
 }
-COLUMN = "length"
+NUMERIC_COLUMN = "length"
 """The one column of a sort_digits row that holds a number; rows of guess_number have it too."""
-BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
-TEMPLATE: dict[str, Any] = {"kind": "auto", "text": "{prompt}", "system": None, "kwargs": {}, "prerendered": False}
+LENGTH_BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
+PLAIN_TEMPLATE: dict[str, Any] = {
+    "kind": "auto",
+    "text": "{prompt}",
+    "system": None,
+    "kwargs": {},
+    "prerendered": False,
+}
 
-AT_MOST = {
-    "run.save_every": STEPS,
+UPPER_LIMITS = {
+    "run.save_every": NUM_STEPS,
     "reward.workers": 1,
-    "rollout.n": SAMPLES,
+    "rollout.n": MAX_SAMPLES,
     "rollout.max_rows": 64,
     "rollout.cache_gib": 0.01,
     "rollout.source.max_staleness": 1,
@@ -53,8 +59,8 @@ AT_MOST = {
     "training.epochs": 2,
     "training.optimizer.warmup": 1,
     "validation.limit": 8,
-    "validation.every": STEPS,
-    "algorithm.aggregation.horizon": TOKENS,
+    "validation.every": NUM_STEPS,
+    "algorithm.aggregation.horizon": MAX_NEW_TOKENS,
     "algorithm.kl.reference.every": 1,
     "algorithm.refill.rounds": 3,
     "algorithm.critic.warmup_steps": 1,
@@ -69,133 +75,133 @@ AT_MOST = {
     "algorithm.curriculum.steps": 2,
     "algorithm.curriculum.buckets": 2,
     "algorithm.curriculum.warmup_steps": 1,
-    "sft.updates": STEPS,
+    "sft.updates": NUM_STEPS,
     "sft.batch_size": 4,
     "sft.max_tokens": 32,
     "sft.optimizer.warmup": 1,
-    "reward_model.updates": STEPS,
+    "reward_model.updates": NUM_STEPS,
     "reward_model.batch_size": 4,
     "reward_model.max_tokens": 32,
     "reward_model.held_out_every": 1,
     "reward_model.optimizer.warmup": 1,
-    "preference.updates": STEPS,
+    "preference.updates": NUM_STEPS,
     "preference.batch_size": 4,
     "preference.max_tokens": 32,
-    "preference.held_out_every": STEPS,
+    "preference.held_out_every": NUM_STEPS,
     "preference.optimizer.warmup": 1,
 }
-SHAPER_AT_MOST = {"max_tokens": TOKENS, "cache": 4, "margin": 2, "ngram": 2, "warmup_steps": 1}
+SHAPER_LIMITS = {"max_tokens": MAX_NEW_TOKENS, "cache": 4, "margin": 2, "ngram": 2, "warmup_steps": 1}
 
 
 def shrink(tree: Tree) -> tuple[Tree, list[str]]:
     """The values of a whole configuration made small, and what was changed, one `key: old -> new` each."""
     notes = []
     for key, new in _edits(tree):
-        old = _get(tree, key.split("."))
+        old = _get_key(tree, key.split("."))
         if old != new:
-            tree = _put(tree, key.split("."), new)
-            notes.append(f"{key}: {_change(old, new)}")
+            tree = _set_key(tree, key.split("."), new)
+            notes.append(f"{key}: {_describe_change(old, new)}")
     return tree, notes
 
 
 def _edits(tree: Tree) -> Iterator[Edit]:
-    yield "model", MODEL
-    yield from _optimizers(tree)
-    yield from _run(tree)
-    yield from next((make(tree) for name, make in STAGES.items() if name in tree), _rl(tree))
-    for key, most in AT_MOST.items():
+    yield "model", TINY_MODEL
+    yield from _optimizer_edits(tree)
+    yield from _run_edits(tree)
+    yield from next((make(tree) for name, make in SECTION_EDITS.items() if name in tree), _rl_edits(tree))
+    for key, most in UPPER_LIMITS.items():
         yield from _at_most(tree, key, most)
 
 
-def _optimizers(tree: Tree) -> Iterator[Edit]:
+def _optimizer_edits(tree: Tree) -> Iterator[Edit]:
     """A small float32 model on a CPU has nothing to round or to move, and not the layers a group may name."""
     for section in ("training", "algorithm.critic", "algorithm.process", "sft", "preference", "reward_model"):
-        if _get(tree, [*section.split("."), "optimizer"]) is not None:
+        if _get_key(tree, [*section.split("."), "optimizer"]) is not None:
             yield f"{section}.optimizer.precision", "master"
             yield f"{section}.optimizer.offload", False
             yield f"{section}.optimizer.groups", []
 
 
-def _run(tree: Tree) -> Iterator[Edit]:
+def _run_edits(tree: Tree) -> Iterator[Edit]:
     """Its own folder, so that the recipe at full size can run beside it, and nothing sent anywhere."""
     if tree["run"]["name"] is not None:
-        yield "run.name", tree["run"]["name"].removesuffix(SUFFIX) + SUFFIX
+        yield "run.name", tree["run"]["name"].removesuffix(SHRUNK_SUFFIX) + SHRUNK_SUFFIX
     yield "run.trackers", []
 
 
-def _sft(tree: Tree) -> Iterator[Edit]:
-    yield "sft.data", _of_stages(tree["sft"]["data"]) or [DEMONSTRATIONS]
-    yield "template", TEMPLATE
+def _sft_edits(tree: Tree) -> Iterator[Edit]:
+    yield "sft.data", _stage_sources(tree["sft"]["data"]) or [DEMONSTRATION_SOURCE]
+    yield "template", PLAIN_TEMPLATE
 
 
-def _preference(tree: Tree) -> Iterator[Edit]:
-    yield "preference.data", _of_stages(tree["preference"]["data"]) or [PREFERENCES]
+def _preference_edits(tree: Tree) -> Iterator[Edit]:
+    yield "preference.data", _stage_sources(tree["preference"]["data"]) or [PREFERENCE_SOURCE]
     if tree["preference"]["held_out"]:
-        yield "preference.held_out", [PREFERENCES]
-    yield "template", TEMPLATE
+        yield "preference.held_out", [PREFERENCE_SOURCE]
+    yield "template", PLAIN_TEMPLATE
 
 
-def _reward_model(tree: Tree) -> Iterator[Edit]:
-    yield "reward_model.data", _of_stages(tree["reward_model"]["data"]) or [PREFERENCES]
+def _reward_model_edits(tree: Tree) -> Iterator[Edit]:
+    yield "reward_model.data", _stage_sources(tree["reward_model"]["data"]) or [PREFERENCE_SOURCE]
     if tree["reward_model"]["held_out"]:
-        yield "reward_model.held_out", [PREFERENCES]
-    yield "template", TEMPLATE
+        yield "reward_model.held_out", [PREFERENCE_SOURCE]
+    yield "template", PLAIN_TEMPLATE
 
 
-def _of_stages(sources: list[Tree]) -> list[Tree]:
+def _stage_sources(sources: list[Tree]) -> list[Tree]:
     """The sources that an earlier stage makes, which is shrunk itself."""
     return [source for source in sources if is_reference(source["path"])]
 
 
-STAGES = {"sft": _sft, "preference": _preference, "reward_model": _reward_model}
+SECTION_EDITS = {"sft": _sft_edits, "preference": _preference_edits, "reward_model": _reward_model_edits}
 """What is trained where it is not RL, by its section."""
 
 
-def _rl(tree: Tree) -> Iterator[Edit]:
+def _rl_edits(tree: Tree) -> Iterator[Edit]:
     rollout, stages = tree["rollout"], tree["rollout"]["stages"]
-    yield "training.steps", max(STEPS, 1 + len(stages))
-    yield "rollout.max_tokens", TOKENS
+    yield "training.steps", max(NUM_STEPS, 1 + len(stages))
+    yield "rollout.max_tokens", MAX_NEW_TOKENS
     # As many samples with n=1 as with more of each prompt: a batch whose rewards are all alike teaches nothing.
-    yield from _at_most(tree, "rollout.prompts", PROMPTS * SAMPLES // min(rollout["n"], SAMPLES))
+    yield from _at_most(tree, "rollout.prompts", MAX_PROMPTS * MAX_SAMPLES // min(rollout["n"], MAX_SAMPLES))
     yield "rollout.engine", "auto"
     yield "rollout.vllm", None
     yield "rollout.sglang", None
-    yield "rollout.stages", [_stage(stage, number) for number, stage in enumerate(stages)]
+    yield "rollout.stages", [_shrink_rollout_stage(stage, number) for number, stage in enumerate(stages)]
     if tree["environment"]["name"] == SINGLE_TURN:
         yield "warm_start", WARM_START
-        yield from _data(tree["data"], tree["algorithm"]["auxiliary"]["sft"] > 0)
-        yield from _rewards(tree)
+        yield from _data_edits(tree["data"], tree["algorithm"]["auxiliary"]["sft"] > 0)
+        yield from _reward_edits(tree)
     else:
-        yield from _game(tree)
+        yield from _environment_edits(tree)
     if tree["validation"]["by"] is not None:
-        yield "validation.by", COLUMN
+        yield "validation.by", NUMERIC_COLUMN
     for mode in tree["validation"]["modes"]:
-        yield f"validation.modes.{mode}.max_tokens", TOKENS
+        yield f"validation.modes.{mode}.max_tokens", MAX_NEW_TOKENS
         yield from _at_most(tree, f"validation.modes.{mode}.n", 2)
-    yield from _algorithm(tree)
+    yield from _algorithm_edits(tree)
 
 
-def _stage(stage: Tree, number: int) -> Tree:
+def _shrink_rollout_stage(stage: Tree, number: int) -> Tree:
     """Every stage keeps a step of its own, and a longer answer than the one before if it had a length."""
-    small = {"start": STEPS + number, "max_tokens": TOKENS + number + 1}
-    return {k: None if v is None else small.get(k, min(v, SAMPLES)) for k, v in stage.items()}
+    small = {"start": NUM_STEPS + number, "max_tokens": MAX_NEW_TOKENS + number + 1}
+    return {k: None if v is None else small.get(k, min(v, MAX_SAMPLES)) for k, v in stage.items()}
 
 
-def _data(data: Tree, imitates: bool) -> Iterator[Edit]:
-    yield "data.train", _of_stages(data["train"]) or [TRAIN]
-    yield "data.template", TEMPLATE
+def _data_edits(data: Tree, imitates: bool) -> Iterator[Edit]:
+    yield "data.train", _stage_sources(data["train"]) or [TRAIN_SOURCE]
+    yield "data.template", PLAIN_TEMPLATE
     yield "data.prerendered", False
     if data["validation"]:
-        yield "data.validation", [HELD_OUT]
+        yield "data.validation", [HELD_OUT_SOURCE]
     if data["demonstrations_per_group"]:  # the one column of a sort_digits row that is a right answer
         yield "data.demonstration_column", "answer"
     if data["demonstrations"]:
-        yield "data.demonstrations", [DEMONSTRATIONS] if imitates else []
+        yield "data.demonstrations", [DEMONSTRATION_SOURCE] if imitates else []
     if data["budget"] is not None:
-        yield "data.budget", BUDGET
+        yield "data.budget", LENGTH_BUDGET
 
 
-def _game(tree: Tree) -> Iterator[Edit]:
+def _environment_edits(tree: Tree) -> Iterator[Edit]:
     """Any environment of several turns becomes the built-in game, which gives the rewards itself."""
     numbers, environment = {"numbers": 7}, tree["environment"]
     demonstrations = {"task": GUESS_NUMBER, "options": {**numbers, "num": 200, "forgetful": 0.0, "guesses": 3}}
@@ -203,22 +209,22 @@ def _game(tree: Tree) -> Iterator[Edit]:
     turns = min(max(environment["max_turns"], 2), 3)  # the game takes two
     yield "environment", {"name": GUESS_NUMBER, "options": {}, "max_turns": turns, "max_tokens": None}
     yield "data.train", [{"task": GUESS_NUMBER, "options": numbers, "limit": 32}]
-    yield "data.template", TEMPLATE
+    yield "data.template", PLAIN_TEMPLATE
     yield "data.prerendered", False
     if tree["data"]["validation"]:
         yield "data.validation", [{"task": GUESS_NUMBER, "options": numbers, "limit": 8}]
     if tree["data"]["demonstrations"]:
         yield "data.demonstrations", [demonstrations]
     if tree["data"]["budget"] is not None:
-        yield "data.budget", {**BUDGET, "text": "{n}?"}  # in the game's characters
+        yield "data.budget", {**LENGTH_BUDGET, "text": "{n}?"}  # in the game's characters
     yield "reward.parts", [{"name": "task", "weight": 1.0, "options": {}, "sources": None}]
 
 
-def _rewards(tree: Tree) -> Iterator[Edit]:
+def _reward_edits(tree: Tree) -> Iterator[Edit]:
     """The task's checker in the place of the first verifier; parts that only read the text stay, others go."""
     kept: list[Tree] = []
     for part in tree["reward"]["parts"]:
-        if part["name"] in TEXT_ONLY or is_reference(part["options"].get("path")):
+        if part["name"] in STYLE_REWARDS or is_reference(part["options"].get("path")):
             kept.append({**part, "sources": None})
         elif all(other["name"] != "task" for other in kept):
             kept.append({**part, "name": "task", "options": {}, "sources": None})
@@ -227,13 +233,13 @@ def _rewards(tree: Tree) -> Iterator[Edit]:
     yield "reward.parts", kept
     weights = tree["algorithm"]["advantage"].get("weights")
     if weights:  # named after the parts
-        renamed = {name if name in TEXT_ONLY else "task": weight for name, weight in reversed(weights.items())}
+        renamed = {name if name in STYLE_REWARDS else "task": weight for name, weight in reversed(weights.items())}
         yield "algorithm.advantage.weights", renamed
 
 
-def _algorithm(tree: Tree) -> Iterator[Edit]:
+def _algorithm_edits(tree: Tree) -> Iterator[Edit]:
     for number in range(len(tree["algorithm"]["shaping"])):
-        for option, most in SHAPER_AT_MOST.items():
+        for option, most in SHAPER_LIMITS.items():
             yield from _at_most(tree, f"algorithm.shaping.{number}.{option}", most)
     if "branches" in tree["algorithm"]["advantage"]:
         yield "algorithm.advantage.branches", [2, 2]
@@ -245,7 +251,7 @@ def _algorithm(tree: Tree) -> Iterator[Edit]:
         yield "algorithm.process.path", None
     curriculum = tree["algorithm"]["curriculum"]
     if "column" in curriculum:
-        yield "algorithm.curriculum.column", COLUMN
+        yield "algorithm.curriculum.column", NUMERIC_COLUMN
     if curriculum["name"] == "hard_only":
         yield "algorithm.curriculum.below", 1.0  # one wrong answer of four is all a step can show
 
@@ -254,12 +260,12 @@ def _algorithm(tree: Tree) -> Iterator[Edit]:
 
 
 def _at_most(tree: Tree, key: str, most: float) -> Iterator[Edit]:
-    old = _get(tree, key.split("."))
+    old = _get_key(tree, key.split("."))
     if isinstance(old, int | float) and old > most:
         yield key, most
 
 
-def _get(tree: Tree, parts: list[str]) -> Any:
+def _get_key(tree: Tree, parts: list[str]) -> Any:
     """What stands at a key, or None where nothing does."""
     for part in parts:
         if isinstance(tree, list):
@@ -271,44 +277,46 @@ def _get(tree: Tree, parts: list[str]) -> Any:
     return tree
 
 
-def _put(tree: Tree, parts: list[str], value: Any) -> Tree:
+def _set_key(tree: Tree, parts: list[str], value: Any) -> Tree:
     """The tree with a value at a key, whatever stood there."""
     if not parts:
         return value
     if isinstance(tree, list):
-        return [_put(item, parts[1:], value) if i == int(parts[0]) else item for i, item in enumerate(tree)]
+        return [_set_key(item, parts[1:], value) if i == int(parts[0]) else item for i, item in enumerate(tree)]
     held = tree if isinstance(tree, dict) else {}
-    return {**held, parts[0]: _put(held.get(parts[0]), parts[1:], value)}
+    return {**held, parts[0]: _set_key(held.get(parts[0]), parts[1:], value)}
 
 
-def _change(old: Any, new: Any) -> str:
+def _describe_change(old: Any, new: Any) -> str:
     """`old -> new` in a few words; of two sections that would read the same, or that have no name, the values that differ."""
-    one, other = _only(old), _only(new)
-    is_alike = _brief(one) == _brief(other) or _brief(one).startswith("{")
+    one, other = _unwrap_single(old), _unwrap_single(new)
+    is_alike = _describe(one) == _describe(other) or _describe(one).startswith("{")
     if isinstance(one, dict) and isinstance(other, dict) and is_alike:
-        return ", ".join(f"{path} {_brief(was)} -> {_brief(now)}" for path, was, now in _differences(one, other, ""))
-    return f"{_brief(old)} -> {_brief(new)}"
+        return ", ".join(
+            f"{path} {_describe(was)} -> {_describe(now)}" for path, was, now in _value_differences(one, other, "")
+        )
+    return f"{_describe(old)} -> {_describe(new)}"
 
 
-def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _value_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """The values of the new section that the old one has otherwise, with their dotted keys."""
-    old = _only(old)
+    old = _unwrap_single(old)
     if isinstance(old, dict) and isinstance(new, dict):
         for key, value in new.items():
-            yield from _differences(old.get(key), value, f"{path}.{key}" if path else key)
+            yield from _value_differences(old.get(key), value, f"{path}.{key}" if path else key)
     elif old != new:
         yield path, old, new
 
 
-def _only(value: Any) -> Any:
+def _unwrap_single(value: Any) -> Any:
     """The item of a list of one, as which a source may be written."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _brief(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value in a few words: a section by what it names or holds."""
     if isinstance(value, list):
-        return ", ".join(_brief(item) for item in value) or "none"
+        return ", ".join(_describe(item) for item in value) or "none"
     if isinstance(value, dict):
         named = next((str(value[k]) for k in ("path", "task", "plugin", "name") if value.get(k)), "")
         return named or f"{{{', '.join(k for k, v in value.items() if v is not None)}}}"

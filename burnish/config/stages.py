@@ -14,30 +14,38 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from burnish.config.data import Template
-from burnish.config.errors import UserError, nearest
-from burnish.config.loading import Loaded, complete, load, load_tree, merge, read
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.loading import Loaded, load, load_tree, merge_trees, read_recipe, with_defaults
 from burnish.config.model import Model, check_trainable
 from burnish.config.placement import Parallel
-from burnish.config.plugins import is_reference, references
-from burnish.config.preference import PreferConfig, RewardModelConfig
-from burnish.config.records import Record
+from burnish.config.plugins import find_references, is_reference
+from burnish.config.records import Record, root_node
 from burnish.config.requirements import AnyConfig
-from burnish.config.schema import Run, SftConfig, TrainConfig
-from burnish.config.schema_walk import root_shape
-from burnish.config.shrink import DEMONSTRATIONS, DIGITS, MODEL, SAMPLES, SUFFIX, TEMPLATE, TOKENS, WARM_START, shrink
+from burnish.config.schema import PreferConfig, RewardModelConfig, Run, SftConfig, TrainConfig
+from burnish.config.shrink import (
+    DEMONSTRATION_SOURCE,
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES,
+    PLAIN_TEMPLATE,
+    SHRUNK_SUFFIX,
+    SORT_DIGITS_OPTIONS,
+    TINY_MODEL,
+    WARM_START,
+    shrink,
+)
 
 Command = Literal[
     "train", "sft", "prefer", "reward-model", "eval", "merge", "export", "data prepare", "data decontaminate",
     "data filter", "data bucket", "data impact", "data reject", "data pairs",
 ]  # fmt: skip
-TRAINED = ("train", "sft", "prefer", "reward-model")
+TRAINING_COMMANDS = ("train", "sft", "prefer", "reward-model")
 """Commands whose stages are runs of their own, with a config."""
-POLICIES = ("train", "sft", "prefer", "merge", "export")
+POLICY_COMMANDS = ("train", "sft", "prefer", "merge", "export")
 """Commands that make a model a later stage can start from."""
-STARTING = (*TRAINED, "eval")
+COMMANDS_WITH_MODEL = (*TRAINING_COMMANDS, "eval")
 """Commands that begin with a model."""
-BASE, PREVIOUS = "base", "previous"
-NAME = re.compile(r"[A-Za-z][\w-]*")
+BASE_STAGE, PREVIOUS_STAGE = "base", "previous"
+STAGE_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
 class Stage(Record):
@@ -58,14 +66,14 @@ class Stage(Record):
 
     @model_validator(mode="after")
     def _fits(self) -> Stage:
-        is_trained = self.command in TRAINED
+        is_trained = self.command in TRAINING_COMMANDS
         if self.options and is_trained:
             raise ValueError(f"options are for commands without a config; {self.command} takes config")
         if (self.config or self.recipe is not None) and not is_trained:
             raise ValueError(f"{self.command} has no config: give options")
         if self.take != "best" and not is_trained:
             raise ValueError(f"take=last has no effect: {self.command} makes one thing")
-        if self.start is not None and self.command not in STARTING:
+        if self.start is not None and self.command not in COMMANDS_WITH_MODEL:
             raise ValueError(f"start has no effect on {self.command}; what it reads stands in options")
         return self
 
@@ -92,28 +100,28 @@ class StagesConfig(Record):
         if self.measure and "data" not in self.measure:
             raise ValueError("measure needs data: a benchmark, a file, or task:NAME")
         for name in self.stages:
-            if not NAME.fullmatch(name) or name in (BASE, PREVIOUS, "lock"):
+            if not STAGE_NAME.fullmatch(name) or name in (BASE_STAGE, PREVIOUS_STAGE, "lock"):
                 raise ValueError(
-                    f"a stage cannot be called {name!r}: use letters, digits, _ and -, not {BASE}, {PREVIOUS} or lock"
+                    f"a stage cannot be called {name!r}: use letters, digits, _ and -, not {BASE_STAGE}, {PREVIOUS_STAGE} or lock"
                 )
             self._check_references(name)
         return self
 
     def _check_references(self, name: str) -> None:
         stage, before = self.stages[name], list(self.stages)[: list(self.stages).index(name)]
-        if stage.start not in (None, BASE, PREVIOUS):
+        if stage.start not in (None, BASE_STAGE, PREVIOUS_STAGE):
             where = f"stages.{name}.start={stage.start}"
             if stage.start not in before:
-                raise ValueError(f"{where}: {_why_not(str(stage.start), name, before, list(self.stages))}")
-            if self.stages[str(stage.start)].command not in POLICIES:
+                raise ValueError(f"{where}: {_reference_problem(str(stage.start), name, before, list(self.stages))}")
+            if self.stages[str(stage.start)].command not in POLICY_COMMANDS:
                 raise ValueError(f"{where}: {self.stages[str(stage.start)].command} makes no policy to begin with")
-        for kind, other in references([stage.config, stage.options]):
-            if other == BASE and kind == "stage":
+        for kind, other in find_references([stage.config, stage.options]):
+            if other == BASE_STAGE and kind == "stage":
                 continue
             where = f"stages.{name}: {kind}:{other}"
             if other not in before:
-                raise ValueError(f"{where}: {_why_not(other, name, before, list(self.stages))}")
-            if kind == "run" and self.stages[other].command not in TRAINED:
+                raise ValueError(f"{where}: {_reference_problem(other, name, before, list(self.stages))}")
+            if kind == "run" and self.stages[other].command not in TRAINING_COMMANDS:
                 raise ValueError(
                     f"{where}: {self.stages[other].command} has no run folder; what it makes is stage:{other}"
                 )
@@ -121,47 +129,47 @@ class StagesConfig(Record):
     def start_of(self, name: str) -> str | None:
         """The stage whose model a stage begins with, or `base`; None for a command that begins with none."""
         stage = self.stages[name]
-        if stage.command not in STARTING:
+        if stage.command not in COMMANDS_WITH_MODEL:
             return None
-        if stage.start not in (None, PREVIOUS):
+        if stage.start not in (None, PREVIOUS_STAGE):
             return stage.start
         before = list(self.stages)[: list(self.stages).index(name)]
-        policies = [other for other in before if self.stages[other].command in POLICIES]
-        return policies[-1] if policies else BASE
+        policies = [other for other in before if self.stages[other].command in POLICY_COMMANDS]
+        return policies[-1] if policies else BASE_STAGE
 
 
-def _why_not(other: str, name: str, before: list[str], names: list[str]) -> str:
+def _reference_problem(other: str, name: str, before: list[str], names: list[str]) -> str:
     """Why a stage cannot be referred to."""
     if other == name:
         return "a stage cannot begin with what it makes itself"
     if other in names:
         return f"stage {other} comes later"
-    return f"there is no stage {other}{nearest(other, [BASE, *before])}"
+    return f"there is no stage {other}{did_you_mean(other, [BASE_STAGE, *before])}"
 
 
 # --- The config of each training stage: its recipe, the settings of the whole, its own.
 #
 # A stage that begins with what another made has `stage:NAME` as its model's path until that is there.
 
-KINDS: dict[str, type[Record]] = {
+CONFIG_TYPES: dict[str, type[Record]] = {
     "train": TrainConfig,
     "sft": SftConfig,
     "prefer": PreferConfig,
     "reward-model": RewardModelConfig,
 }
-WHOSE = ("path", "new", "adapter")
+MODEL_SOURCE_KEYS = ("path", "new", "adapter")
 """Keys of a model that say which one it is."""
 
 
-def load_stages(whole: Loaded[StagesConfig], path: Path, folder: Path) -> dict[str, Loaded[Any]]:
+def load_stage_configs(whole: Loaded[StagesConfig], path: Path, folder: Path) -> dict[str, Loaded[Any]]:
     """The configs of all training stages, by name, with their runs in `folder`; what is wrong with one is said with its name."""
     found: dict[str, Loaded[Any]] = {}
     for name, stage in whole.config.stages.items():
-        if stage.command not in TRAINED:
+        if stage.command not in TRAINING_COMMANDS:
             continue
         try:
-            kind = KINDS[stage.command]
-            tree = stage_tree(whole, name, _with_adapters(found))
+            kind = CONFIG_TYPES[stage.command]
+            tree = stage_tree(whole, name, _adapter_stages(found))
             tree["run"] |= {"directory": str(folder), "name": name}
             found[name] = load_tree(kind, tree, path)
             _refuse_parallel(found[name].config)
@@ -178,8 +186,8 @@ def _refuse_parallel(config: AnyConfig) -> None:
 def stage_tree(whole: Loaded[StagesConfig], name: str, adapted: set[str]) -> dict[str, Any]:
     """The keys of one stage; `adapted` are the stages before it whose models are adapters."""
     config, stage = whole.config, whole.config.stages[name]
-    kind = KINDS[stage.command]
-    own = [key for key in WHOSE if key in stage.config.get("model", {})]
+    kind = CONFIG_TYPES[stage.command]
+    own = [key for key in MODEL_SOURCE_KEYS if key in stage.config.get("model", {})]
     if own:
         raise UserError(
             f"config.model.{own[0]}: which model it begins with is said by start, and by model of the whole"
@@ -187,31 +195,31 @@ def stage_tree(whole: Loaded[StagesConfig], name: str, adapted: set[str]) -> dic
     tree: dict[str, Any] = {}
     if stage.recipe is not None:
         place = next((p for p in (whole.base / stage.recipe, Path(stage.recipe)) if p.is_file()), None)
-        tree = complete(kind, read(kind, place or whole.base / stage.recipe))
-        tree["model"] = {key: value for key, value in tree.get("model", {}).items() if key not in WHOSE}
+        tree = with_defaults(kind, read_recipe(kind, place or whole.base / stage.recipe))
+        tree["model"] = {key: value for key, value in tree.get("model", {}).items() if key not in MODEL_SOURCE_KEYS}
     common = {
         "seed": config.seed,
         "run": config.run.model_dump(exclude_unset=True),
-        "model": _model(config, config.start_of(name) or BASE, adapted),
+        "model": _start_model(config, config.start_of(name) or BASE_STAGE, adapted),
     }
     template = config.template.model_dump(exclude_unset=True)
     common |= {"data": {"template": template}} if stage.command == "train" else {"template": template}
-    shape = root_shape(kind)
-    merged: dict[str, Any] = merge(shape, merge(shape, tree, common), stage.config)
+    shape = root_node(kind)
+    merged: dict[str, Any] = merge_trees(shape, merge_trees(shape, tree, common), stage.config)
     return merged
 
 
-def _model(config: StagesConfig, start: str, adapted: set[str]) -> dict[str, Any]:
+def _start_model(config: StagesConfig, start: str, adapted: set[str]) -> dict[str, Any]:
     given = config.model.model_dump(exclude_unset=True)
-    if start == BASE and config.model.new is None:
+    if start == BASE_STAGE and config.model.new is None:
         return given
-    kept = {key: value for key, value in given.items() if key not in WHOSE}
+    kept = {key: value for key, value in given.items() if key not in MODEL_SOURCE_KEYS}
     if start in adapted:
         return {**{key: value for key, value in kept.items() if key != "lora"}, "adapter": f"stage:{start}"}
     return {**kept, "path": f"stage:{start}"}
 
 
-def _with_adapters(loaded: dict[str, Loaded[Any]]) -> set[str]:
+def _adapter_stages(loaded: dict[str, Loaded[Any]]) -> set[str]:
     return {name for name, one in loaded.items() if one.config.model.lora or one.config.model.adapter}
 
 
@@ -219,40 +227,45 @@ def _with_adapters(loaded: dict[str, Loaded[Any]]) -> set[str]:
 
 EVALUATION_PROMPTS = 32
 """Of an evaluation."""
-IMITATED = {**WARM_START, "updates": 60}
+SHRUNK_SFT = {**WARM_START, "updates": 60}
 """Of a stage that imitates demonstrations: a later one may sample from it and take what is right, and two updates would leave it nothing."""
-OF_DATA = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
+DATA_OPTIONS = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
 """Options of an evaluation that go with its data or its model."""
-READ = ("source", "scores", "prompts", "guesses", "against", "run")
+FILE_OPTIONS = ("source", "scores", "prompts", "guesses", "against", "run")
 """Options of other commands that name files."""
 
 
-def load_small_stages(path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[StagesConfig], list[str]]:
+def load_shrunk_stages(path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[StagesConfig], list[str]]:
     """A recipe of stages made small, and what was changed in it."""
     whole = load(StagesConfig, path)
-    loaded = load_stages(whole, path, Path())
+    loaded = load_stage_configs(whole, path, Path())
     tree, notes = dict(whole.resolved), list[str]()
     for name, stage in whole.config.stages.items():
         if name in loaded:
-            small, changes = _trained(loaded[name].resolved)
+            small, changes = _shrink_training(loaded[name].resolved)
             own: dict[str, Any] = {"config": small, "recipe": None}
             notes += [f"{name}: {change}" for change in changes]
         else:
-            own = {"options": _options(name, stage.command, stage.options)}
+            own = {"options": _shrink_options(name, stage.command, stage.options)}
             notes += [f"{name}: {key}: {stage.options.get(key)} -> {own['options'].get(key)}" for key in stage.options]
         tree["stages"] = {**tree["stages"], name: {**tree["stages"][name], **own}}
     run: dict[str, Any] = {"trackers": [], "threads": whole.config.run.threads}
-    run |= {"name": whole.config.run.name.removesuffix(SUFFIX) + SUFFIX} if whole.config.run.name else {}
-    tree |= {"model": MODEL, "template": TEMPLATE, "run": run, "measure": _measure(whole.config.measure)}
+    run |= {"name": whole.config.run.name.removesuffix(SHRUNK_SUFFIX) + SHRUNK_SUFFIX} if whole.config.run.name else {}
+    tree |= {
+        "model": TINY_MODEL,
+        "template": PLAIN_TEMPLATE,
+        "run": run,
+        "measure": _shrink_measure(whole.config.measure),
+    }
     return load_tree(StagesConfig, tree, path, overrides), [note for note in notes if _is_change(note)]
 
 
-def _trained(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _shrink_training(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     small, changes = shrink(values)
-    if "sft" in small and small["sft"]["data"] == [DEMONSTRATIONS]:
+    if "sft" in small and small["sft"]["data"] == [DEMONSTRATION_SOURCE]:
         small["sft"] = {
             **small["sft"],
-            **IMITATED,
+            **SHRUNK_SFT,
             "optimizer": {**small["sft"]["optimizer"], **WARM_START["optimizer"]},
         }
         changes = [change for change in changes if not change.startswith(("sft.updates:", "sft.batch_size:"))]
@@ -262,13 +275,13 @@ def _trained(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return kept, [change for change in changes if not change.startswith(("model:", "run.name:"))]
 
 
-def _options(name: str, command: str, options: dict[str, Any]) -> dict[str, Any]:
+def _shrink_options(name: str, command: str, options: dict[str, Any]) -> dict[str, Any]:
     if command == "eval":
-        return _evaluation(options, "train")
+        return _shrink_evaluation(options, "train")
     if command == "merge":
-        models = [model if is_reference(model) else f"stage:{BASE}" for model in options.get("models", [])]
+        models = [model if is_reference(model) else f"stage:{BASE_STAGE}" for model in options.get("models", [])]
         return {**options, "models": models}
-    outside = {key: value for key, value in options.items() if key in READ and not is_reference(value)}
+    outside = {key: value for key, value in options.items() if key in FILE_OPTIONS and not is_reference(value)}
     if "prompts" in outside:  # those of the built-in task are plain text, which completions have in them
         del outside["prompts"]
         options = {key: value for key, value in options.items() if key != "prompts"}
@@ -278,18 +291,23 @@ def _options(name: str, command: str, options: dict[str, Any]) -> dict[str, Any]
     return {key: value for key, value in options.items() if key != "language"}  # digits are of none
 
 
-def _evaluation(options: dict[str, Any], split: str) -> dict[str, Any]:
+def _shrink_evaluation(options: dict[str, Any], split: str) -> dict[str, Any]:
     """On the built-in task; of training problems where the completions will be trained on."""
     if is_reference(options.get("data")):
         return options
-    small = {key: value for key, value in options.items() if key not in OF_DATA}
-    settings = {"data.source.options": DIGITS, "data.source.split": split}
-    small |= {"data": "task:sort_digits", "limit": EVALUATION_PROMPTS, "max_tokens": TOKENS, "settings": settings}
-    return small | ({"n": min(options["n"], SAMPLES)} if "n" in options else {})
+    small = {key: value for key, value in options.items() if key not in DATA_OPTIONS}
+    settings = {"data.source.options": SORT_DIGITS_OPTIONS, "data.source.split": split}
+    small |= {
+        "data": "task:sort_digits",
+        "limit": EVALUATION_PROMPTS,
+        "max_tokens": MAX_NEW_TOKENS,
+        "settings": settings,
+    }
+    return small | ({"n": min(options["n"], MAX_SAMPLES)} if "n" in options else {})
 
 
-def _measure(options: dict[str, Any]) -> dict[str, Any]:
-    return _evaluation(options, "test") if options else {}
+def _shrink_measure(options: dict[str, Any]) -> dict[str, Any]:
+    return _shrink_evaluation(options, "test") if options else {}
 
 
 def _is_change(note: str) -> bool:

@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from burnish.config.errors import UserError, nearest
-from burnish.config.records import Plugin, Record
-from burnish.config.schema_walk import Shape, keys_named, label, root_shape
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.records import Plugin, Record, SchemaNode, choice_name, find_keys, root_node
 
 # --- What other systems call a key: TRL's, verl's and OpenRLHF's options with the key of ours that does the same.
 #
 # The table serves the error for an unknown key. It only suggests: the same word may have another unit or default elsewhere, so a
-# value is never taken over in silence (verl's rollout-correction keys are, with a note: `config/verl_keys.py`).
+# value is never taken over in silence (verl's rollout-correction keys are, with a note: `config/foreign_keys.py`).
 
 
-class Ours(NamedTuple):
+class Counterpart(NamedTuple):
     """Our counterpart of another system's key."""
 
     train: str | None
@@ -28,41 +27,44 @@ class Ours(NamedTuple):
     """In `burnish sft`, `prefer` and `reward-model`, whose section stands for `{stage}`; None where it has no counterpart."""
 
 
-BATCH = Ours("rollout.prompts; a step samples rollout.n completions of each", "{stage}.batch_size")
-MICRO_BATCH = Ours("training.token_budget; micro-batches are packed by tokens", "{stage}.token_budget")
-DEVICES = Ours("placement=ray with placement.workers; one process uses one device", None)
-EPOCHS = Ours(
+BATCH = Counterpart("rollout.prompts; a step samples rollout.n completions of each", "{stage}.batch_size")
+MICRO_BATCH = Counterpart("training.token_budget; micro-batches are packed by tokens", "{stage}.token_budget")
+DEVICES = Counterpart("placement=ray with placement.workers; one process uses one device", None)
+EPOCHS = Counterpart(
     "training.steps; an epoch is the number of rows / rollout.prompts steps",
     "{stage}.updates; an epoch is rows / {stage}.batch_size updates",
 )
-MODEL, TRAIN_DATA = Ours("model.path", "model.path"), Ours("data.train.path", "{stage}.data.path")
-HELD_OUT = Ours("data.validation.path", "{stage}.held_out.path")
-LR, STEPS = Ours("training.optimizer.lr", "{stage}.optimizer.lr"), Ours("training.steps", "{stage}.updates")
-WARMUP = Ours("training.optimizer.warmup", "{stage}.optimizer.warmup")
-CLIP_NORM = Ours("training.optimizer.clip_norm", "{stage}.optimizer.clip_norm")
-DECAY = Ours("training.optimizer.weight_decay", "{stage}.optimizer.weight_decay")
-CHECKPOINTING = Ours("training.activations=recompute", "{stage}.activations=recompute")
-BFLOAT16 = Ours("model.dtype=bfloat16", "model.dtype=bfloat16")
-MAX_PROMPT, MAX_ANSWER = Ours("data.max_prompt_tokens"), Ours("rollout.max_tokens", "{stage}.max_tokens")
-KL, MINI_BATCHES = (
-    Ours("algorithm.kl.loss.coef"),
-    Ours("training.mini_batches; the number of updates of a step's samples"),
+MODEL, TRAIN_DATA = Counterpart("model.path", "model.path"), Counterpart("data.train.path", "{stage}.data.path")
+HELD_OUT = Counterpart("data.validation.path", "{stage}.held_out.path")
+LR, STEPS = (
+    Counterpart("training.optimizer.lr", "{stage}.optimizer.lr"),
+    Counterpart("training.steps", "{stage}.updates"),
 )
-LOW, HIGH = Ours("algorithm.clip.low"), Ours("algorithm.clip.high")
-CLIP = Ours("algorithm.clip.low and algorithm.clip.high")
-REWARD = Ours("reward.parts=path/to/file.py:function")
-SAVE, TRACKERS = Ours("run.save_every", "run.save_every"), Ours("run.trackers", "run.trackers")
-VALIDATE = Ours("validation.every", "{stage}.held_out_every")
-FOLDER, NAME = Ours("run.directory", "run.directory"), Ours("run.name", "run.name")
-LORA, RANK, ALPHA = (Ours(key, key) for key in ("model.lora={}", "model.lora.rank", "model.lora.alpha"))
-SAMPLES, SHUFFLE = Ours("rollout.n"), Ours("data.sampler=sequential")
-ENGINE, CACHE = Ours("rollout.engine"), Ours("rollout.cache_gib")
-SCHEDULE = Ours("training.optimizer.schedule", "{stage}.optimizer.schedule")
-ALGORITHM = Ours("algorithm=grpo", "{stage}.loss")
-PROMPT_COLUMN = Ours("data.train.prompt_key")
-ANSWER_COLUMN = Ours("data.train.answer_key")
+WARMUP = Counterpart("training.optimizer.warmup", "{stage}.optimizer.warmup")
+CLIP_NORM = Counterpart("training.optimizer.clip_norm", "{stage}.optimizer.clip_norm")
+DECAY = Counterpart("training.optimizer.weight_decay", "{stage}.optimizer.weight_decay")
+CHECKPOINTING = Counterpart("training.activations=recompute", "{stage}.activations=recompute")
+BFLOAT16 = Counterpart("model.dtype=bfloat16", "model.dtype=bfloat16")
+MAX_PROMPT, MAX_ANSWER = Counterpart("data.max_prompt_tokens"), Counterpart("rollout.max_tokens", "{stage}.max_tokens")
+KL, MINI_BATCHES = (
+    Counterpart("algorithm.kl.loss.coef"),
+    Counterpart("training.mini_batches; the number of updates of a step's samples"),
+)
+LOW, HIGH = Counterpart("algorithm.clip.low"), Counterpart("algorithm.clip.high")
+CLIP = Counterpart("algorithm.clip.low and algorithm.clip.high")
+REWARD = Counterpart("reward.parts=path/to/file.py:function")
+SAVE, TRACKERS = Counterpart("run.save_every", "run.save_every"), Counterpart("run.trackers", "run.trackers")
+VALIDATE = Counterpart("validation.every", "{stage}.held_out_every")
+FOLDER, NAME = Counterpart("run.directory", "run.directory"), Counterpart("run.name", "run.name")
+LORA, RANK, ALPHA = (Counterpart(key, key) for key in ("model.lora={}", "model.lora.rank", "model.lora.alpha"))
+SAMPLES, SHUFFLE = Counterpart("rollout.n"), Counterpart("data.sampler=sequential")
+ENGINE, CACHE = Counterpart("rollout.engine"), Counterpart("rollout.cache_gib")
+SCHEDULE = Counterpart("training.optimizer.schedule", "{stage}.optimizer.schedule")
+ALGORITHM = Counterpart("algorithm=grpo", "{stage}.loss")
+PROMPT_COLUMN = Counterpart("data.train.prompt_key")
+ANSWER_COLUMN = Counterpart("data.train.answer_key")
 
-TRL: dict[str, Ours] = {
+TRL: dict[str, Counterpart] = {
     "model_name_or_path": MODEL,
     "dataset_name": TRAIN_DATA,
     "train_dataset": TRAIN_DATA,
@@ -72,15 +74,15 @@ TRL: dict[str, Ours] = {
     "warmup_ratio": WARMUP,
     "warmup_steps": WARMUP,
     "weight_decay": DECAY,
-    "adam_beta1": Ours("training.optimizer.betas", "{stage}.optimizer.betas"),
-    "adam_beta2": Ours("training.optimizer.betas", "{stage}.optimizer.betas"),
-    "adam_epsilon": Ours("training.optimizer.eps", "{stage}.optimizer.eps"),
-    "optim": Ours("training.optimizer.name", "{stage}.optimizer.name"),
+    "adam_beta1": Counterpart("training.optimizer.betas", "{stage}.optimizer.betas"),
+    "adam_beta2": Counterpart("training.optimizer.betas", "{stage}.optimizer.betas"),
+    "adam_epsilon": Counterpart("training.optimizer.eps", "{stage}.optimizer.eps"),
+    "optim": Counterpart("training.optimizer.name", "{stage}.optimizer.name"),
     "max_grad_norm": CLIP_NORM,
     "max_steps": STEPS,
     "num_train_epochs": EPOCHS,
     "per_device_train_batch_size": BATCH,
-    "per_device_eval_batch_size": Ours("rollout.max_rows", "{stage}.token_budget"),
+    "per_device_eval_batch_size": Counterpart("rollout.max_rows", "{stage}.token_budget"),
     "gradient_accumulation_steps": MICRO_BATCH,
     "generation_batch_size": BATCH,
     "steps_per_generation": MINI_BATCHES,
@@ -94,82 +96,82 @@ TRL: dict[str, Ours] = {
     "max_new_tokens": MAX_ANSWER,
     "max_length": MAX_ANSWER,
     "max_seq_length": MAX_ANSWER,
-    "temperature": Ours("rollout.temperature"),
-    "top_p": Ours("rollout.top_p"),
-    "top_k": Ours("rollout.top_k"),
-    "beta": Ours("algorithm.kl.loss.coef", "{stage}.loss.beta"),
+    "temperature": Counterpart("rollout.temperature"),
+    "top_p": Counterpart("rollout.top_p"),
+    "top_k": Counterpart("rollout.top_k"),
+    "beta": Counterpart("algorithm.kl.loss.coef", "{stage}.loss.beta"),
     "epsilon": LOW,
     "epsilon_high": HIGH,
-    "delta": Ours("algorithm.clip.dual"),
-    "num_iterations": Ours("training.epochs"),
-    "scale_rewards": Ours("algorithm=dr_grpo; its advantages are not divided by the standard deviation"),
+    "delta": Counterpart("algorithm.clip.dual"),
+    "num_iterations": Counterpart("training.epochs"),
+    "scale_rewards": Counterpart("algorithm=dr_grpo; its advantages are not divided by the standard deviation"),
     "loss_type": ALGORITHM,
-    "mask_truncated_completions": Ours("algorithm.filters=[overlong]"),
-    "importance_sampling_level": Ours("algorithm.ratio=sequence"),
-    "sync_ref_model": Ours("algorithm.kl.reference=ema"),
+    "mask_truncated_completions": Counterpart("algorithm.filters=[overlong]"),
+    "importance_sampling_level": Counterpart("algorithm.ratio=sequence"),
+    "sync_ref_model": Counterpart("algorithm.kl.reference=ema"),
     "reward_funcs": REWARD,
-    "reward_weights": Ours("reward.parts; each part has a weight"),
-    "use_vllm": Ours("rollout.engine=vllm"),
-    "vllm_mode": Ours("rollout.vllm.url"),
+    "reward_weights": Counterpart("reward.parts; each part has a weight"),
+    "use_vllm": Counterpart("rollout.engine=vllm"),
+    "vllm_mode": Counterpart("rollout.vllm.url"),
     "vllm_gpu_memory_utilization": CACHE,
     "use_peft": LORA,
     "lora_r": RANK,
     "lora_alpha": ALPHA,
-    "lora_target_modules": Ours("model.lora.targets", "model.lora.targets"),
-    "load_in_4bit": Ours("model.lora.base=nf4", "model.lora.base=nf4"),
+    "lora_target_modules": Counterpart("model.lora.targets", "model.lora.targets"),
+    "load_in_4bit": Counterpart("model.lora.base=nf4", "model.lora.base=nf4"),
     "shuffle_dataset": SHUFFLE,
     "output_dir": FOLDER,
     "run_name": NAME,
     "save_steps": SAVE,
-    "save_total_limit": Ours("run.keep_last", "run.keep_last"),
+    "save_total_limit": Counterpart("run.keep_last", "run.keep_last"),
     "eval_steps": VALIDATE,
-    "logging_steps": Ours("run.samples_every; metrics are logged at every step", "run.samples_every"),
+    "logging_steps": Counterpart("run.samples_every; metrics are logged at every step", "run.samples_every"),
     "report_to": TRACKERS,
-    "chat_template_kwargs": Ours("data.template.kwargs", "template.kwargs"),
-    "precompute_ref_log_probs": Ours(None, "{stage}.reference=cached"),
-    "dataset_text_field": Ours(PROMPT_COLUMN.train, "{stage}.data.path; its rows have a column `text`"),
+    "chat_template_kwargs": Counterpart("data.template.kwargs", "template.kwargs"),
+    "precompute_ref_log_probs": Counterpart(None, "{stage}.reference=cached"),
+    "dataset_text_field": Counterpart(PROMPT_COLUMN.train, "{stage}.data.path; its rows have a column `text`"),
 }
-OPENRLHF: dict[str, Ours] = {
+OPENRLHF: dict[str, Counterpart] = {
     "pretrain": MODEL,
     "prompt_data": TRAIN_DATA,
     "dataset": TRAIN_DATA,
     "eval_dataset": HELD_OUT,
     "actor_learning_rate": LR,
-    "critic_learning_rate": Ours("algorithm.critic.optimizer.lr"),
+    "critic_learning_rate": Counterpart("algorithm.critic.optimizer.lr"),
     "rollout_batch_size": BATCH,
     "train_batch_size": MINI_BATCHES,
     "micro_train_batch_size": MICRO_BATCH,
-    "micro_rollout_batch_size": Ours("rollout.max_rows"),
+    "micro_rollout_batch_size": Counterpart("rollout.max_rows"),
     "n_samples_per_prompt": SAMPLES,
     "prompt_max_len": MAX_PROMPT,
     "generate_max_len": MAX_ANSWER,
     "max_len": MAX_ANSWER,
-    "init_kl_coef": Ours("algorithm.kl.reward.coef"),
-    "kl_coef": Ours("algorithm.kl.reward.coef"),
-    "kl_target": Ours("algorithm.kl.adaptive.target"),
+    "init_kl_coef": Counterpart("algorithm.kl.reward.coef"),
+    "kl_coef": Counterpart("algorithm.kl.reward.coef"),
+    "kl_target": Counterpart("algorithm.kl.adaptive.target"),
     "use_kl_loss": KL,
-    "kl_estimator": Ours("algorithm.kl.loss.estimator"),
+    "kl_estimator": Counterpart("algorithm.kl.loss.estimator"),
     "eps_clip": CLIP,
     "eps_clip_low_high": CLIP,
-    "entropy_loss_coef": Ours("algorithm.entropy.coef"),
-    "lambd": Ours("algorithm.advantage.lam"),
-    "gamma": Ours("algorithm.advantage.gamma"),
+    "entropy_loss_coef": Counterpart("algorithm.entropy.coef"),
+    "lambd": Counterpart("algorithm.advantage.lam"),
+    "gamma": Counterpart("algorithm.advantage.gamma"),
     "advantage_estimator": ALGORITHM,
-    "max_epochs": Ours("training.epochs", EPOCHS.stage),
+    "max_epochs": Counterpart("training.epochs", EPOCHS.stage),
     "num_episodes": EPOCHS,
     "remote_rm_url": REWARD,
-    "reward_pretrain": Ours("reward.parts={name: model, options: {path: DIRECTORY}}"),
+    "reward_pretrain": Counterpart("reward.parts={name: model, options: {path: DIRECTORY}}"),
     "input_key": PROMPT_COLUMN,
     "label_key": ANSWER_COLUMN,
-    "apply_chat_template": Ours("data.template.kind=chat", "template.kind=chat"),
+    "apply_chat_template": Counterpart("data.template.kind=chat", "template.kind=chat"),
     "save_path": FOLDER,
     "ckpt_path": FOLDER,
     "use_wandb": TRACKERS,
     "lora_rank": RANK,
-    "dynamic_filtering": Ours("algorithm.filters=[zero_signal]"),
+    "dynamic_filtering": Counterpart("algorithm.filters=[zero_signal]"),
 }
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-VERL: dict[str, Ours] = {
+VERL: dict[str, Counterpart] = {
     "data.train_files": TRAIN_DATA,
     "data.val_files": HELD_OUT,
     "data.train_batch_size": BATCH,
@@ -178,9 +180,9 @@ VERL: dict[str, Ours] = {
     "data.max_length": MAX_ANSWER,
     "data.prompt_key": PROMPT_COLUMN,
     "data.answer_key": ANSWER_COLUMN,
-    "data.reward_fn_key": Ours("reward.parts; each part has sources, which are values of data_source"),
-    "data.filter_overlong_prompts": Ours("data.overlong_prompts=filter"),
-    "data.truncation": Ours("data.overlong_prompts=error"),
+    "data.reward_fn_key": Counterpart("reward.parts; each part has sources, which are values of data_source"),
+    "data.filter_overlong_prompts": Counterpart("data.overlong_prompts=filter"),
+    "data.truncation": Counterpart("data.overlong_prompts=error"),
     "data.shuffle": SHUFFLE,
     "actor_rollout_ref.model.path": MODEL,
     "actor_rollout_ref.model.lora_rank": RANK,
@@ -192,60 +194,60 @@ VERL: dict[str, Ours] = {
     f"{ACTOR}.ppo_mini_batch_size": MINI_BATCHES,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": MICRO_BATCH,
     f"{ACTOR}.ppo_max_token_len_per_gpu": MICRO_BATCH,
-    f"{ACTOR}.ppo_epochs": Ours("training.epochs"),
+    f"{ACTOR}.ppo_epochs": Counterpart("training.epochs"),
     f"{ACTOR}.grad_clip": CLIP_NORM,
     f"{ACTOR}.clip_ratio": CLIP,
     f"{ACTOR}.clip_ratio_low": LOW,
     f"{ACTOR}.clip_ratio_high": HIGH,
-    f"{ACTOR}.clip_ratio_c": Ours("algorithm.clip.dual"),
+    f"{ACTOR}.clip_ratio_c": Counterpart("algorithm.clip.dual"),
     f"{ACTOR}.use_kl_loss": KL,
     f"{ACTOR}.kl_loss_coef": KL,
-    f"{ACTOR}.kl_loss_type": Ours("algorithm.kl.loss.estimator"),
-    f"{ACTOR}.entropy_coeff": Ours("algorithm.entropy.coef"),
-    f"{ACTOR}.loss_agg_mode": Ours("algorithm.aggregation"),
+    f"{ACTOR}.kl_loss_type": Counterpart("algorithm.kl.loss.estimator"),
+    f"{ACTOR}.entropy_coeff": Counterpart("algorithm.entropy.coef"),
+    f"{ACTOR}.loss_agg_mode": Counterpart("algorithm.aggregation"),
     f"{ROLLOUT}.n": SAMPLES,
     f"{ROLLOUT}.name": ENGINE,
-    f"{ROLLOUT}.temperature": Ours("rollout.temperature"),
-    f"{ROLLOUT}.top_p": Ours("rollout.top_p"),
-    f"{ROLLOUT}.top_k": Ours("rollout.top_k"),
+    f"{ROLLOUT}.temperature": Counterpart("rollout.temperature"),
+    f"{ROLLOUT}.top_p": Counterpart("rollout.top_p"),
+    f"{ROLLOUT}.top_k": Counterpart("rollout.top_k"),
     f"{ROLLOUT}.gpu_memory_utilization": CACHE,
-    f"{ROLLOUT}.max_num_seqs": Ours("rollout.max_rows"),
-    f"{ROLLOUT}.val_kwargs.n": Ours("validation.modes.greedy.n"),
-    f"{ROLLOUT}.val_kwargs.temperature": Ours("validation.modes.greedy.temperature"),
-    f"{ROLLOUT}.multi_turn.max_assistant_turns": Ours("environment.max_turns"),
+    f"{ROLLOUT}.max_num_seqs": Counterpart("rollout.max_rows"),
+    f"{ROLLOUT}.val_kwargs.n": Counterpart("validation.modes.greedy.n"),
+    f"{ROLLOUT}.val_kwargs.temperature": Counterpart("validation.modes.greedy.temperature"),
+    f"{ROLLOUT}.multi_turn.max_assistant_turns": Counterpart("environment.max_turns"),
     "algorithm.adv_estimator": ALGORITHM,
-    "algorithm.gamma": Ours("algorithm.advantage.gamma"),
-    "algorithm.lam": Ours("algorithm.advantage.lam"),
-    "algorithm.use_kl_in_reward": Ours("algorithm.kl.reward.coef"),
-    "algorithm.kl_ctrl.kl_coef": Ours("algorithm.kl.reward.coef"),
-    "algorithm.kl_ctrl.target_kl": Ours("algorithm.kl.adaptive.target"),
-    "algorithm.norm_adv_by_std_in_grpo": Ours("algorithm=dr_grpo"),
-    "algorithm.filter_groups.enable": Ours("algorithm.filters=[zero_signal]"),
-    "critic.optim.lr": Ours("algorithm.critic.optimizer.lr"),
-    "reward_model.model.path": Ours("reward.parts={name: model, options: {path: DIRECTORY}}"),
-    "reward_model.enable": Ours("reward.parts={name: model, options: {path: DIRECTORY}}"),
+    "algorithm.gamma": Counterpart("algorithm.advantage.gamma"),
+    "algorithm.lam": Counterpart("algorithm.advantage.lam"),
+    "algorithm.use_kl_in_reward": Counterpart("algorithm.kl.reward.coef"),
+    "algorithm.kl_ctrl.kl_coef": Counterpart("algorithm.kl.reward.coef"),
+    "algorithm.kl_ctrl.target_kl": Counterpart("algorithm.kl.adaptive.target"),
+    "algorithm.norm_adv_by_std_in_grpo": Counterpart("algorithm=dr_grpo"),
+    "algorithm.filter_groups.enable": Counterpart("algorithm.filters=[zero_signal]"),
+    "critic.optim.lr": Counterpart("algorithm.critic.optimizer.lr"),
+    "reward_model.model.path": Counterpart("reward.parts={name: model, options: {path: DIRECTORY}}"),
+    "reward_model.enable": Counterpart("reward.parts={name: model, options: {path: DIRECTORY}}"),
     "custom_reward_function.path": REWARD,
     "custom_reward_function.name": REWARD,
     "trainer.total_training_steps": STEPS,
     "trainer.total_epochs": EPOCHS,
     "trainer.save_freq": SAVE,
     "trainer.test_freq": VALIDATE,
-    "trainer.val_before_train": Ours("validation.before"),
+    "trainer.val_before_train": Counterpart("validation.before"),
     "trainer.default_local_dir": FOLDER,
     "trainer.experiment_name": NAME,
     "trainer.logger": TRACKERS,
     "trainer.n_gpus_per_node": DEVICES,
     "trainer.nnodes": DEVICES,
 }
-STAGES = {"SftConfig": "sft", "PreferConfig": "preference", "RewardModelConfig": "reward_model"}
+SECTION_BY_CONFIG = {"SftConfig": "sft", "PreferConfig": "preference", "RewardModelConfig": "reward_model"}
 """Sections of the configs that are not of `burnish train`, by their classes."""
-MOST_SHOWN = 8
+MAX_COUNTERPARTS = 8
 
 
 def counterparts(kind: type[Record], key: str, given: Any) -> list[str]:
     """`TRL's learning_rate is training.optimizer.lr`, for an unknown key or for the keys inside an unknown section."""
-    found = [_said(kind, path) for path in _leaves(key, given)]
-    return list(dict.fromkeys(text for text in found if text is not None))[:MOST_SHOWN]
+    found = [_counterpart_text(kind, path) for path in _leaves(key, given)]
+    return list(dict.fromkeys(text for text in found if text is not None))[:MAX_COUNTERPARTS]
 
 
 def _leaves(key: str, given: Any) -> Iterator[str]:
@@ -256,56 +258,56 @@ def _leaves(key: str, given: Any) -> Iterator[str]:
         yield key
 
 
-def _said(kind: type[Record], path: str) -> str | None:
+def _counterpart_text(kind: type[Record], path: str) -> str | None:
     word = path.rpartition(".")[2]
     for system, theirs, table in (("verl", path, VERL), ("TRL", word, TRL), ("OpenRLHF", word, OPENRLHF)):
         ours = table.get(theirs)
-        text = None if ours is None else key_of(ours, kind)
+        text = None if ours is None else our_key(ours, kind)
         if text is not None:
             return f"{system}'s {theirs} is {text}"
     return None
 
 
-def key_of(ours: Ours, kind: type[Record]) -> str | None:
+def our_key(ours: Counterpart, kind: type[Record]) -> str | None:
     """Our key in a config of this class, or in `burnish train` where that alone has one."""
-    section = STAGES.get(kind.__name__)
+    section = SECTION_BY_CONFIG.get(kind.__name__)
     if section is None:
         return ours.train
     text = None if ours.stage is None else ours.stage.replace("{stage}", section)
-    if text is not None and has_key(kind, named_key(text)):
+    if text is not None and has_key(kind, leading_key(text)):
         return text
     return None if ours.train is None else f"{ours.train} (of `burnish train`)"
 
 
-def named_key(text: str) -> str:
+def leading_key(text: str) -> str:
     """The key that a counterpart begins with."""
     return re.split(r"[=; ]", text, maxsplit=1)[0]
 
 
 def has_key(kind: type[Record], key: str) -> bool:
     """Whether a config has a key; of a slot, whether one of its choices has it."""
-    places = [root_shape(kind)]
+    places = [root_node(kind)]
     for part in key.split("."):
-        places = [child for place in places for child in _inside(place, part)]
+        places = [child for place in places for child in _child_nodes(place, part)]
     return bool(places)
 
 
-def _inside(place: Shape, part: str) -> list[Shape]:
+def _child_nodes(place: SchemaNode, part: str) -> list[SchemaNode]:
     place = place.item if place.form == "list" and place.item is not None else place
-    members = [Shape("record", "", (record,)) for record in place.records] if place.form == "choice" else [place]
+    members = [SchemaNode("record", "", (record,)) for record in place.records] if place.form == "choice" else [place]
     children = [member.child(part) for member in members]
     return [child for child in children if child is not None]
 
 
-def user_error(error: ValidationError, kind: type[Record], where: str) -> UserError:
+def to_user_error(error: ValidationError, kind: type[Record], where: str) -> UserError:
     """All problems of one configuration in one error, a line each."""
-    lines = dict.fromkeys(_line(kind, e) for e in error.errors(include_url=False))
+    lines = dict.fromkeys(_describe_error(kind, e) for e in error.errors(include_url=False))
     if len(lines) == 1:
         return UserError(f"{where}: {next(iter(lines))}")
     return UserError(f"{where}: {len(lines)} problems\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _line(kind: type[Record], error: ErrorDetails) -> str:
+def _describe_error(kind: type[Record], error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         *above, key = error["loc"]
         path, shape, choice = _locate(kind, tuple(above))
@@ -319,20 +321,20 @@ def _line(kind: type[Record], error: ErrorDetails) -> str:
     return f"{path}: {_mismatch(shape, error['input'])}"
 
 
-def _locate(kind: type[Record], loc: tuple[int | str, ...]) -> tuple[str, Shape, Shape | None]:
+def _locate(kind: type[Record], loc: tuple[int | str, ...]) -> tuple[str, SchemaNode, SchemaNode | None]:
     """The dotted key of a finding, its shape, and the slot it is a choice of.
 
     Pydantic puts the tag of a chosen union member, and the name of each tried member, among the keys; both are dropped.
     """
-    shape, path = root_shape(kind), list[str]()
-    choice: Shape | None = None
+    shape, path = root_node(kind), list[str]()
+    choice: SchemaNode | None = None
     for part in loc:
         if shape.form == "choice":
             choice = shape
             chosen = [
-                r for r in shape.records if label(r) == part or (part == "plugin" and "options" in r.model_fields)
+                r for r in shape.records if choice_name(r) == part or (part == "plugin" and "options" in r.model_fields)
             ]
-            shape = Shape("record", "", tuple(chosen))
+            shape = SchemaNode("record", "", tuple(chosen))
             continue
         child = shape.child(part)
         if child is None or part == "[key]":
@@ -344,7 +346,9 @@ def _locate(kind: type[Record], loc: tuple[int | str, ...]) -> tuple[str, Shape,
     return ".".join(path), shape, choice if shape.form == "record" and not shape.expected else None
 
 
-def _unknown_key(kind: type[Record], path: str, shape: Shape, choice: Shape | None, key: str, given: Any) -> str:
+def _unknown_key(
+    kind: type[Record], path: str, shape: SchemaNode, choice: SchemaNode | None, key: str, given: Any
+) -> str:
     full = f"{path}.{key}" if path else key
     others = counterparts(kind, full, given)
     if choice is not None:
@@ -353,33 +357,33 @@ def _unknown_key(kind: type[Record], path: str, shape: Shape, choice: Shape | No
     if others:
         return "; ".join([f"{full}: unknown key", *others])
     known = list(shape.records[0].model_fields)
-    elsewhere = keys_named(kind, key)
-    hint = nearest(key, known)
+    elsewhere = find_keys(kind, key)
+    hint = did_you_mean(key, known)
     if elsewhere:
         hint += f"; {key!r} is a key elsewhere: {', '.join(elsewhere[:3])}"
     return f"{full}: unknown key" + (hint or f" (keys here: {', '.join(known)})")
 
 
-def _unknown_option(choice: Shape, record: type[Record], slot: str, key: str) -> str:
+def _unknown_option(choice: SchemaNode, record: type[Record], slot: str, key: str) -> str:
     options = [k for k in record.model_fields if k != "name"]
     owner = next((r for r in choice.records if key in r.model_fields), None)
-    hint = f"; it belongs to {slot} {label(owner)}" if owner else nearest(key, options)
-    name = "a plug-in" if issubclass(record, Plugin) else label(record)
+    hint = f"; it belongs to {slot} {choice_name(owner)}" if owner else did_you_mean(key, options)
+    name = "a plug-in" if issubclass(record, Plugin) else choice_name(record)
     takes = f"takes {', '.join(options)}" if options else "takes none"
     return f"{name} has no option {key!r}{hint} ({takes})"
 
 
-def _mismatch(shape: Shape, given: Any) -> str:
+def _mismatch(shape: SchemaNode, given: Any) -> str:
     if shape.short and isinstance(given, dict) and shape.form == "choice":
         given = given.get(shape.short)
-    words = [label(r) for r in shape.records] if shape.form == "choice" else list(shape.words)
-    hint = nearest(given, words) if isinstance(given, str) and words else ""
+    words = [choice_name(r) for r in shape.records] if shape.form == "choice" else list(shape.words)
+    hint = did_you_mean(given, words) if isinstance(given, str) and words else ""
     if shape.is_text and isinstance(given, (bool, int, float)):
         hint = "; put it in quotes to make it text"
-    return f"got {shown(given)}, expected {shape.expected}{hint}"
+    return f"got {format_value(given)}, expected {shape.expected}{hint}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A given value as the user would have written it, cut short."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -18,7 +18,7 @@ from burnish.config.errors import UserError
 EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 FLOAT_TAG = "tag:yaml.org,2002:float"
 MERGE_TAG = "tag:yaml.org,2002:merge"
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Controls of a terminal (escape sequences begin with one), and letters that turn the direction of those around them."""
 
 
@@ -50,7 +50,7 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
-LINE_MARKS = "\x85\u2028\u2029"  # YAML folds these like newlines unless they are written as escapes
+LINE_SEPARATORS = "\x85\u2028\u2029"  # YAML folds these like newlines unless they are written as escapes
 
 for _cls in (Loader, Dumper):
     _cls.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
@@ -60,7 +60,7 @@ MAX_NODES = 100_000
 """Values that a document with aliases may stand for: a few lines of aliases of aliases stand for billions."""
 
 
-def parse(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """A YAML document; `where` (a file, an override) starts the message of a syntax error."""
     try:
         loader = Loader(text)
@@ -106,10 +106,10 @@ def _check_aliases(root: yaml.Node) -> None:
         raise yaml.constructor.ConstructorError(None, None, problem, root.start_mark)
 
 
-def render(tree: Any) -> str:
+def render_yaml(tree: Any) -> str:
     """A tree of plain values as YAML in the given order; `parse` gives the same tree back."""
     text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
-    if any(mark in text for mark in LINE_MARKS):
+    if any(mark in text for mark in LINE_SEPARATORS):
         text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=False, width=100)
     return text
 
@@ -132,7 +132,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def plain_name(name: Any, where: Path) -> str:
+def check_file_name(name: Any, where: Path) -> str:
     """The name of a file or folder beside `where`, which gives it; a path that could leave the folder is refused."""
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\\0]", name):
         raise UserError(f"{where} names {name!r}: expected the plain name of a file beside it, without folders")
@@ -146,4 +146,4 @@ def printable(text: str) -> str:
         code = ord(match[0])
         return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else f"<{code:04X}>"
 
-    return UNSEEN.sub(shown, text)
+    return UNPRINTABLE.sub(shown, text)

@@ -101,13 +101,13 @@ class Batch:
     def select(self, index: Tensor) -> Batch:
         """The sequences of `index`, in that order (a sequence may be taken twice). Neighbours in their order are not copied."""
         index = index.to(self.offsets.device)
-        first = _first_of_run(index)
+        first = _start_of_range(index)
         if first == 0 and index.numel() == self.num_sequences:
             return self
-        where, offsets = _elements(self.offsets, index, first)
+        where, offsets = _select_elements(self.offsets, index, first)
         ragged = {}
         for name, column in self.ragged.items():
-            inner, inner_offsets = _elements(column.offsets, index, first)
+            inner, inner_offsets = _select_elements(column.offsets, index, first)
             ragged[name] = Ragged(column.values[inner], inner_offsets)
         whole = index if first is None else slice(first, first + index.numel())
         token = {name: column[where] for name, column in self.token.items()}
@@ -165,14 +165,14 @@ class Origin:
     sequence: dict[str, Tensor]
 
 
-def _first_of_run(index: Tensor) -> int | None:
+def _start_of_range(index: Tensor) -> int | None:
     """Where an index begins that counts up from there, on a CPU; None of any other."""
     if index.device.type != "cpu" or not index.numel() or int(index[-1]) - int(index[0]) + 1 != index.numel():
         return None
     return int(index[0]) if bool((index.diff() == 1).all()) else None
 
 
-def _elements(offsets: Tensor, index: Tensor, first: int | None) -> tuple[Tensor | slice, Tensor]:
+def _select_elements(offsets: Tensor, index: Tensor, first: int | None) -> tuple[Tensor | slice, Tensor]:
     """What gives the elements of the chosen segments, in order, and the new boundaries."""
     if first is None:
         return _element_index(offsets, index)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 
 Split = Literal["sequences", "broadcast", "each", "first"]
 Join = Literal["sequences", "list", "first", "nothing"]
@@ -44,7 +44,7 @@ class Dispatch:
         for name, value, words in (("split", self.split, Split), ("join", self.join, Join), ("lane", self.lane, Lane)):
             if value not in get_args(words):
                 raise ValueError(
-                    f"spread: {name}={value!r}{nearest(value, get_args(words))} (one of {get_args(words)})"
+                    f"spread: {name}={value!r}{did_you_mean(value, get_args(words))} (one of {get_args(words)})"
                 )
         if self.join == "sequences" and self.split != "sequences":
             raise ValueError("spread: results cannot be joined by sequences that the arguments were not divided by")
@@ -63,19 +63,19 @@ def dispatch(split: Split = "broadcast", join: Join = "first", lane: Lane = "wor
     return marked
 
 
-def mark_of(kind: type, name: str) -> Dispatch:
+def dispatch_of(kind: type, name: str) -> Dispatch:
     """The mark of a class's method; AttributeError where it has none."""
     mark = getattr(getattr(kind, name, None), ATTRIBUTE, None)
     if mark is None:
         known = [n for n in dir(kind) if hasattr(getattr(kind, n, None), ATTRIBUTE)]
         raise AttributeError(
-            f"{kind.__name__} has no method {name!r} that is marked with @spread{nearest(name, known)}"
+            f"{kind.__name__} has no method {name!r} that is marked with @spread{did_you_mean(name, known)}"
         )
     assert isinstance(mark, Dispatch)
     return mark
 
 
-def purpose_of(kind: type, name: str) -> str:
+def method_summary(kind: type, name: str) -> str:
     """What a method is for, in a line."""
     text = (getattr(kind, name).__doc__ or name).strip().splitlines()[0]
     return str(text).rstrip(".")
@@ -98,7 +98,7 @@ class WorkerFailed(RuntimeError):
     """A worker raised an error that is no user's; the message has its traceback."""
 
 
-class Handle(Protocol):
+class CallHandle(Protocol):
     """A call on its way to one worker."""
 
     @property
@@ -111,29 +111,29 @@ class Workers(Protocol):
 
     size: int
 
-    def send(self, rank: int, method: str, *arguments: Any) -> Handle:
+    def send(self, rank: int, method: str, *arguments: Any) -> CallHandle:
         """Call a marked method of one worker."""
 
-    def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> Sequence[Handle]:
+    def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> Sequence[CallHandle]:
         """The same call to several: what is large in it is packed once. What another call will give may be an argument."""
 
-    def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Sequence[Handle]:
+    def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Sequence[CallHandle]:
         """A call to several, each with arguments of its own."""
 
-    def ready(self, handles: Sequence[Handle], timeout_s: float) -> list[Handle]:
+    def ready(self, handles: Sequence[CallHandle], timeout_s: float) -> list[CallHandle]:
         """Those that have ended, well or badly; returns as soon as there is one, or when the time is over."""
 
-    def settle(self, handles: Sequence[Handle]) -> None:
+    def settle(self, handles: Sequence[CallHandle]) -> None:
         """Wait until all have ended, well or badly, or one is late: to ask for each result is quick then."""
 
-    def result(self, handle: Handle) -> Any:
+    def result(self, handle: CallHandle) -> Any:
         """What a call gave; waits for it. Raises `WorkerLost` where there is nobody left to give it."""
 
     def restart(self, rank: int) -> None:
         """A new worker in a lost one's place, made as that one was. The first call to it waits until it is there."""
 
 
-class Store(Protocol):
+class ObjectStore(Protocol):
     """Where workers leave large things for each other."""
 
     def put(self, value: Any) -> Any:
@@ -143,7 +143,7 @@ class Store(Protocol):
         """The value."""
 
 
-class InProcess:
+class InProcessStore:
     """The store of workers that share a process: a value is its own reference."""
 
     def put(self, value: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-Finish = Literal["stop", "length", "aborted"]
+CompletionFinish = Literal["stop", "length", "aborted"]
 
 
-LEAST_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 """Above 0: what logits are divided by must leave them finite in float32."""
 
 
@@ -66,7 +66,7 @@ class Completion:
     id: str
     tokens: np.ndarray  # integers, the new tokens only
     logp: np.ndarray  # float32, under the distribution each was sampled from
-    finish: Finish
+    finish: CompletionFinish
     version: int
     """Version of the weights that wrote it."""
     raw_logp: np.ndarray | None = field(default=None, kw_only=True)

@@ -49,7 +49,7 @@ class _DeadlineSocket:
     def makefile(self, mode: str) -> io.BufferedReader:
         assert mode == "rb"
         self._num_files += 1
-        return io.BufferedReader(_Reader(self))
+        return io.BufferedReader(_DeadlineReader(self))
 
     def drop_file(self) -> None:
         self._num_files -= 1
@@ -63,7 +63,7 @@ class _DeadlineSocket:
             self._inner.close()
 
 
-class _Reader(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     def __init__(self, owner: _DeadlineSocket) -> None:
         self._owner = owner
 
@@ -79,7 +79,7 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-class _WithDeadline(HTTPConnection):
+class _DeadlineConnection(HTTPConnection):
     """A connection whose `timeout` covers everything after its construction."""
 
     def __init__(self, host: str, port: int | None = None, *, timeout: float = 60.0, **kwargs: Any) -> None:
@@ -91,11 +91,11 @@ class _WithDeadline(HTTPConnection):
         self.sock: Any = _DeadlineSocket(self.sock, self._deadline)
 
 
-class DeadlineHTTPConnection(_WithDeadline, HTTPConnection):
+class DeadlineHTTPConnection(_DeadlineConnection, HTTPConnection):
     """An `HTTPConnection` with a deadline."""
 
 
-class DeadlineHTTPSConnection(_WithDeadline, HTTPSConnection):
+class DeadlineHTTPSConnection(_DeadlineConnection, HTTPSConnection):
     """An `HTTPSConnection` with a deadline."""
 
 
@@ -108,16 +108,16 @@ def connection_to(url: str, timeout_s: float, connect_s: float) -> HTTPConnectio
     return found
 
 
-class _Plain(HTTPHandler):
+class _DeadlineHTTPHandler(HTTPHandler):
     def http_open(self, request: Request) -> Any:
         return self.do_open(DeadlineHTTPConnection, request)
 
 
-class _Secure(HTTPSHandler):
+class _DeadlineHTTPSHandler(HTTPSHandler):
     def https_open(self, request: Request) -> Any:
         return self.do_open(DeadlineHTTPSConnection, request)
 
 
 def deadline_opener() -> OpenerDirector:
     """An opener like that of `urlopen`, with proxies and redirects, whose timeout is a deadline for each exchange."""
-    return build_opener(_Plain, _Secure)
+    return build_opener(_DeadlineHTTPHandler, _DeadlineHTTPSHandler)

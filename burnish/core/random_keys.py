@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MASK = (1 << 64) - 1
+MASK_64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: SplitMix64's increment
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
@@ -24,9 +24,9 @@ STREAMS = {"train": 1, "eval": 2, "baseline": 3}
 
 def mix(x: int) -> int:
     """SplitMix64's finaliser on an unsigned 64-bit integer."""
-    x &= MASK
-    x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK
-    x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK
+    x &= MASK_64
+    x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK_64
+    x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK_64
     return x ^ (x >> 31)
 
 
@@ -34,9 +34,9 @@ def fold(*parts: int | str) -> int:
     """One unsigned 64-bit key from a sequence of integers and strings; order matters."""
     x = 0
     for part in parts:  # `mix`, written out: a step has hundreds of thousands of them
-        x = (x + GOLDEN + (hash_text(part) if isinstance(part, str) else part)) & MASK
-        x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK
-        x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK
+        x = (x + GOLDEN + (hash_text(part) if isinstance(part, str) else part)) & MASK_64
+        x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK_64
+        x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK_64
         x ^= x >> 31
     return x
 
@@ -52,7 +52,7 @@ def sample_key(seed: int, stream: str, prompt_id: str, visit: int, sample: int) 
     return fold(seed, STREAMS[stream], prompt_id, visit, sample)
 
 
-def unit(key: int) -> float:
+def uniform_from_key(key: int) -> float:
     """A number in [0, 1) from a key, with 53 random bits."""
     return (mix(key) >> 11) * 2.0**-53
 
@@ -60,7 +60,7 @@ def unit(key: int) -> float:
 def permutation(size: int, *key: int | str) -> list[int]:
     """A permutation of range(size) that depends on the key alone, the same on every machine."""
     state = fold(*key)
-    return sorted(range(size), key=lambda i: (mix((state + (i + 1) * GOLDEN) & MASK), i))
+    return sorted(range(size), key=lambda i: (mix((state + (i + 1) * GOLDEN) & MASK_64), i))
 
 
 # --- Uniform numbers for sampling, a pure function of (key, position), vectorised over rows.
@@ -68,16 +68,16 @@ def permutation(size: int, *key: int | str) -> list[int]:
 # The torch twin of `burnish.core.random_keys`: integer arithmetic on int64 wraps, so every device gives the same bits.
 
 
-def signed(value: int) -> int:
+def to_int64(value: int) -> int:
     """An unsigned 64-bit integer as the int64 with the same bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix_tensor(x: Tensor) -> Tensor:
     # torch shifts int64 arithmetically; the masks make the shifts logical.
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(MULTIPLIER_1)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(MULTIPLIER_2)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * to_int64(MULTIPLIER_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * to_int64(MULTIPLIER_2)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -85,7 +85,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Numbers in (0, 1), float64, for int64 `keys` and the position each is drawn for."""
     if keys.device.type == "cpu":  # the same bits; for a few rows numpy's calls cost a tenth of torch's
         return torch.from_numpy(_uniforms_numpy(keys.numpy(), positions.numpy()))
-    bits = _mix(keys + (positions + 1) * signed(GOLDEN))
+    bits = _mix_tensor(keys + (positions + 1) * to_int64(GOLDEN))
     # 52 bits and a half fill a float64's 53: one bit more and the half would round the last number up to 1.
     return (((bits >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) * 2.0**-52
 

@@ -62,12 +62,12 @@ def contiguous_count(mask: Tensor, offsets: Tensor) -> Tensor:
     return contiguous_sum(mask.to(torch.float32), offsets).long()
 
 
-def contiguous_spread(values: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+def contiguous_broadcast(values: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     """A value per run to a value per element, with gradient; `ids` are those of `offsets`."""
-    return _Spread.apply(values, ids, offsets) if values.requires_grad else values.index_select(0, ids)
+    return _ContiguousBroadcast.apply(values, ids, offsets) if values.requires_grad else values.index_select(0, ids)
 
 
-class _Spread(torch.autograd.Function):
+class _ContiguousBroadcast(torch.autograd.Function):
     """`index_select` whose gradient is summed run by run: by ids it takes three times as long as the way there."""
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Spread(torch.autograd.Function):
         return contiguous_sum(gradient.contiguous(), offsets), None, None
 
 
-def broadcast(values: Tensor, ids: Tensor) -> Tensor:
+def segment_broadcast(values: Tensor, ids: Tensor) -> Tensor:
     """A value per segment to a value per element."""
     return values.index_select(0, ids)  # plain indexing wakes all threads for a few thousand elements
 

@@ -44,7 +44,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedShard:
     """A shard and where it lies in the tensor that holds it: from `at` on, in each dimension."""
 
     shard: Shard
@@ -52,7 +52,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Read:
+class Overlap:
     """A block of elements that is in both: where in the tensor that is read, and where in the one that is made."""
 
     source: Slices
@@ -60,44 +60,44 @@ class Read:
     numel: int
 
 
-def whole(shape: Sequence[int]) -> Shard:
+def full_shard(shape: Sequence[int]) -> Shard:
     """The shard that is the tensor."""
     return Shard(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
-def alone(shard: Shard) -> Placed:
+def at_origin(shard: Shard) -> PlacedShard:
     """A shard that is all of the tensor that holds it."""
-    return Placed(shard, (0,) * len(shard.shape))
+    return PlacedShard(shard, (0,) * len(shard.shape))
 
 
-def in_usual_order(shard: Shard, order: Sequence[int] | None) -> list[Placed]:
+def blocks_of_permuted_rows(shard: Shard, order: Sequence[int] | None) -> list[PlacedShard]:
     """The blocks of a tensor that a shard of the same tensor with its rows in another order holds.
 
     Row i of that other tensor is row `order[i]` of the usual one; None stands for the usual order.
     """
     if order is None or shard.numel == 0:
-        return [alone(shard)]
+        return [at_origin(shard)]
     first, height = shard.offsets[0], shard.sizes[0]
     rows = order[first : first + height]
     starts = [i for i in range(height) if i == 0 or rows[i] != rows[i - 1] + 1]
     found = []
     for start, stop in zip(starts, [*starts[1:], height], strict=True):
         offsets, sizes = (rows[start], *shard.offsets[1:]), (stop - start, *shard.sizes[1:])
-        found.append(Placed(Shard(shard.shape, offsets, sizes), (start, *(0 for _ in shard.shape[1:]))))
+        found.append(PlacedShard(Shard(shard.shape, offsets, sizes), (start, *(0 for _ in shard.shape[1:]))))
     return found
 
 
-def coarser(placed: Placed, each: Sequence[int]) -> Placed:
+def in_block_units(placed: PlacedShard, each: Sequence[int]) -> PlacedShard:
     """The same of a tensor that has one number for every `each` of this one's, in each dimension."""
     shard = placed.shard
     numbers = (shard.shape, shard.offsets, shard.sizes, placed.at)
     if any(number % divisor for values in numbers for number, divisor in zip(values, each, strict=True)):
         raise ValueError(f"{shard} cannot be counted in blocks of {tuple(each)}")
     shape, offsets, sizes, at = (tuple(n // d for n, d in zip(values, each, strict=True)) for values in numbers)
-    return Placed(Shard(shape, offsets, sizes), at)
+    return PlacedShard(Shard(shape, offsets, sizes), at)
 
 
-def overlap(wanted: Placed, stored: Placed) -> Read | None:
+def overlap(wanted: PlacedShard, stored: PlacedShard) -> Overlap | None:
     """What two shards of one tensor have in common; None where that is not one element."""
     want, have = wanted.shard, stored.shard
     if want.shape != have.shape:
@@ -111,16 +111,16 @@ def overlap(wanted: Placed, stored: Placed) -> Read | None:
         here, there = start - have.offsets[dim] + stored.at[dim], start - want.offsets[dim] + wanted.at[dim]
         source.append(slice(here, here + size))
         target.append(slice(there, there + size))
-    return Read(tuple(source), tuple(target), math.prod(part.stop - part.start for part in source))
+    return Overlap(tuple(source), tuple(target), math.prod(part.stop - part.start for part in source))
 
 
-def reads(wanted: Sequence[Placed], stored: Sequence[Placed]) -> list[tuple[int, Read]]:
+def plan_reads(wanted: Sequence[PlacedShard], stored: Sequence[PlacedShard]) -> list[tuple[int, Overlap]]:
     """What to read of which stored shard to make the wanted ones, each element exactly once.
 
     Stored shards may be equal (copies on several processes; the first is read) but not overlap otherwise; a `ValueError`
     says how much is missing or there twice.
     """
-    found: list[tuple[int, Read]] = []
+    found: list[tuple[int, Overlap]] = []
     seen: set[Shard] = set()
     for index, block in enumerate(stored):
         if block.shard in seen:
@@ -139,33 +139,33 @@ def reads(wanted: Sequence[Placed], stored: Sequence[Placed]) -> list[tuple[int,
 # A plain tensor is its own local part. Nothing here loads torch.distributed: where it is not loaded, no tensor is spread.
 
 
-def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is spread over processes."""
     # Another thread may be loading the module: as long as it has no such class, nothing is one.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this process holds; writing to it writes to the tensor."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
     held: Tensor = tensor.to_local().detach()
     return held
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every process; all of them must call this, in the same order."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
     full: Tensor = tensor.full_tensor().detach()
     return full
 
 
-def shard_of(tensor: Tensor) -> Shard:
+def local_shard(tensor: Tensor) -> Shard:
     """Which block of the whole this process holds."""
-    if not is_spread(tensor):
-        return whole(tensor.shape)
+    if not is_dtensor(tensor):
+        return full_shard(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -180,7 +180,7 @@ def shard_of(tensor: Tensor) -> Shard:
 
 def is_first_copy(tensor: Tensor) -> bool:
     """Whether no process before this one holds the same block: of equal copies one is saved."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return True
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

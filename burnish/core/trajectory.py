@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch, Ragged
-from burnish.core.random_keys import fold, hash_text, signed
+from burnish.core.random_keys import fold, hash_text, to_int64
 from burnish.core.segments import offsets_from_lengths
 
-Finish = Literal["stop", "length", "turns", "aborted", "error"]
+TrajectoryFinish = Literal["stop", "length", "turns", "aborted", "error"]
 OFF_POLICY = "off-policy"  # metadata of what somebody else than the policy wrote: a demonstration
 NO_LOGP = "no log-probs"  # of one whose author does not say how likely its tokens were
-NUMBERS = ("greedy_reward", "budget", "use")  # metadata that becomes a sequence column
+NUMERIC_METADATA = ("greedy_reward", "budget", "use")  # metadata that becomes a sequence column
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Trajectory:
     visit: int
     sample: int
     sequences: list[TokenSequence]
-    finish: Finish
+    finish: TrajectoryFinish
     completion: str
     reward: float | None = None
     """None: not scored yet, or the scorer failed; then it has no place in the loss or in group statistics."""
@@ -92,7 +92,7 @@ class Trajectory:
         return sum(s.num_actions for s in self.sequences)
 
 
-def judged(trajectories: Iterable[Trajectory]) -> list[tuple[Trajectory, float]]:
+def with_accuracy(trajectories: Iterable[Trajectory]) -> list[tuple[Trajectory, float]]:
     """The scored trajectories whose reward tells correct from wrong, each with its accuracy.
 
     A call that timed out counts as wrong. Where no other call gave an accuracy the reward is graded, and there is none at all.
@@ -118,7 +118,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
         raise ValueError(f"{len(unscored)} trajectories have no reward and cannot be packed, first {unscored[0]}")
     owners = [(index, t) for index, t in enumerate(trajectories) for _ in t.sequences]
     keys = [
-        signed(fold(seed, t.prompt_id, t.visit, t.sample, k)) for t in trajectories for k in range(len(t.sequences))
+        to_int64(fold(seed, t.prompt_id, t.visit, t.sample, k)) for t in trajectories for k in range(len(t.sequences))
     ]
     sequences = [s for t in trajectories for s in t.sequences]
     groups: dict[tuple[str, int], int] = {}
@@ -131,7 +131,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
         return torch.tensor(values, dtype=dtype)
 
     mask = tokens_of("action_mask")
-    of_tokens, ragged = branch_columns([t for _, t in owners], group_ids)
+    of_tokens, ragged = segment_and_tree_columns([t for _, t in owners], group_ids)
     return Batch(
         tokens=tokens_of("tokens"),
         offsets=offsets_from_lengths(per_sequence([len(s.tokens) for s in sequences], torch.int64)),
@@ -142,36 +142,39 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
             "version": tokens_of("version"),
         }
         | of_tokens
-        | step_columns(trajectories),
+        | step_reward_columns(trajectories),
         sequence={
             "group_ids": per_sequence(group_ids, torch.int64),
             "trajectory_ids": per_sequence([i for i, _ in owners], torch.int64),
             "key": per_sequence(keys, torch.int64),
             "reward": per_sequence([t.reward for _, t in owners], torch.float64),
-            "accuracy": per_sequence([_number(t.accuracy) for _, t in owners], torch.float64),
+            "accuracy": per_sequence([_nan_if_none(t.accuracy) for _, t in owners], torch.float64),
             "truncated": per_sequence([t.truncated for _, t in owners], torch.bool),
         }
-        | _demonstrations(owners)
-        | {name: per_sequence(values, torch.float64) for name, values in _optional([t for _, t in owners]).items()},
-        ragged=_turns(trajectories) | ragged,
+        | _demonstration_column(owners)
+        | {
+            name: per_sequence(values, torch.float64)
+            for name, values in _optional_columns([t for _, t in owners]).items()
+        },
+        ragged=_turn_columns(trajectories) | ragged,
     )
 
 
-def _optional(owners: Sequence[Trajectory]) -> dict[str, list[float]]:
+def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, list[float]]:
     """The columns that depend on what the trajectories carry."""
     parts = sorted({name for t in owners for name in t.parts})
-    columns = {f"part/{name}": [_number(t.parts.get(name)) for t in owners] for name in parts}
-    given = [name for name in NUMBERS if any(name in t.metadata for t in owners)]
-    return columns | {name: [_number(t.metadata.get(name)) for t in owners] for name in given}
+    columns = {f"part/{name}": [_nan_if_none(t.parts.get(name)) for t in owners] for name in parts}
+    given = [name for name in NUMERIC_METADATA if any(name in t.metadata for t in owners)]
+    return columns | {name: [_nan_if_none(t.metadata.get(name)) for t in owners] for name in given}
 
 
-def _demonstrations(owners: Sequence[tuple[int, Trajectory]]) -> dict[str, Tensor]:
+def _demonstration_column(owners: Sequence[tuple[int, Trajectory]]) -> dict[str, Tensor]:
     """`demonstration`: which sequences the policy did not write; nothing where it wrote all."""
     shown = [t.is_demonstration for _, t in owners]
     return {"demonstration": torch.tensor(shown)} if any(shown) else {}
 
 
-def _turns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
     """The turns of every sequence; nothing where they say no more than masks and outcomes."""
     spans = [span for t in trajectories for span in t.turns]
     has_states = bool(spans) and all(span.state is not None for span in spans)
@@ -184,12 +187,12 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
     if has_rewards:
         columns["turn_reward"] = torch.tensor([span.reward for span in spans], dtype=torch.float64)
     if has_states:
-        states = [signed(hash_text(str(span.state))) for span in spans]
+        states = [to_int64(hash_text(str(span.state))) for span in spans]
         columns["turn_state"] = torch.tensor(states, dtype=torch.int64)
     return {name: Ragged(values, offsets) for name, values in columns.items()}
 
 
-def _number(value: float | None) -> float:
+def _nan_if_none(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
@@ -204,56 +207,58 @@ def _number(value: float | None) -> float:
 #   them trains each: `segment_ids` is the place of the edge in `nodes` where the first sequence that has it holds it, and -1 in
 #   all others, which keep its tokens as context: they are not in their `loss_mask`.
 
-BORDERS, BORDER_VALUES = "borders", "border_values"
-NODES, ENDS = "nodes", "ends"
+SEGMENT_STARTS, SEGMENT_VALUES = "borders", "border_values"
+TREE_NODES, TREE_NODE_ENDS = "nodes", "ends"
 SHARED_TOKENS = "shared_tokens"
 """Tokens of a path that its tree counts with another path, in its metadata."""
 
 
-def branch_columns(
+def segment_and_tree_columns(
     trajectories: Sequence[Trajectory], group_ids: Sequence[int]
 ) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
     """Token and ragged columns of the trajectories, [N] and by sequence; none where they are neither chains nor paths."""
-    if any(NODES in t.metadata for t in trajectories):
-        return _paths(trajectories, group_ids)
-    if any(BORDERS in t.metadata for t in trajectories):
-        return _chains(trajectories)
+    if any(TREE_NODES in t.metadata for t in trajectories):
+        return _tree_columns(trajectories, group_ids)
+    if any(SEGMENT_STARTS in t.metadata for t in trajectories):
+        return _segment_columns(trajectories)
     return {}, {}
 
 
-def _chains(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
-    segments = [_segments(t, t.metadata[BORDERS]) for t in trajectories]
-    values = [value for t in trajectories for value in t.metadata[BORDER_VALUES]]
-    lengths = torch.tensor([len(t.metadata[BORDERS]) for t in trajectories], dtype=torch.int64)
+def _segment_columns(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
+    segments = [_segment_ids(t, t.metadata[SEGMENT_STARTS]) for t in trajectories]
+    values = [value for t in trajectories for value in t.metadata[SEGMENT_VALUES]]
+    lengths = torch.tensor([len(t.metadata[SEGMENT_STARTS]) for t in trajectories], dtype=torch.int64)
     ragged = Ragged(torch.tensor(values, dtype=torch.float64), offsets_from_lengths(lengths))
-    return {"segment_ids": torch.from_numpy(np.concatenate(segments))}, {BORDER_VALUES: ragged}
+    return {"segment_ids": torch.from_numpy(np.concatenate(segments))}, {SEGMENT_VALUES: ragged}
 
 
-def _paths(trajectories: Sequence[Trajectory], group_ids: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
+def _tree_columns(
+    trajectories: Sequence[Trajectory], group_ids: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
     numbers: dict[tuple[int, str], int] = {}
     segments, nodes = [], list[int]()
     for t, group in zip(trajectories, group_ids, strict=True):
-        starts = [t.metadata["prompt_length"], *t.metadata[ENDS][:-1]]
-        edges = _segments(t, starts)
-        for place, name in enumerate(t.metadata[NODES]):
+        starts = [t.metadata["prompt_length"], *t.metadata[TREE_NODE_ENDS][:-1]]
+        edges = _segment_ids(t, starts)
+        for place, name in enumerate(t.metadata[TREE_NODES]):
             if (group, name) in numbers:
                 edges[edges == place] = -1
             nodes.append(numbers.setdefault((group, name), len(numbers)))
         segments.append(edges)
-    lengths = torch.tensor([len(t.metadata[NODES]) for t in trajectories], dtype=torch.int64)
+    lengths = torch.tensor([len(t.metadata[TREE_NODES]) for t in trajectories], dtype=torch.int64)
     ragged = Ragged(torch.tensor(nodes, dtype=torch.int64), offsets_from_lengths(lengths))
     ids = torch.from_numpy(np.concatenate(segments))
-    return {"segment_ids": ids, "loss_mask": ids >= 0}, {NODES: ragged}
+    return {"segment_ids": ids, "loss_mask": ids >= 0}, {TREE_NODES: ragged}
 
 
-def _segments(trajectory: Trajectory, starts: Sequence[int]) -> np.ndarray:
+def _segment_ids(trajectory: Trajectory, starts: Sequence[int]) -> np.ndarray:
     """Which of the segments with these starts each token is in; -1 before the first and where the model did not write."""
     (sequence,) = trajectory.sequences
     ids = np.searchsorted(np.array(starts, dtype=np.int64), np.arange(len(sequence.tokens)), side="right") - 1
     return np.where(sequence.action_mask, ids, -1)
 
 
-def path_names(sample: int, path: Sequence[int]) -> list[str]:
+def tree_node_names(sample: int, path: Sequence[int]) -> list[str]:
     """The nodes on the way to a leaf: the sample of the prompt it descends from, then which child each next node is."""
     return list(accumulate((str(k) for k in (sample, *path)), lambda above, child: f"{above}.{child}"))
 
@@ -267,7 +272,7 @@ def path_names(sample: int, path: Sequence[int]) -> list[str]:
 STEP_REWARDS = "step_rewards"
 
 
-def step_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+def step_reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """`step_rewards` [N]: what to add to a reward that stands on last tokens; nothing where no trajectory has steps."""
     if not any(STEP_REWARDS in t.metadata for t in trajectories):
         return {}

@@ -22,11 +22,11 @@ from burnish.algorithms.curriculum.spec import (
     NoCurriculum,
     PrioritisedCurriculum,
 )
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.config.records import Slot
-from burnish.core.random_keys import fold, permutation, unit
-from burnish.core.trajectory import Trajectory, judged
-from burnish.data.prompt_pool import Pool
+from burnish.core.random_keys import fold, permutation, uniform_from_key
+from burnish.core.trajectory import Trajectory, with_accuracy
+from burnish.data.prompt_pool import PromptPool
 
 # --- How well each prompt has been answered so far: what curricula choose by.
 #
@@ -45,7 +45,7 @@ class PromptRecord:
     total: int = 0
 
 
-UNSEEN = PromptRecord()
+NO_RECORD = PromptRecord()
 
 
 class PromptStatistics:
@@ -58,7 +58,7 @@ class PromptStatistics:
         self._records: dict[str, PromptRecord] = {}
 
     def __getitem__(self, prompt_id: str) -> PromptRecord:
-        return self._records.get(prompt_id, UNSEEN)
+        return self._records.get(prompt_id, NO_RECORD)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -82,10 +82,10 @@ class PromptStatistics:
         self.version += 1
 
 
-def visits(trajectories: Iterable[Trajectory]) -> list[tuple[str, float, int]]:
+def visit_accuracies(trajectories: Iterable[Trajectory]) -> list[tuple[str, float, int]]:
     """(prompt id, right, judged) of each visit among the trajectories, in the order they first appear."""
     found: dict[tuple[str, int], tuple[float, int]] = {}
-    for t, accuracy in judged(trajectories):
+    for t, accuracy in with_accuracy(trajectories):
         right, total = found.get((t.prompt_id, t.visit), (0.0, 0))
         found[t.prompt_id, t.visit] = right + accuracy, total + 1
     return [(prompt_id, right, total) for (prompt_id, _), (right, total) in found.items()]
@@ -105,7 +105,7 @@ class Curriculum(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-class Rounds:
+class ShuffledCycle:
     """Goes round a list for ever, in a new order each time; where it is, is one number."""
 
     def __init__(self, indices: list[int], *key: int | str) -> None:
@@ -124,7 +124,9 @@ class Rounds:
 class Prioritised:
     """With replacement, by how seldom a prompt is answered right."""
 
-    def __init__(self, record: PrioritisedCurriculum, pool: Pool, statistics: PromptStatistics, seed: int) -> None:
+    def __init__(
+        self, record: PrioritisedCurriculum, pool: PromptPool, statistics: PromptStatistics, seed: int
+    ) -> None:
         self._warmup, self._statistics, self._key = record.warmup_steps, statistics, (seed, "prioritised", pool.name)
         self._indices = pool.indices()
         self._ids = [pool.row(index).id for index in self._indices]
@@ -140,8 +142,10 @@ class Prioritised:
             return None
         if self._version != self._statistics.version:
             self._version = self._statistics.version
-            self._cumulative = list(itertools.accumulate(weights([self._statistics[i].success for i in self._ids])))
-        point = unit(fold(*self._key, self._num_draws)) * self._cumulative[-1]
+            self._cumulative = list(
+                itertools.accumulate(priority_weights([self._statistics[i].success for i in self._ids]))
+            )
+        point = uniform_from_key(fold(*self._key, self._num_draws)) * self._cumulative[-1]
         self._num_draws += 1
         return self._indices[min(bisect.bisect_right(self._cumulative, point), len(self._indices) - 1)]
 
@@ -152,7 +156,7 @@ class Prioritised:
         self._num_draws = state["num_draws"]
 
 
-def weights(success: list[float]) -> list[float]:
+def priority_weights(success: list[float]) -> list[float]:
     """`algorithms.curriculum.prioritised` before it is normalised: 1 - s for each success rate, 1 for all if all are 1.
 
     In Python, whose sums go from left to right: one in torch rounds otherwise with other threads, and a draw may change.
@@ -163,16 +167,16 @@ def weights(success: list[float]) -> list[float]:
 class EasyToHard:
     """One bucket of difficulty after another."""
 
-    def __init__(self, record: EasyToHardCurriculum, pool: Pool, seed: int) -> None:
+    def __init__(self, record: EasyToHardCurriculum, pool: PromptPool, seed: int) -> None:
         self._record = record
         indices = pool.indices()
         if len(indices) < record.buckets:
             raise UserError(f"{pool.name}: {len(indices)} prompts cannot fill {record.buckets} buckets; lower buckets")
-        difficulties = torch.tensor([difficulty(pool, i, record.column) for i in indices], dtype=torch.float64)
+        difficulties = torch.tensor([row_difficulty(pool, i, record.column) for i in indices], dtype=torch.float64)
         parts: list[list[int]] = [[] for _ in range(record.buckets)]
         for index, bucket in zip(indices, difficulty_buckets(difficulties, record.buckets).tolist(), strict=True):
             parts[bucket].append(index)
-        self._buckets = [Rounds(part, seed, "bucket", pool.name, b) for b, part in enumerate(parts)]
+        self._buckets = [ShuffledCycle(part, seed, "bucket", pool.name, b) for b, part in enumerate(parts)]
         self._positions = [0] * record.buckets
 
     def is_empty(self, step: int) -> bool:
@@ -197,12 +201,14 @@ class EasyToHard:
         self._positions = list(state["positions"])
 
 
-def difficulty(pool: Pool, index: int, column: str) -> float:
+def row_difficulty(pool: PromptPool, index: int, column: str) -> float:
     """A row's number in the difficulty column; anything else there is an error that names the row."""
     row = pool.row(index)
     if column not in row.extra:
         known = ", ".join(row.extra) or "none besides prompt and answer"
-        raise UserError(f"row {row.id} has no column {column!r} to order by{nearest(column, row.extra)} (has: {known})")
+        raise UserError(
+            f"row {row.id} has no column {column!r} to order by{did_you_mean(column, row.extra)} (has: {known})"
+        )
     value = row.extra[column]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"row {row.id}: column {column!r} should be a number to order by, got {value!r}")
@@ -212,11 +218,11 @@ def difficulty(pool: Pool, index: int, column: str) -> float:
 class HardOnly:
     """The prompts that were hard when the annealing began; which ones is settled once and kept."""
 
-    def __init__(self, record: HardOnlyCurriculum, pool: Pool, statistics: PromptStatistics, seed: int) -> None:
+    def __init__(self, record: HardOnlyCurriculum, pool: PromptPool, statistics: PromptStatistics, seed: int) -> None:
         self._record, self._pool, self._statistics, self._seed = record, pool, statistics, seed
         self._position = 0
         self._hard: list[int] | None = None
-        self._rounds: Rounds | None = None
+        self._rounds: ShuffledCycle | None = None
 
     def is_empty(self, step: int) -> bool:
         return step >= self._record.start and not self._mined()
@@ -225,7 +231,7 @@ class HardOnly:
         if step < self._record.start:
             return None
         if self._rounds is None:
-            self._rounds = Rounds(self._mined(), self._seed, "hard", self._pool.name)
+            self._rounds = ShuffledCycle(self._mined(), self._seed, "hard", self._pool.name)
         self._position += 1
         return self._rounds.at(self._position - 1)
 
@@ -245,7 +251,7 @@ class HardOnly:
         return self._hard
 
 
-def make_curriculum(record: Slot, pool: Pool, statistics: PromptStatistics, seed: int) -> Curriculum | None:
+def make_curriculum(record: Slot, pool: PromptPool, statistics: PromptStatistics, seed: int) -> Curriculum | None:
     """The curriculum of one source; None where the ordinary order is all there is."""
     if isinstance(record, NoCurriculum):
         return None

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 
 from burnish.config.data import Data, Source, Template
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.data.row import Message, Row
-from burnish.data.rows import checked_messages, records_of, refuse_weights, text_or_messages
-from burnish.data.supervised import encode_example, refuse_keys, task_demonstrations
+from burnish.data.row_formats import checked_messages, refuse_weights, source_records, text_or_messages
+from burnish.data.supervised import encode_example, refuse_column_keys, task_demonstrations
 from burnish.data.template import as_messages, render
 from burnish.models.tokenizer import Tokenizer
 
-NUM_NAMED = 5
+MAX_NAMED_PROMPTS = 5
 Answer = str | list[Message]
-Asked = tuple[str, str]
+PromptKey = tuple[str, str]
 """What an answer is found by: `id` or `prompt`, and its value."""
 
 
 @dataclass(frozen=True)
-class Trace:
+class Demonstration:
     """An answer as it was found; `where` is its place, for errors."""
 
     answer: Answer
@@ -39,7 +39,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class TracedTokens:
+class DemonstrationTokens:
     """An answer after its prompt as tokens."""
 
     tokens: np.ndarray  # int64
@@ -49,7 +49,7 @@ class TracedTokens:
     """float32, of the answer's tokens under whoever wrote it; None where nobody says."""
 
 
-class Traces:
+class PromptDemonstrations:
     """The answers to each prompt, as tokens; over-long ones are left out, counted and named like prompts that have none."""
 
     def __init__(self, data: Data, tokenizer: Tokenizer, longest: int, seed: int, base: Path | None) -> None:
@@ -61,8 +61,8 @@ class Traces:
         self.without: list[str] = []
         """Ids of the prompts seen before the run that have no answer."""
         self.overlong: list[str] = []
-        self._found = {} if self.column is not None else traces_by_prompt(data.demonstrations, seed, base)
-        self._known: dict[str, list[TracedTokens]] = {}
+        self._found = {} if self.column is not None else demonstrations_by_prompt(data.demonstrations, seed, base)
+        self._known: dict[str, list[DemonstrationTokens]] = {}
 
     def scan(self, rows: Iterable[Row]) -> None:
         """Make tokens of the answers to these prompts, so that what is wrong with any is said before the run starts."""
@@ -75,10 +75,10 @@ class Traces:
             key = "demonstration_column" if self.column is not None else "demonstrations"
             raise UserError(
                 f"data.{key}: none of {self.num_prompts} training prompts has a demonstration (first: {self.without[0]})"
-                f"{_why(self.overlong, self.longest)}; rows are found by the `id` of a training row or by the very same `prompt`"
+                f"{_overlong_note(self.overlong, self.longest)}; rows are found by the `id` of a training row or by the very same `prompt`"
             )
 
-    def of(self, row: Row) -> list[TracedTokens]:
+    def of(self, row: Row) -> list[DemonstrationTokens]:
         """The answers to a prompt; one of an endless task is looked up when it is drawn."""
         known = self._known.get(row.id)
         return self._tokens(row) if known is None else known
@@ -87,17 +87,17 @@ class Traces:
         """How many prompts have no demonstration, and which; None if all have one."""
         if not self.without:
             return None
-        named = ", ".join(self.without[:NUM_NAMED]) + (", ..." if len(self.without) > NUM_NAMED else "")
+        named = ", ".join(self.without[:MAX_NAMED_PROMPTS]) + (", ..." if len(self.without) > MAX_NAMED_PROMPTS else "")
         return (
             f"{len(self.without)} of {self.num_prompts} prompts have no demonstration and are sampled only: {named}"
-            f"{_why(self.overlong, self.longest)}"
+            f"{_overlong_note(self.overlong, self.longest)}"
         )
 
-    def _tokens(self, row: Row) -> list[TracedTokens]:
+    def _tokens(self, row: Row) -> list[DemonstrationTokens]:
         found = self._in_row(row) if self.column is not None else self._in_file(row)
         made = []
         for trace in found:
-            tokens = encode_trace(row, trace, self.tokenizer, self.template)
+            tokens = encode_demonstration(row, trace, self.tokenizer, self.template)
             if self.needs_logp and tokens.logp is None:
                 raise UserError(
                     f"{trace.where}: no `logp`, and algorithm.loss.weight=author divides by its author's probabilities; give the "
@@ -109,38 +109,42 @@ class Traces:
                 made.append(tokens)
         return made
 
-    def _in_file(self, row: Row) -> list[Trace]:
-        return self._found.get(("id", row.id)) or self._found.get(asked_by(row.prompt)) or []
+    def _in_file(self, row: Row) -> list[Demonstration]:
+        return self._found.get(("id", row.id)) or self._found.get(prompt_key(row.prompt)) or []
 
-    def _in_row(self, row: Row) -> list[Trace]:
+    def _in_row(self, row: Row) -> list[Demonstration]:
         assert self.column is not None
         columns = row.extra | ({} if row.answer is None else {"answer": row.answer})
         if self.column not in columns:
             raise UserError(
-                f"row {row.id}: no column {self.column!r}{nearest(self.column, columns)} for data.demonstration_column "
+                f"row {row.id}: no column {self.column!r}{did_you_mean(self.column, columns)} for data.demonstration_column "
                 f"(has: {', '.join(columns) or 'none'})"
             )
-        return list(_listed(columns[self.column], f"row {row.id}: {self.column}"))
+        return list(_column_demonstrations(columns[self.column], f"row {row.id}: {self.column}"))
 
 
-def traces_by_prompt(sources: list[Source], seed: int, base: Path | None) -> dict[Asked, list[Trace]]:
+def demonstrations_by_prompt(
+    sources: list[Source], seed: int, base: Path | None
+) -> dict[PromptKey, list[Demonstration]]:
     """The answers that rows of files, tasks or plug-ins hold, by what they answer, in their order."""
     refuse_weights(sources, "demonstrations, which are looked up")
-    refuse_keys(sources, "demonstrations, whose columns are prompt and completion, or messages")
-    found: dict[Asked, list[Trace]] = {}
+    refuse_column_keys(sources, "demonstrations, whose columns are prompt and completion, or messages")
+    found: dict[PromptKey, list[Demonstration]] = {}
     for source in sources:
         for where, record in _records(source, seed, base):
-            asked, trace = _read(record, where)
+            asked, trace = _parse_demonstration(record, where)
             found.setdefault(asked, []).append(trace)
     return found
 
 
-def asked_by(prompt: str | list[Message]) -> Asked:
+def prompt_key(prompt: str | list[Message]) -> PromptKey:
     """A prompt, whichever way it is written: a text is what a user says."""
     return "prompt", json.dumps([(m["role"], m["content"]) for m in as_messages(prompt, "user")])
 
 
-def encode_trace(row: Row, trace: Trace, tokenizer: Tokenizer, template: Template) -> TracedTokens:
+def encode_demonstration(
+    row: Row, trace: Demonstration, tokenizer: Tokenizer, template: Template
+) -> DemonstrationTokens:
     """A row's prompt with an answer, in the tokens a rollout would have: the very ones of the prompt, then the answer and its end."""
     try:
         context = render(row, tokenizer, template)
@@ -160,42 +164,42 @@ def encode_trace(row: Row, trace: Trace, tokenizer: Tokenizer, template: Templat
             f"{trace.where}: logp has {len(trace.logp)} values, and the answer with its end has {len(tokens) - size} tokens"
         )
     logp = None if trace.logp is None else np.array(trace.logp, dtype=np.float32)
-    return TracedTokens(np.array(tokens, dtype=np.int64), size, logp)
+    return DemonstrationTokens(np.array(tokens, dtype=np.int64), size, logp)
 
 
 def _records(source: Source, seed: int, base: Path | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield from records_of(source, base) if source.task is None else task_demonstrations(source, seed)
+    yield from source_records(source, base) if source.task is None else task_demonstrations(source, seed)
 
 
-def _read(record: Mapping[str, Any], where: str) -> tuple[Asked, Trace]:
+def _parse_demonstration(record: Mapping[str, Any], where: str) -> tuple[PromptKey, Demonstration]:
     """What a row answers, and how."""
     if "messages" in record:
         messages = checked_messages(record["messages"], "messages", where)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise UserError(f"{where}: messages should end with the assistant's answer to what comes before")
-        return asked_by(messages[:-1]), Trace(messages[-1:], where, _logp(record, where))
+        return prompt_key(messages[:-1]), Demonstration(messages[-1:], where, _logp(record, where))
     if "completion" not in record or all(record.get(key) is None for key in ("id", "prompt")):
         raise UserError(
             f"{where}: a demonstration needs `completion` and, to say of which prompt it is, `id` or `prompt` (or it is `messages`); "
             f"has: {', '.join(map(str, record))}"
         )
     answer = text_or_messages(record["completion"], "completion", where)
-    trace = Trace(answer, where, _logp(record, where))
+    trace = Demonstration(answer, where, _logp(record, where))
     if record.get("prompt") is not None:  # it says more than an id, which many files have for themselves
-        return asked_by(text_or_messages(record["prompt"], "prompt", where)), trace
+        return prompt_key(text_or_messages(record["prompt"], "prompt", where)), trace
     return ("id", str(record["id"])), trace
 
 
-def _listed(value: Any, where: str) -> Iterator[Trace]:
+def _column_demonstrations(value: Any, where: str) -> Iterator[Demonstration]:
     """The answers in a column: none, one, or a list of them; an object has `completion`, and `logp` where that is known."""
     if value is None or value == []:
         return
     several = isinstance(value, list) and not (isinstance(value[0], Mapping) and "role" in value[0])
     for one in value if several else [value]:
         if isinstance(one, Mapping) and "completion" in one:
-            yield Trace(text_or_messages(one["completion"], "completion", where), where, _logp(one, where))
+            yield Demonstration(text_or_messages(one["completion"], "completion", where), where, _logp(one, where))
         else:
-            yield Trace(text_or_messages(one, "it", where), where)
+            yield Demonstration(text_or_messages(one, "it", where), where)
 
 
 def _logp(record: Mapping[str, Any], where: str) -> list[float] | None:
@@ -207,5 +211,5 @@ def _logp(record: Mapping[str, Any], where: str) -> list[float] | None:
     return [float(v) for v in values]
 
 
-def _why(overlong: list[str], longest: int) -> str:
+def _overlong_note(overlong: list[str], longest: int) -> str:
     return f" ({len(overlong)} are longer than {longest} tokens)" if overlong else ""

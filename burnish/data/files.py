@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError, hub_hint, nearest, unknown
-from burnish.config.yaml_text import parse_json, plain_name, read_json_object
+from burnish.config.errors import UserError, did_you_mean, hub_hint, unknown_name_error
+from burnish.config.yaml_text import check_file_name, parse_json, read_json_object
 
 Record = dict[str, Any]
-Located = tuple[str, Record]
+LocatedRecord = tuple[str, Record]
 """Where a record came from, and the record."""
 GZIP = ".gz"
-TEXTS = (".jsonl", ".json", ".csv")
+TEXT_FORMATS = (".jsonl", ".json", ".csv")
 
 
-def read_records(pattern: str, base: Path | None = None) -> Iterator[Located]:
+def read_records(pattern: str, base: Path | None = None) -> Iterator[LocatedRecord]:
     """All records of the files a path or glob names, files in sorted order, rows in file order."""
     for path in find_files(pattern, base):
-        yield from READERS[kind_of(path)](path)
+        yield from READERS[file_format(path)](path)
 
 
 def find_files(pattern: str, base: Path | None = None) -> list[Path]:
@@ -37,36 +37,36 @@ def find_files(pattern: str, base: Path | None = None) -> list[Path]:
     roots = [pattern] if base is None or Path(pattern).is_absolute() else [str(base / pattern), pattern]
     for root in roots:
         if Path(root).is_file():
-            return [_checked(Path(root))]
+            return [_checked_format(Path(root))]
         found = sorted(Path(p) for p in glob.glob(root, recursive=True) if Path(p).is_file())
         if found and glob.has_magic(root):
-            return [_checked(p) for p in found]
+            return [_checked_format(p) for p in found]
     if any(Path(root).is_dir() for root in roots):
         raise UserError(f"{pattern} is a directory; name the files in it, such as {pattern.rstrip('/')}/*.parquet")
     if glob.has_magic(pattern):
         raise UserError(f"no file matches {pattern} (looked at {', '.join(roots)})")
     parent = Path(roots[0]).parent
     neighbours = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-    near = nearest(Path(pattern).name, neighbours)
+    near = did_you_mean(Path(pattern).name, neighbours)
     raise UserError(
         f"no such file: {' or '.join(roots)}{near or hub_hint(pattern, is_data=True, roots=(base or Path(), Path()))}"
     )
 
 
-def kind_of(path: Path) -> str:
+def file_format(path: Path) -> str:
     """The ending that tells how a file is read; text may be gzipped (`.jsonl.gz`)."""
-    return Path(path.stem).suffix if path.suffix == GZIP and Path(path.stem).suffix in TEXTS else path.suffix
+    return Path(path.stem).suffix if path.suffix == GZIP and Path(path.stem).suffix in TEXT_FORMATS else path.suffix
 
 
-def _checked(path: Path) -> Path:
-    if kind_of(path) not in READERS:
+def _checked_format(path: Path) -> Path:
+    if file_format(path) not in READERS:
         raise UserError(
             f"{path}: cannot read {path.suffix or 'a file without an ending'}; expected {', '.join(READERS)}"
         )
     return path
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == GZIP else data).decode("utf-8-sig")
@@ -76,26 +76,26 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[Located]:
+def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
     # Not str.splitlines: it also breaks at U+2028 and friends, which are legal inside a JSON string.
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
-            yield where, _object(parse_json(line, where), where)
+            yield where, _checked_object(parse_json(line, where), where)
 
 
-def _read_json(path: Path) -> Iterator[Located]:
+def _read_json(path: Path) -> Iterator[LocatedRecord]:
     """A list of objects, or (as some data sets do under this ending) one object a line."""
-    text = _text(path)
+    text = _read_text(path)
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path)
         return
     for number, record in enumerate(parse_json(text, str(path)), start=1):
         where = f"{path}, item {number}"
-        yield where, _object(record, where)
+        yield where, _checked_object(record, where)
 
 
-def _read_parquet(path: Path) -> Iterator[Located]:
+def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
     import pyarrow
     import pyarrow.parquet
 
@@ -110,7 +110,7 @@ def _read_parquet(path: Path) -> Iterator[Located]:
         raise _unreadable(path, number, "parquet", error) from error
 
 
-def _read_arrow(path: Path) -> Iterator[Located]:
+def _read_arrow(path: Path) -> Iterator[LocatedRecord]:
     """What Hugging Face `datasets` saves to disk: an Arrow stream (or, of other writers, an Arrow file)."""
     import pyarrow
 
@@ -135,8 +135,8 @@ def _unreadable(path: Path, number: int, kind: str, error: BaseException) -> Use
     return UserError(f"{path}{f', behind row {number}' if number else ''}: not a readable {kind} file: {said}")
 
 
-def _read_csv(path: Path) -> Iterator[Located]:
-    reader = csv.DictReader(io.StringIO(_text(path)), strict=True)
+def _read_csv(path: Path) -> Iterator[LocatedRecord]:
+    reader = csv.DictReader(io.StringIO(_read_text(path)), strict=True)
     try:
         for record in reader:
             where = f"{path}:{reader.line_num}"
@@ -150,13 +150,13 @@ def _read_csv(path: Path) -> Iterator[Located]:
         raise UserError(f"{path}:{reader.reader.line_num}: not valid csv: {error}") from error
 
 
-def _object(record: Any, where: str) -> Record:
+def _checked_object(record: Any, where: str) -> Record:
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected an object with named columns, got {type(record).__name__}")
     return record
 
 
-READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
+READERS: dict[str, Callable[[Path], Iterator[LocatedRecord]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
@@ -172,30 +172,30 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
 # `main/test.jsonl`) below a folder that may be one of several configurations.
 
 SPLIT = re.compile(r"(?:^|[-_./])(train|training|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
-SAME = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
-WHOLE = "all"
+SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+WHOLE_SPLIT = "all"
 """The name of what is not divided."""
 
 
-def splits_of(folder: Path, config: str | None = None) -> dict[str, list[Path]]:
+def find_splits(folder: Path, config: str | None = None) -> dict[str, list[Path]]:
     """The files of each split in a folder, in order."""
     folder = folder / config if config else folder
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}")
     if (folder / "dataset_dict.json").is_file():
-        names = _field(folder / "dataset_dict.json", "splits")
-        return {name: _saved(folder / plain_name(name, folder / "dataset_dict.json")) for name in names}
+        names = _list_field(folder / "dataset_dict.json", "splits")
+        return {name: _saved_files(folder / check_file_name(name, folder / "dataset_dict.json")) for name in names}
     if (folder / "state.json").is_file():
-        return {WHOLE: _saved(folder)}
+        return {WHOLE_SPLIT: _saved_files(folder)}
     found: dict[str, list[Path]] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and kind_of(p) in READERS):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and file_format(p) in READERS):
         inside = path.relative_to(folder)
         if not any(part.startswith(".") for part in inside.parts) and _is_data(inside):
             found.setdefault(_split_name(inside), []).append(path)
     if not found:
         raise UserError(f"{folder} holds no data files ({', '.join(READERS)})")
     for name, files in found.items():
-        _one_configuration(name, files, folder)
+        _check_one_configuration(name, files, folder)
     return found
 
 
@@ -206,20 +206,20 @@ def choose_split(splits: dict[str, list[Path]], split: str | None, where: str) -
     if split is None:
         raise UserError(f"{where} holds the splits {', '.join(splits)}; choose one with --split")
     if split not in splits:
-        raise unknown(f"split of {where}:", split, splits)
+        raise unknown_name_error(f"split of {where}:", split, splits)
     return split, splits[split]
 
 
-def _saved(folder: Path) -> list[Path]:
+def _saved_files(folder: Path) -> list[Path]:
     """The files of one saved data set, in the order its state gives."""
     state = folder / "state.json"
     if not state.is_file():
         raise UserError(f"{folder} is not a saved data set: it has no state.json")
-    entries = _field(state, "_data_files")
-    return [folder / plain_name(e.get("filename") if isinstance(e, dict) else e, state) for e in entries]
+    entries = _list_field(state, "_data_files")
+    return [folder / check_file_name(e.get("filename") if isinstance(e, dict) else e, state) for e in entries]
 
 
-def _field(path: Path, name: str) -> list[Any]:
+def _list_field(path: Path, name: str) -> list[Any]:
     """A list in a JSON file of a saved data set."""
     found = read_json_object(path).get(name)
     if not isinstance(found, list):
@@ -229,15 +229,15 @@ def _field(path: Path, name: str) -> list[Any]:
 
 def _is_data(path: Path) -> bool:
     """A json file whose name says nothing of a split may be a description of the repository."""
-    return kind_of(path) != ".json" or SPLIT.search(str(path)) is not None
+    return file_format(path) != ".json" or SPLIT.search(str(path)) is not None
 
 
 def _split_name(path: Path) -> str:
     found = SPLIT.findall(str(path.with_name(path.name.partition(".")[0])))
-    return SAME.get(found[-1].lower(), found[-1].lower()) if found else WHOLE
+    return SPLIT_ALIASES.get(found[-1].lower(), found[-1].lower()) if found else WHOLE_SPLIT
 
 
-def _one_configuration(name: str, files: list[Path], folder: Path) -> None:
+def _check_one_configuration(name: str, files: list[Path], folder: Path) -> None:
     parents = sorted({str(file.parent.relative_to(folder)) for file in files})
     if len(parents) > 1:
         raise UserError(

@@ -15,39 +15,41 @@ from typing import Any, Literal
 
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
-from burnish.data import rows
+from burnish.data import row_formats
 from burnish.data.files import Record
 from burnish.data.row import Row
-from burnish.data.rows import (
+from burnish.data.row_formats import (
     TOOLS_IN_SUPERVISED_DATA,
-    Said,
+    TextOrMessages,
     prompt_and_completion,
-    records_of,
     refuse_weights,
     source_name,
+    source_records,
     text_or_messages,
 )
-from burnish.data.supervised import Example, encode_example, refuse_keys
+from burnish.data.supervised import Example, encode_example, refuse_column_keys
 from burnish.data.tasks.registry import make_preferences
 from burnish.data.template import as_messages
 from burnish.models.tokenizer import Tokenizer
 
-COLUMNS = "rows of preferences, whose columns are prompt, chosen and rejected, or prompt, completion and label"
+PREFERENCE_COLUMNS = (
+    "rows of preferences, whose columns are prompt, chosen and rejected, or prompt, completion and label"
+)
 FIRST_CJK = 0x2E80  # the first code point of the scripts that are written without spaces
 
 
 @dataclass(frozen=True)
-class Whole:
+class SharedText:
     """The beginning that two whole texts share: their prompt, which stands as it is, without a template."""
 
     text: str
 
 
-Asked = Said | Whole
+PairPrompt = TextOrMessages | SharedText
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two answers to one prompt; the masks of both mark the tokens of the answer."""
 
     id: str
@@ -58,7 +60,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledAnswer:
     """An answer and whether it is good."""
 
     id: str
@@ -67,7 +69,7 @@ class Labelled:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOutRows:
     """How many rows were not used, and why."""
 
     overlong: int = 0
@@ -84,7 +86,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Reading:
+class EncodingOptions:
     """How rows become tokens, and which are too long."""
 
     tokenizer: Tokenizer
@@ -96,42 +98,46 @@ class Reading:
     seed: int = 0
 
 
-def load_pairs(sources: list[Source], reading: Reading, split: str = "train") -> tuple[list[Pair], LeftOut]:
+def load_pairs(
+    sources: list[Source], reading: EncodingOptions, split: str = "train"
+) -> tuple[list[PreferencePair], LeftOutRows]:
     """All pairs of the sources, in order, and what was left out; `split` is the side of a task that does not say one."""
-    pairs: list[Pair] = []
+    pairs: list[PreferencePair] = []
     overlong = identical = 0
     for where, identity, record in _records(sources, reading.base, reading.seed, split):
-        prompt, chosen, rejected = _pair(record, where)
-        pair = Pair(
+        prompt, chosen, rejected = _parse_pair(record, where)
+        pair = PreferencePair(
             identity,
             _encode(f"{identity}/chosen", prompt, chosen, where, reading),
             _encode(f"{identity}/rejected", prompt, rejected, where, reading),
             _margin(record, where),
         )
-        if not _fits(max(len(pair.chosen.tokens), len(pair.rejected.tokens)), where, reading):
+        if not _is_short_enough(max(len(pair.chosen.tokens), len(pair.rejected.tokens)), where, reading):
             overlong += 1
         elif pair.chosen.tokens == pair.rejected.tokens:
             identical += 1
         else:
             pairs.append(pair)
-    left_out = LeftOut(overlong, identical, reading.max_tokens)
+    left_out = LeftOutRows(overlong, identical, reading.max_tokens)
     if not pairs:
         raise _nothing_left("pairs", sources, left_out)
     return pairs, left_out
 
 
-def load_labelled(sources: list[Source], reading: Reading, split: str = "train") -> tuple[list[Labelled], LeftOut]:
+def load_labelled(
+    sources: list[Source], reading: EncodingOptions, split: str = "train"
+) -> tuple[list[LabelledAnswer], LeftOutRows]:
     """All labelled answers of the sources, in order, and what was left out; a pair is a good one and a bad one."""
-    found: list[Labelled] = []
+    found: list[LabelledAnswer] = []
     overlong = 0
     for where, identity, record in _records(sources, reading.base, reading.seed, split):
-        for name, prompt, answer, is_good in _answers(record, where):
+        for name, prompt, answer, is_good in _parse_answers(record, where):
             example = _encode(f"{identity}{name}", prompt, answer, where, reading)
-            if _fits(len(example.tokens), where, reading):
-                found.append(Labelled(example.id, example, is_good))
+            if _is_short_enough(len(example.tokens), where, reading):
+                found.append(LabelledAnswer(example.id, example, is_good))
             else:
                 overlong += 1
-    left_out = LeftOut(overlong, 0, reading.max_tokens)
+    left_out = LeftOutRows(overlong, 0, reading.max_tokens)
     if not found:
         raise _nothing_left("answers", sources, left_out)
     return found, left_out
@@ -144,9 +150,9 @@ def count_rows(
     num_rows = 0
     for where, _, record in _records(sources, base, seed, split):
         if is_labelled:
-            _answers(record, where)
+            _parse_answers(record, where)
         else:
-            _pair(record, where)
+            _parse_pair(record, where)
         num_rows += 1
     return num_rows
 
@@ -154,10 +160,10 @@ def count_rows(
 def _records(sources: list[Source], base: Path | None, seed: int, split: str) -> Iterator[tuple[str, str, Record]]:
     """Every record with its place and its id."""
     refuse_weights(sources, "preferences, which are used whole")
-    refuse_keys(sources, COLUMNS)
+    refuse_column_keys(sources, PREFERENCE_COLUMNS)
     for source in sources:
         if source.task is None:
-            located = records_of(source, base)
+            located = source_records(source, base)
         else:
             rows = make_preferences(source.task, source.options, seed, source.split or split)
             located = ((f"{source.task}, preference {i + 1}", row) for i, row in enumerate(rows[: source.limit]))
@@ -168,16 +174,20 @@ def _records(sources: list[Source], base: Path | None, seed: int, split: str) ->
 # --- the shapes of a row ---------------------------------------------------------------------------------------------
 
 
-def _pair(record: Record, where: str) -> tuple[Asked, Said, Said]:
+def _parse_pair(record: Record, where: str) -> tuple[PairPrompt, TextOrMessages, TextOrMessages]:
     """Prompt, chosen and rejected of a row."""
-    rows.refuse_tools(record, where, TOOLS_IN_SUPERVISED_DATA)
+    row_formats.refuse_tools(record, where, TOOLS_IN_SUPERVISED_DATA)
     for key in ("chosen", "rejected"):
         if key not in record:
             raise _missing(key, record, where, "a pair has prompt, chosen and rejected")
-    chosen, rejected = (_said(record[key], key, where) for key in ("chosen", "rejected"))
+    chosen, rejected = (_parse_answer(record[key], key, where) for key in ("chosen", "rejected"))
     prompt = _prompt(record, where)
     if prompt is not None:
-        return prompt, _behind(prompt, chosen, "chosen", where), _behind(prompt, rejected, "rejected", where)
+        return (
+            prompt,
+            _answer_after_prompt(prompt, chosen, "chosen", where),
+            _answer_after_prompt(prompt, rejected, "rejected", where),
+        )
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _shared_text(chosen, rejected, where)
     if isinstance(chosen, str) or isinstance(rejected, str):
@@ -193,28 +203,28 @@ def _pair(record: Record, where: str) -> tuple[Asked, Said, Said]:
     shared = min(shared, len(chosen) - 1, len(rejected) - 1)
     if shared == 0:
         raise UserError(f"{where}: chosen and rejected have no first message in common, so there is no prompt")
-    return rows.asked(record, "chosen", chosen[:shared], where), chosen[shared:], rejected[shared:]
+    return row_formats.full_prompt(record, "chosen", chosen[:shared], where), chosen[shared:], rejected[shared:]
 
 
-def _prompt(record: Record, where: str) -> Said | None:
-    """The prompt of a pair, under any of the names of `data/rows.py`; None where the answers have it in them."""
+def _prompt(record: Record, where: str) -> TextOrMessages | None:
+    """The prompt of a pair, under any of the names of `data/row_formats.py`; None where the answers have it in them."""
     if record.get("prompt") is not None:
         key: str | None = "prompt"
     elif record.get("conversations") is not None:
         key = "conversations"
     else:
-        key = rows.question_column(record, where, "question")
+        key = row_formats.question_column(record, where, "question")
     if key is None:
         return None
-    return rows.asked(record, key, text_or_messages(record[key], key, where), where)
+    return row_formats.full_prompt(record, key, text_or_messages(record[key], key, where), where)
 
 
-def _said(value: Any, key: str, where: str) -> Said:
+def _parse_answer(value: Any, key: str, where: str) -> TextOrMessages:
     """An answer: text, messages, or (as ShareGPT has it) one message."""
     return text_or_messages([value] if isinstance(value, dict) else value, key, where)
 
 
-def _shared_text(chosen: str, rejected: str, where: str) -> tuple[Whole, str, str]:
+def _shared_text(chosen: str, rejected: str, where: str) -> tuple[SharedText, str, str]:
     """The prompt of two whole texts is what they begin with in common, up to the end of a word.
 
     The space before the answers goes with them, as tokenizers have it. Neither answer is empty.
@@ -230,7 +240,7 @@ def _shared_text(chosen: str, rejected: str, where: str) -> tuple[Whole, str, st
             f"{where}: chosen and rejected have no prompt column and do not begin with the same words, so where the answers begin "
             "cannot be told: give a column prompt"
         )
-    return Whole(chosen[:at]), chosen[at:], rejected[at:]
+    return SharedText(chosen[:at]), chosen[at:], rejected[at:]
 
 
 def _is_letter(character: str) -> bool:
@@ -238,7 +248,7 @@ def _is_letter(character: str) -> bool:
     return character.isalnum() and ord(character) < FIRST_CJK
 
 
-def _behind(prompt: Said, said: Said, key: str, where: str) -> Said:
+def _answer_after_prompt(prompt: TextOrMessages, said: TextOrMessages, key: str, where: str) -> TextOrMessages:
     """What is said behind the prompt, also where the column repeats the prompt before it."""
     if isinstance(said, str) or said[0]["role"] == "assistant":
         return said
@@ -251,19 +261,19 @@ def _behind(prompt: Said, said: Said, key: str, where: str) -> Said:
     )
 
 
-def _answers(record: Record, where: str) -> list[tuple[str, Asked, Said, bool]]:
+def _parse_answers(record: Record, where: str) -> list[tuple[str, PairPrompt, TextOrMessages, bool]]:
     """The labelled answers of a row: what to add to its id, the prompt, the answer, and whether it is good."""
     if "completion" not in record and "chosen" in record:
-        prompt, chosen, rejected = _pair(record, where)
+        prompt, chosen, rejected = _parse_pair(record, where)
         return [("/chosen", prompt, chosen, True), ("/rejected", prompt, rejected, False)]
-    rows.refuse_tools(record, where, TOOLS_IN_SUPERVISED_DATA)
+    row_formats.refuse_tools(record, where, TOOLS_IN_SUPERVISED_DATA)
     if "label" not in record:
         raise _missing("label", record, where, "a labelled answer has prompt, completion and label")
     label = record["label"]
     if label not in (0, 1):
         raise UserError(f"{where}: label should be true (good) or false (bad), got {label!r}")
     asked, said = prompt_and_completion(record, where)
-    return [("", asked, _behind(asked, said, "completion", where), bool(label))]
+    return [("", asked, _answer_after_prompt(asked, said, "completion", where), bool(label))]
 
 
 def _margin(record: Record, where: str) -> float:
@@ -278,8 +288,8 @@ def _margin(record: Record, where: str) -> float:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _encode(identity: str, prompt: Asked, answer: Said, where: str, reading: Reading) -> Example:
-    if isinstance(prompt, Whole):
+def _encode(identity: str, prompt: PairPrompt, answer: TextOrMessages, where: str, reading: EncodingOptions) -> Example:
+    if isinstance(prompt, SharedText):
         row = Row(identity, [], "", None, {}, completion=answer, text=prompt.text)
     else:
         row = Row(identity, prompt, "", None, {}, completion=answer)
@@ -289,7 +299,7 @@ def _encode(identity: str, prompt: Asked, answer: Said, where: str, reading: Rea
         raise UserError(f"{where}: {error}") from error
 
 
-def _fits(length: int, where: str, reading: Reading) -> bool:
+def _is_short_enough(length: int, where: str, reading: EncodingOptions) -> bool:
     if length <= reading.max_tokens:
         return True
     if reading.overlong == "filter":
@@ -303,6 +313,6 @@ def _missing(key: str, record: dict[str, Any], where: str, needed: str) -> UserE
     return UserError(f"{where}: no column {key!r}; {needed} (has: {', '.join(map(str, record))})")
 
 
-def _nothing_left(what: str, sources: list[Source], left_out: LeftOut) -> UserError:
+def _nothing_left(what: str, sources: list[Source], left_out: LeftOutRows) -> UserError:
     names = ", ".join(source_name(source) for source in sources) or "no source at all"
     return UserError(f"no {what} left in {names}: {'; '.join(left_out.notes) or 'there is not one row'}")

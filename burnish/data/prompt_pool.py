@@ -16,19 +16,19 @@ from pathlib import Path
 
 from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
-from burnish.core.random_keys import fold, unit
+from burnish.core.random_keys import fold, uniform_from_key
 from burnish.data.row import Row
-from burnish.data.rows import read_rows, source_name
+from burnish.data.row_formats import read_rows, source_name
 from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import Task
-from burnish.data.template import kind_of, render_text, tokens_of, with_suffix
-from burnish.models.compatibility import digest
+from burnish.data.template import render_text, template_kind, tokenize_rendered, with_suffix
+from burnish.models.compatibility import digest_parts
 from burnish.models.tokenizer import Tokenizer
 
-MAX_SKIPPED = 1000  # over-long prompts in a row before an endless task is given up
-NUM_NAMED = 5
+MAX_SKIPPED_PROMPTS = 1000  # over-long prompts in a row before an endless task is given up
+MAX_NAMED_ROWS = 5
 ReadRows = Callable[[Source, Path | None], list[Row]]
-NUM_PROBED = 256  # prompts of an endless task whose lengths are looked at before a run starts
+MAX_PROBED_PROMPTS = 256  # prompts of an endless task whose lengths are looked at before a run starts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Prompt:
         return tuple(self.tokens)
 
 
-class Pool:
+class PromptPool:
     """Prompts of one source by index; `size` is None for an endless task."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Pool:
         if not isinstance(self._rows, Sequence):
             return None
         columns = ((row.prompt, row.answer, row.extra) for row in self._rows)
-        return digest(
+        return digest_parts(
             json.dumps(c, skipkeys=True, default=lambda value: type(value).__name__).encode() for c in columns
         )
 
@@ -90,8 +90,8 @@ class Pool:
 
     def rows(self) -> Iterator[Row]:
         """The rows that are used; of an endless task the first ones, as a probe."""
-        fitting = (i for i in range(MAX_SKIPPED if self.size is None else self.size) if i not in self._skip)
-        return (self.row(i) for i in itertools.islice(fitting, NUM_PROBED if self.size is None else None))
+        fitting = (i for i in range(MAX_SKIPPED_PROMPTS if self.size is None else self.size) if i not in self._skip)
+        return (self.row(i) for i in itertools.islice(fitting, MAX_PROBED_PROMPTS if self.size is None else None))
 
     def indices(self) -> list[int]:
         """The indices of a source that has an end whose prompts are used, in order."""
@@ -101,9 +101,9 @@ class Pool:
         """Tokens of the longest prompt that is used; of an endless task, among its first ones."""
         if self.size is not None:
             return self._longest
-        lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED))
+        lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED_PROMPTS))
         fitting = (length for length in lengths if length <= self._data.max_prompt_tokens)
-        longest = max(itertools.islice(fitting, NUM_PROBED), default=None)
+        longest = max(itertools.islice(fitting, MAX_PROBED_PROMPTS), default=None)
         if longest is None:
             raise self.all_overlong()
         return longest
@@ -125,7 +125,7 @@ class Pool:
         text, tokens = self._tokens(row)
         if len(tokens) <= self._data.max_prompt_tokens:
             self._longest = max(self._longest, len(tokens))
-            is_chat = kind_of(self._tokenizer, self._data.template) == "chat"
+            is_chat = template_kind(self._tokenizer, self._data.template) == "chat"
             return Prompt(row, text, tokens, self._tokens_asked(row.id), is_chat)
         if self._data.overlong_prompts == "error":
             raise UserError(
@@ -133,7 +133,7 @@ class Pool:
                 f"{self._data.max_prompt_tokens}; raise that, or set data.overlong_prompts=filter"
             )
         self.num_overlong += 1
-        if len(self.first_overlong) < NUM_NAMED:
+        if len(self.first_overlong) < MAX_NAMED_ROWS:
             self.first_overlong.append(row.id)
         if self.size is not None:  # an endless task hardly ever comes back to an index
             self._skip.add(index)
@@ -141,7 +141,7 @@ class Pool:
 
     def all_overlong(self) -> UserError:
         """The error for a source that has nothing left to give."""
-        which = f"all {self.size}" if self.size is not None else f"{MAX_SKIPPED} in a row"
+        which = f"all {self.size}" if self.size is not None else f"{MAX_SKIPPED_PROMPTS} in a row"
         return UserError(
             f"{self.name}: {which} prompts are longer than data.max_prompt_tokens={self._data.max_prompt_tokens}"
         )
@@ -149,7 +149,7 @@ class Pool:
     def _tokens(self, row: Row) -> tuple[str, list[int]]:
         try:
             text = render_text(row, self._tokenizer, self._data.template)
-            tokens = tokens_of(text, self._tokenizer, self._data.template)
+            tokens = tokenize_rendered(text, self._tokenizer, self._data.template)
         except UserError as error:
             raise UserError(f"row {row.id}: {error}") from error
         if not tokens:
@@ -170,7 +170,7 @@ class Pool:
         if budget is None:
             return None
         low, high = budget.low, budget.high
-        return low + int(unit(fold(self._seed, "budget", row_id)) * (high - low + 1))
+        return low + int(uniform_from_key(fold(self._seed, "budget", row_id)) * (high - low + 1))
 
 
 def make_pools(
@@ -181,7 +181,7 @@ def make_pools(
     default_split: str,
     base: Path | None,
     read: ReadRows = read_rows,
-) -> list[Pool]:
+) -> list[PromptPool]:
     """A pool for each source; two of one name are refused, because their rows would share ids and randomness.
 
     `read` gives the rows of a file or a plug-in.
@@ -196,14 +196,14 @@ def make_pools(
     for source in sources:
         split = source.split or default_split
         rows = make_task(source.task, source.options, seed) if source.task is not None else read(source, base)
-        pools.append(Pool(source, tokenizer, data, rows, split, seed))
+        pools.append(PromptPool(source, tokenizer, data, rows, split, seed))
     return pools
 
 
-def overlong_report(pools: list[Pool]) -> str | None:
+def overlong_report(pools: list[PromptPool]) -> str | None:
     """How many over-long prompts were left out, and the first of them; None if there were none."""
     total = sum(pool.num_overlong for pool in pools)
     if total == 0:
         return None
-    ids = [name for pool in pools for name in pool.first_overlong][:NUM_NAMED]
+    ids = [name for pool in pools for name in pool.first_overlong][:MAX_NAMED_ROWS]
     return f"{total} over-long prompts left out: {', '.join(ids)}{', ...' if total > len(ids) else ''}"

@@ -18,15 +18,15 @@ from typing import Any
 
 from burnish.algorithms.curriculum.spec import NoCurriculum, PrioritisedCurriculum
 from burnish.config.data import Data, Source
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import is_plugin, load_plugin
 from burnish.config.records import Slot
-from burnish.core.random_keys import fold, permutation, unit
-from burnish.core.trajectory import Trajectory, judged
-from burnish.data.curriculum import Curriculum, PromptStatistics, make_curriculum, visits
-from burnish.data.prompt_pool import MAX_SKIPPED, Pool, Prompt, ReadRows, make_pools, overlong_report
+from burnish.core.random_keys import fold, permutation, uniform_from_key
+from burnish.core.trajectory import Trajectory, with_accuracy
+from burnish.data.curriculum import Curriculum, PromptStatistics, make_curriculum, visit_accuracies
+from burnish.data.prompt_pool import MAX_SKIPPED_PROMPTS, Prompt, PromptPool, ReadRows, make_pools, overlong_report
 from burnish.data.row import Row
-from burnish.data.rows import read_rows, refuse_weights
+from burnish.data.row_formats import read_rows, refuse_weights
 from burnish.models.tokenizer import Tokenizer
 
 SAMPLERS = ("shuffle", "sequential")
@@ -62,7 +62,7 @@ class PromptStream:
         read: ReadRows = read_rows,
     ) -> None:
         if data.sampler not in SAMPLERS and not is_plugin(data.sampler):
-            raise unknown("sampler", data.sampler, SAMPLERS)
+            raise unknown_name_error("sampler", data.sampler, SAMPLERS)
         sampler = load_plugin(data.sampler, base) if is_plugin(data.sampler) else data.sampler
         if is_plugin(data.sampler) and not callable(sampler):
             raise UserError(f"sampler {data.sampler!r} is not a function")
@@ -77,7 +77,7 @@ class PromptStream:
         for pool in pools:
             pool.scan()
         self._lanes = [
-            _Lane(pool, sampler, seed, make_curriculum(record, pool, self._statistics, seed)) for pool in pools
+            _SourceCursor(pool, sampler, seed, make_curriculum(record, pool, self._statistics, seed)) for pool in pools
         ]
         self._weights = [source.weight for source in sources]
         self._seed = seed
@@ -105,12 +105,12 @@ class PromptStream:
         if "accuracy" not in self._record.needs:
             return
         scored = [t for t in trajectories if t.reward is not None]
-        if any(t.accuracy is None for t in scored) and not judged(scored):
+        if any(t.accuracy is None for t in scored) and not with_accuracy(scored):
             raise UserError(
                 "the curriculum chooses prompts by how often they are answered right, but no part of the reward says right or wrong: "
                 "set correct_at of a part to the value from which an answer is right, or set the curriculum to none"
             )
-        for prompt_id, right, total in visits(scored):
+        for prompt_id, right, total in visit_accuracies(scored):
             self._statistics.observe(prompt_id, right, total)
 
     def state(self) -> dict[str, Any]:
@@ -156,16 +156,16 @@ class PromptStream:
                 f"step {self._step}: not one prompt was hard enough for the curriculum hard_only (right answers below its "
                 "`below`) when its turn came; raise `below`, or start it earlier"
             )
-        point = unit(fold(self._seed, "mix", self._num_draws)) * shares[-1]
+        point = uniform_from_key(fold(self._seed, "mix", self._num_draws)) * shares[-1]
         lane = self._lanes[bisect.bisect_right(shares, point)]
         self._num_draws += 1
         return lane.next(self._step)
 
 
-class _Lane:
+class _SourceCursor:
     """One source's place in its own order: which epoch, and how far into it."""
 
-    def __init__(self, pool: Pool, sampler: Any, seed: int, curriculum: Curriculum | None) -> None:
+    def __init__(self, pool: PromptPool, sampler: Any, seed: int, curriculum: Curriculum | None) -> None:
         self.pool = pool
         self._sampler, self._seed, self._curriculum = sampler, seed, curriculum
         self._visits: dict[int, int] = {}  # where an index may come twice in an epoch: plug-in samplers, curricula
@@ -178,7 +178,7 @@ class _Lane:
     def next(self, step: int) -> PromptSample:
         """The next prompt that fits; where an index may come twice visits are counted, otherwise a visit is an epoch."""
         # Two epochs may meet with nearly all of both to be skipped, so one epoch's length is not a bound.
-        for _ in range(2 * (self.pool.size or 0) + MAX_SKIPPED):
+        for _ in range(2 * (self.pool.size or 0) + MAX_SKIPPED_PROMPTS):
             chosen = None if self._curriculum is None else self._curriculum.next(step)
             index = self._next_index() if chosen is None else chosen
             prompt = self.pool.prompt(index)
@@ -292,12 +292,12 @@ def validation_prompts(
     return [prompt for pool in pools for prompt in taken[pool.name]]
 
 
-def _in_order(pool: Pool) -> Iterator[Prompt]:
+def _in_order(pool: PromptPool) -> Iterator[Prompt]:
     num_skipped = 0
     for index in itertools.count() if pool.size is None else range(pool.size):
         prompt = pool.prompt(index)
         if prompt is not None:
             num_skipped = 0
             yield prompt
-        elif pool.size is None and (num_skipped := num_skipped + 1) >= MAX_SKIPPED:
+        elif pool.size is None and (num_skipped := num_skipped + 1) >= MAX_SKIPPED_PROMPTS:
             raise pool.all_overlong()

@@ -17,12 +17,19 @@ from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
 from burnish.core.random_keys import permutation
 from burnish.data.row import Message, Row
-from burnish.data.rows import read_supervised_rows, refuse_weights, source_name, supervised_row
+from burnish.data.row_formats import read_supervised_rows, refuse_weights, source_name, supervised_row
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.data.template import SLOT, as_messages, kind_of, plain_text, prerendered_text, with_system
+from burnish.data.template import (
+    PROMPT_PLACEHOLDER,
+    as_messages,
+    plain_text,
+    prerendered_text,
+    template_kind,
+    with_system,
+)
 from burnish.models.tokenizer import Tokenizer
 
-SUPERVISED = "supervised rows, whose columns have fixed names (docs/data.md)"
+SUPERVISED_COLUMNS = "supervised rows, whose columns have fixed names (docs/data.md)"
 Encoded = tuple[list[int], list[bool]]
 
 
@@ -46,7 +53,7 @@ def load_examples(
 ) -> tuple[list[Example], int]:
     """All examples of the sources, in order, and how many were left out as over-long."""
     refuse_weights(sources, "supervised data, which is used whole")
-    refuse_keys(sources, SUPERVISED)
+    refuse_column_keys(sources, SUPERVISED_COLUMNS)
     examples: list[Example] = []
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
@@ -73,11 +80,11 @@ def load_examples(
 def count_examples(sources: list[Source], base: Path | None, seed: int) -> int:
     """How many rows the sources have, each checked as far as it can be without a tokenizer."""
     refuse_weights(sources, "supervised data, which is used whole")
-    refuse_keys(sources, SUPERVISED)
+    refuse_column_keys(sources, SUPERVISED_COLUMNS)
     return sum(1 for source in sources for _ in _rows(source, base, seed))
 
 
-def refuse_keys(sources: list[Source], rows: str) -> None:
+def refuse_column_keys(sources: list[Source], rows: str) -> None:
     """The columns of some rows have fixed names; a key that renames them would be ignored, so it is an error."""
     for source in sources:
         if (source.prompt_key, source.answer_key) != ("question", "answer"):
@@ -96,7 +103,7 @@ def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encode
     """Tokens of a supervised row, and which of them are learnt."""
     if row.text is not None:
         return _encode_text(row, row.text, tokenizer, template)
-    kind = kind_of(tokenizer, template)
+    kind = template_kind(tokenizer, template)
     if template.prerendered:
         return _encode_prerendered(row, tokenizer)
     if row.messages is not None:
@@ -113,7 +120,9 @@ def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encode
 
 def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) -> Encoded:
     """A text as it is, which no template changes: all of it is learnt, or only the completion where the row has one."""
-    unused = [key for key in ("system", "kwargs") if getattr(template, key)] + ["text"] * (template.text != SLOT)
+    unused = [key for key in ("system", "kwargs") if getattr(template, key)] + ["text"] * (
+        template.text != PROMPT_PLACEHOLDER
+    )
     if unused:
         raise UserError(
             f"template.{unused[0]} has no effect on whole texts, which stand as they are; give prompts and answers in columns of their own"
@@ -126,9 +135,9 @@ def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) 
         )
     tokens = tokenizer.encode_prerendered(text) if template.prerendered else tokenizer.encode(text, special=True)
     if row.completion is None:
-        tokens = _with_end(tokens, tokenizer)
+        tokens = _with_end_token(tokens, tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)  # nothing comes before the first token to predict it from
-    said = _with_end(tokenizer.encode(completion), tokenizer)
+    said = _with_end_token(tokenizer.encode(completion), tokenizer)
     return tokens + said, [False] * len(tokens) + [True] * len(said)
 
 
@@ -137,7 +146,7 @@ def _encode_prerendered(row: Row, tokenizer: Tokenizer) -> Encoded:
     if row.messages is not None or row.completion is None:
         raise UserError("template.prerendered takes rows of prompt and completion, both of them texts")
     context = tokenizer.encode_prerendered(prerendered_text(row.prompt, "prompt"))
-    said = _with_end(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
+    said = _with_end_token(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
     return context + said, [False] * len(context) + [True] * len(said)
 
 
@@ -153,7 +162,7 @@ def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template
         raise UserError(f"row {row.id}: no assistant turn to learn from")
     for message in turns[: last + 1]:
         is_said = message["role"] == "assistant"
-        part = tokenizer.encode(tokenizer.literal(message["content"])) + ([_end(tokenizer)] if is_said else [])
+        part = tokenizer.encode(tokenizer.literal(message["content"])) + ([_end_token(tokenizer)] if is_said else [])
         tokens += part
         mask += [is_said] * len(part)
     return tokens, mask
@@ -186,7 +195,7 @@ def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokeniz
         num_said = _up_to_end_of_turn(said, tokenizer)
         if num_said == 0:
             if i == learnt[-1]:
-                said.append(_end(tokenizer))
+                said.append(_end_token(tokenizer))
             num_said = len(said)
         tokens += context + said
         mask += [False] * len(context) + [True] * num_said + [False] * (len(said) - num_said)
@@ -202,12 +211,12 @@ def _up_to_end_of_turn(said: list[int], tokenizer: Tokenizer) -> int:
     return max((i + 1 for i, token in enumerate(said) if tokenizer.is_special(token)), default=0)
 
 
-def _with_end(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+def _with_end_token(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     """Tokens of a text that was rendered as a whole, with the end token where it is missing."""
-    return tokens if tokens and tokens[-1] in tokenizer.eos_ids else [*tokens, _end(tokenizer)]
+    return tokens if tokens and tokens[-1] in tokenizer.eos_ids else [*tokens, _end_token(tokenizer)]
 
 
-def _end(tokenizer: Tokenizer) -> int:
+def _end_token(tokenizer: Tokenizer) -> int:
     if not tokenizer.eos_ids:
         raise UserError("this tokenizer has no end-of-text token, so a model could never learn to stop")
     return tokenizer.eos_ids[0]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.data.row import Message, Row
 
 if TYPE_CHECKING:
     from burnish.config.data import Template
     from burnish.models.tokenizer import Tokenizer
 
-SLOT = "{prompt}"
-NAMED_TEXTS = {
+PROMPT_PLACEHOLDER = "{prompt}"
+NAMED_TEMPLATES = {
     # DeepSeek-R1 (2501.12948), table 1, with a line break where the table runs the turns together.
     "r1-zero": (
         "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
@@ -31,23 +31,23 @@ NAMED_TEXTS = {
 def render(row: Row, tokenizer: Tokenizer, template: Template) -> list[int]:
     """The tokens a model continues to answer a row."""
     text = render_text(row, tokenizer, template)
-    return tokens_of(text, tokenizer, template)
+    return tokenize_rendered(text, tokenizer, template)
 
 
 def render_text(row: Row, tokenizer: Tokenizer, template: Template) -> str:
     """The text a model continues to answer a row, for `tokens_of`; `tokenizer.shown` makes it readable."""
     if template.prerendered:
         return prerendered_text(row.prompt, "prompt")
-    if kind_of(tokenizer, template) == "plain":
+    if template_kind(tokenizer, template) == "plain":
         return plain_text(row.prompt, template, tokenizer)
     return tokenizer.chat_text(with_system(as_messages(row.prompt, "user"), template), **template.kwargs)
 
 
-def tokens_of(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
+def tokenize_rendered(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
     """Tokens of a rendered text: a chat template writes its own BOS, a plain text gets the tokenizer's."""
     if template.prerendered:
         return tokenizer.encode_prerendered(text)
-    return tokenizer.encode(text, special=kind_of(tokenizer, template) == "plain")
+    return tokenizer.encode(text, special=template_kind(tokenizer, template) == "plain")
 
 
 def prerendered_text(value: str | list[Message], what: str) -> str:
@@ -59,7 +59,7 @@ def prerendered_text(value: str | list[Message], what: str) -> str:
     return value
 
 
-def kind_of(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"]:
+def template_kind(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"]:
     """Which kind applies to this tokenizer; options of the other kind are errors, so that none is ever ignored."""
     if (
         template.prerendered
@@ -73,7 +73,7 @@ def kind_of(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"
         return "plain"
     if not tokenizer.has_chat_template:
         raise UserError("template.kind=chat, but the tokenizer has no chat template; use kind=plain with a text")
-    if template.text != SLOT:
+    if template.text != PROMPT_PLACEHOLDER:
         raise UserError(
             "template.text has no effect with the tokenizer's chat template; set template.kind=plain to use it"
         )
@@ -87,16 +87,16 @@ def kind_of(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"
 
 def plain_text(prompt: str | list[Message], template: Template, tokenizer: Tokenizer) -> str:
     """The plain template with the prompt put in as text, so that braces in either survive."""
-    text = NAMED_TEXTS.get(template.text, template.text)
-    if SLOT not in text:
+    text = NAMED_TEMPLATES.get(template.text, template.text)
+    if PROMPT_PLACEHOLDER not in text:
         raise UserError(
-            f"template.text {template.text!r} has no {SLOT} in it and is not a known name"
-            f"{nearest(template.text, NAMED_TEXTS)} (known: {', '.join(NAMED_TEXTS)})"
+            f"template.text {template.text!r} has no {PROMPT_PLACEHOLDER} in it and is not a known name"
+            f"{did_you_mean(template.text, NAMED_TEMPLATES)} (known: {', '.join(NAMED_TEMPLATES)})"
         )
-    return text.replace(SLOT, tokenizer.literal(joined(prompt)))
+    return text.replace(PROMPT_PLACEHOLDER, tokenizer.literal(prompt_as_text(prompt)))
 
 
-def joined(prompt: str | list[Message]) -> str:
+def prompt_as_text(prompt: str | list[Message]) -> str:
     """A prompt as one text: messages are their contents, a line each."""
     return prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
 

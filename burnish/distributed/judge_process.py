@@ -28,24 +28,24 @@ from typing import Any
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.memory_plan.reward_model_memory import GPU_CACHE_GIB
+from burnish.memory_plan.from_config import JUDGE_CACHE_GIB
 from burnish.models.architecture import read_config
 from burnish.models.compatibility import model_digest
-from burnish.rewards.judge.endpoint import JudgeFailed
-from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.worker import Frames, describe_exit
+from burnish.rewards.judge_endpoint import JudgeFailed
+from burnish.rewards.judge_options import JudgeOptions
+from burnish.rewards.worker import FrameReader, describe_exit
 from burnish.sandbox.rpc import frame
 
 START_S = 900.0
 """How long a model may take to load."""
-MAX_STARTS = 3
+MAX_JUDGE_STARTS = 3
 """How often in a row it is started again without having answered anything."""
-KILLED_S = 10.0
+KILL_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
-SHOWN_CHARS = 2000
+MAX_ERROR_CHARS = 2000
 
 
-class Died(Exception):
+class JudgeProcessDied(Exception):
     """The process ended before it had answered."""
 
 
@@ -60,7 +60,7 @@ class EngineJudge:
         self._lock = threading.Lock()
         self._is_closed = False
         self._fruitless = 0  # starts since the last answer
-        self._worker = Worker(directory, options)
+        self._worker = JudgeProcess(directory, options)
         self.note = f"judge {directory.name}: {self._worker.note}, in a process of its own"
 
     def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
@@ -80,7 +80,7 @@ class EngineJudge:
             except NotInTime:
                 worker.forget(question)
                 problem = f"judge {self.directory.name} gave no answer in {left_s:g} s"
-            except Died as error:
+            except JudgeProcessDied as error:
                 problem = str(error)
         raise JudgeFailed(f"{problem} (asked {options.retries + 1} times)")
 
@@ -89,19 +89,19 @@ class EngineJudge:
         self._is_closed = True
         self._worker.kill()
 
-    def _running(self) -> Worker:
+    def _running(self) -> JudgeProcess:
         """The process, started again where it has died."""
         with self._lock:
             if self._is_closed:
                 raise JudgeFailed("the judge was closed")
             if self._worker.is_dead:
-                if self._fruitless >= MAX_STARTS:
+                if self._fruitless >= MAX_JUDGE_STARTS:
                     raise JudgeFailed(
-                        f"judge {self.directory.name} died after each of {MAX_STARTS} starts without an answer"
+                        f"judge {self.directory.name} died after each of {MAX_JUDGE_STARTS} starts without an answer"
                     )
                 self._fruitless += 1
                 try:
-                    self._worker = Worker(self.directory, self.options)
+                    self._worker = JudgeProcess(self.directory, self.options)
                 except UserError as error:
                     raise JudgeFailed(str(error)) from error
                 if self._is_closed:
@@ -110,7 +110,7 @@ class EngineJudge:
             return self._worker
 
 
-class Worker:
+class JudgeProcess:
     """The process, and a thread that hands its answers to those who wait for them."""
 
     def __init__(self, directory: Path, options: JudgeOptions) -> None:
@@ -142,7 +142,7 @@ class Worker:
             "device": options.device,
             "dtype": options.dtype,
             "cache_gib": options.cache_gib,
-            "gpu_cache_gib": GPU_CACHE_GIB,
+            "gpu_cache_gib": JUDGE_CACHE_GIB,
             "rows": options.concurrency,
         }
         self._send(setup)
@@ -176,8 +176,8 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # deep in the kernel: it ends when it can
-            self._process.wait(KILLED_S)
-        self._thread.join(KILLED_S)
+            self._process.wait(KILL_TIMEOUT_S)
+        self._thread.join(KILL_TIMEOUT_S)
         self._channel.close()
 
     def _started(self, directory: Path) -> str:
@@ -186,7 +186,7 @@ class Worker:
         except NotInTime as error:
             self.kill()
             raise UserError(f"judge {directory}: the model was not loaded after {START_S:g} s") from error
-        except (Died, UserError) as error:
+        except (JudgeProcessDied, UserError) as error:
             self.kill()
             raise UserError(f"judge {directory}: {error}") from error
 
@@ -196,7 +196,7 @@ class Worker:
 
     def _read(self) -> None:
         """Until the process ends."""
-        frames = Frames()
+        frames = FrameReader()
         with contextlib.suppress(OSError):
             while data := self._channel.recv(READ_BYTES):
                 for body in frames.feed(data):
@@ -221,12 +221,12 @@ class Worker:
     def _end(self) -> None:
         """Tell everyone who waits."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILLED_S)
+            self._process.wait(KILL_TIMEOUT_S)
         status = self._process.returncode
         self._errors.seek(0)
-        last = self._errors.read()[-SHOWN_CHARS:].decode(errors="replace").strip()
+        last = self._errors.read()[-MAX_ERROR_CHARS:].decode(errors="replace").strip()
         how = "is gone" if status is None else describe_exit(status)
-        died = Died(f"the judge's process {how}" + (f": {last}" if last else ""))
+        died = JudgeProcessDied(f"the judge's process {how}" + (f": {last}" if last else ""))
         with self._lock:
             waiting, self._waiting = list(self._waiting.values()), {}
         if not self._ready.done():

@@ -28,15 +28,15 @@ from burnish.core.random_keys import fold
 from burnish.data.row import Row
 from burnish.data.template import render
 from burnish.distributed.roles import build_engine
-from burnish.models.policy import PolicyModel, check_finite, load_policy, pick_device
-from burnish.rewards.worker import Frames
+from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
+from burnish.rewards.worker import FrameReader
 from burnish.sandbox.rpc import frame
 
-EDGE = 1 << 16
+READ_BYTES = 1 << 16
 Message = dict[str, Any]
 
 
-class JudgeEngine:
+class JudgeServer:
     """The engine in the main thread, and another that listens: a question interrupts the decoding, and joins it."""
 
     def __init__(self, channel: socket.socket, policy: PolicyModel, engine: Engine) -> None:
@@ -44,7 +44,7 @@ class JudgeEngine:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.running: set[str] = set()
 
-    def run(self, frames: Frames, waiting: list[bytes]) -> None:
+    def run(self, frames: FrameReader, waiting: list[bytes]) -> None:
         """Answer until the process ends; `waiting` came with the first message."""
         for body in waiting:
             self.inbox.put(json.loads(body))
@@ -54,11 +54,11 @@ class JudgeEngine:
             for completion in self.engine.stream():
                 self.answer(completion)
 
-    def listen(self, frames: Frames) -> None:
+    def listen(self, frames: FrameReader) -> None:
         """Take questions; without anybody to answer to, the process ends at once, whatever the engine is doing."""
         status = 1
         try:
-            while data := self.channel.recv(EDGE):
+            while data := self.channel.recv(READ_BYTES):
                 for body in frames.feed(data):
                     self.inbox.put(json.loads(body))
                 self.engine.interrupt()  # after the put: whoever comes out of `stream` for this finds it
@@ -119,7 +119,7 @@ def load(setup: Message) -> tuple[PolicyModel, Engine]:
     )
     check_finite(policy)
     cache = setup["cache_gib"]
-    if cache is None and pick_device(setup["device"]).type == "cuda":
+    if cache is None and resolve_device(setup["device"]).type == "cuda":
         cache = setup["gpu_cache_gib"]
     engine = setup["engine"]
     return policy, build_engine(policy, Rollout(engine=engine, max_rows=setup["rows"], cache_gib=cache))
@@ -131,9 +131,9 @@ def send(channel: socket.socket, message: Message) -> None:
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    frames, bodies = Frames(), list[bytes]()
+    frames, bodies = FrameReader(), list[bytes]()
     while not bodies:
-        data = channel.recv(EDGE)
+        data = channel.recv(READ_BYTES)
         if not data:
             return
         bodies = frames.feed(data)
@@ -146,7 +146,7 @@ def main() -> None:
     device = next(policy.module.parameters()).device
     send(channel, {"ready": f"{policy.note}, {setup['dtype']} on {device}"})
     with torch.inference_mode():
-        JudgeEngine(channel, policy, engine).run(frames, bodies[1:])
+        JudgeServer(channel, policy, engine).run(frames, bodies[1:])
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from burnish.config.errors import UserError
-from burnish.config.placement import Placement, RayPlacement, processes
+from burnish.config.placement import Placement, RayPlacement, describe_processes
 
 Resources = dict[str, float]
 """CPUs and GPUs, by Ray's names for them."""
 
 
 @dataclass(frozen=True)
-class Seat:
+class ProcessSlot:
     """A process's place: its bundle, and what it asks of it."""
 
     bundle: int
@@ -30,39 +30,39 @@ class Layout:
     """The bundles that must be had, each on one machine, and who sits in which."""
 
     bundles: list[Resources]
-    seats: dict[str, list[Seat]]
+    seats: dict[str, list[ProcessSlot]]
 
     def total(self, what: str) -> float:
         return sum(bundle.get(what, 0) for bundle in self.bundles)
 
 
-def lay_out(placement: RayPlacement, on_gpu: bool) -> Layout:
+def plan_layout(placement: RayPlacement, on_gpu: bool) -> Layout:
     """Every place is a bundle; the k-th process of each role of a pool sits in its k-th place, and asks for its part of it."""
     bundles: list[Resources] = []
-    seats: dict[str, list[Seat]] = {}
+    seats: dict[str, list[ProcessSlot]] = {}
     for pool, sizes in placement.rooms:
         bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": 1.0} if on_gpu and pool.gpu else {})
         crowd = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
         for role, size in sizes.items():
             seats[role] = [
-                Seat(len(bundles) + k, {what: amount / crowd[k] for what, amount in bundle.items()})
+                ProcessSlot(len(bundles) + k, {what: amount / crowd[k] for what, amount in bundle.items()})
                 for k in range(size)
             ]
         bundles += [bundle] * pool.places
     return Layout(bundles, seats)
 
 
-def check(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, float]], where: str) -> None:
+def check_layout(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, float]], where: str) -> None:
     """Refuse a layout that `nodes` (what each machine has) can never hold; `where` is what to call them."""
     for what, name in (("CPU", "CPUs"), ("GPU", "GPUs")):
         wanted, there = layout.total(what), sum(node.get(what, 0) for node in nodes)
         if wanted > there:
             raise UserError(
-                f"placement needs {wanted:g} {name} ({processes(placement)}), {where} has {there:g}: {_advice(placement)}"
+                f"placement needs {wanted:g} {name} ({describe_processes(placement)}), {where} has {there:g}: {_advice(placement)}"
             )
     for bundle in layout.bundles:
         needed = sum(all(other.get(what, 0) >= bundle[what] for what in bundle) for other in layout.bundles)
-        fit = sum(_times(bundle, node) for node in nodes)
+        fit = sum(_num_fitting(bundle, node) for node in nodes)
         if fit < needed:
             each = " and ".join(f"{amount:g} {what}" for what, amount in bundle.items())
             raise UserError(
@@ -71,7 +71,7 @@ def check(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, 
             )
 
 
-def own_cores() -> int:
+def num_usable_cpus() -> int:
     """CPUs of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -81,10 +81,10 @@ def check_placement(placement: Placement) -> None:
     ray = sys.modules.get("ray")
     is_joined = "RAY_ADDRESS" in os.environ or (ray is not None and ray.is_initialized())
     if isinstance(placement, RayPlacement) and not is_joined:
-        check(placement, lay_out(placement, on_gpu=False), [{"CPU": own_cores()}], "this machine")
+        check_layout(placement, plan_layout(placement, on_gpu=False), [{"CPU": num_usable_cpus()}], "this machine")
 
 
-def _times(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
+def _num_fitting(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
     """How many bundles a machine can hold."""
     return int(min(node.get(what, 0) // amount for what, amount in bundle.items()))
 

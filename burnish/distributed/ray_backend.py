@@ -20,29 +20,29 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from burnish.config.errors import UserError
 from burnish.core.dispatch import WorkerFailed, WorkerLost
-from burnish.core.serialization import Packed, encode, num_bytes
-from burnish.distributed.placement import Seat
-from burnish.distributed.ray_cluster import Cluster
-from burnish.distributed.ray_host import (
-    Message,
-    Outcome,
+from burnish.core.serialization import PackedArrays, encode, num_array_bytes
+from burnish.distributed.batch_dispatch import ShardedBatch
+from burnish.distributed.placement import ProcessSlot
+from burnish.distributed.ray_actors import (
+    CallOutcome,
     Relay,
-    begin_call,
-    end_process,
-    outcome_of,
-    reason_of,
+    RelayMessage,
+    call_outcome,
+    exit_reason,
+    kill_process,
+    request_stack_dump,
     stacks_file,
-    tell_process,
+    start_call,
 )
-from burnish.distributed.splitting import Divided
-from burnish.distributed.worker_group import Gone, Order, Traffic
+from burnish.distributed.ray_cluster import Cluster
+from burnish.distributed.worker_group import RankCall, Traffic, WorkerGone
 
 # --- The processes of a group of workers, as Ray's actors (`ray_host.py`), each in its place of a placement group: how they are made,
 # what is known of one that is late or has ended, and a new one in its place.
 
-TAIL = 12
+LOG_TAIL_LINES = 12
 """Lines of a worker's output in a message about its end."""
-STACKS_S = 3.0
+STACKS_TIMEOUT_S = 3.0
 
 
 class RayProcesses:
@@ -98,7 +98,7 @@ class RayProcesses:
         while self._begun:
             ready, _ = ray.wait(list(self._begun.values()), num_returns=len(self._begun), timeout=0.5)
             for rank in [rank for rank, reference in self._begun.items() if reference in ready]:
-                found = outcome_of(self._begun.pop(rank))
+                found = call_outcome(self._begun.pop(rank))
                 if found.gone is not None:
                     raise self._ended_before(rank, found.gone)
                 if found.error is not None:
@@ -117,7 +117,7 @@ class RayProcesses:
     def _new_relay(self, first: int) -> Any:
         """A relay on the machine of its first rank, which asks for no CPU: it does nothing but wait."""
         hosts = dict(enumerate(self._actors[first : first + self.fan_out], first))
-        relay = self.cluster.host(Seat(self.seats[first].bundle, {"CPU": 0.0}))
+        relay = self.cluster.host(ProcessSlot(self.seats[first].bundle, {"CPU": 0.0}))
         log = self.logs[0].parent / f"{self.name}-relay-{first}.log"
         relay.begin.remote(Relay, (hosts,), {}, str(log), str(Path.cwd()))
         return relay
@@ -130,9 +130,9 @@ class RayProcesses:
                 f"{self.name} rank 0 was not ready in {self.deadline_s:g} s (asked for {what})", 0
             ) from error
         except RayActorError as error:
-            raise self._ended_before(0, reason_of(error)) from error
+            raise self._ended_before(0, exit_reason(error)) from error
 
-    def _failed(self, rank: int, found: Outcome) -> Exception:
+    def _failed(self, rank: int, found: CallOutcome) -> Exception:
         """The error of a rank, as it is raised here."""
         if found.is_users:
             return UserError(str(found.error))
@@ -146,15 +146,17 @@ class RayProcesses:
     def _blame(self, rank: int, error: str) -> None:
         """Raise that another rank is gone, if one is: then the error of this one is nothing but a broken connection to it."""
         asked = {other: actor.stacks.remote() for other, actor in enumerate(self._actors) if other != rank}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S) if asked else ([], [])
+        ready, _ = (
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_TIMEOUT_S) if asked else ([], [])
+        )
         for other, reference in asked.items():
-            if reference in ready and (gone := outcome_of(reference).gone) is not None:
-                raise Gone(f"{gone} (rank {rank} failed with it: {error.strip().splitlines()[-1]})", other)
+            if reference in ready and (gone := call_outcome(reference).gone) is not None:
+                raise WorkerGone(f"{gone} (rank {rank} failed with it: {error.strip().splitlines()[-1]})", other)
 
     def describe(self, rank: int) -> str:
         who = f"process {self._processes[rank][0]}" if rank in self._processes else "its process"
         try:
-            lines = self.logs[rank].read_text(errors="replace").splitlines()[-TAIL:]
+            lines = self.logs[rank].read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         except OSError:
             return f"{who} left no output at {self.logs[rank]}"
         said = "\n".join(f"  {line}" for line in lines)
@@ -165,7 +167,7 @@ class RayProcesses:
     def silent(self, ranks: Sequence[int], what: str) -> str:
         """The stacks of the ranks go to a file; one that cannot even tell them is stopped, or its machine is gone."""
         asked = {rank: self._actors[rank].stacks.remote() for rank in ranks}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S)
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_TIMEOUT_S)
         texts, mute = [], []
         for rank, reference in asked.items():
             try:
@@ -181,7 +183,7 @@ class RayProcesses:
         if not mute:
             return told
         for rank in mute:
-            self._on_machine_of(rank, tell_process)
+            self._on_machine_of(rank, request_stack_dump)
         logs = ", ".join(str(stacks_file(self.logs[rank])) for rank in mute[:4])
         return f"{told}; ranks {mute} do not even tell that (stopped, swapped out, or gone), or in {logs} if they could"
 
@@ -189,7 +191,7 @@ class RayProcesses:
         """The old process must be gone: Ray would wait for the CPUs it holds."""
         self._look_for(rank)
         ray.kill(self._actors[rank], no_restart=True)
-        self._on_machine_of(rank, end_process)
+        self._on_machine_of(rank, kill_process)
         self._processes.pop(rank, None)
         self._actors[rank] = self.cluster.host(self.seats[rank])
         self._begin(rank)  # nobody waits for it: an error is raised by the first call
@@ -220,7 +222,7 @@ class RayProcesses:
             ray.kill(actor, no_restart=True)
 
 
-STORED = 1 << 16
+STORE_THRESHOLD_BYTES = 1 << 16
 """Bytes from which arguments go through the object store."""
 
 
@@ -234,13 +236,13 @@ class RayBackend(RayProcesses):
         super().__init__(*args, **options)
         self.traffic = Traffic()
 
-    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Parcel:
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PackedArguments:
         packed = encode((args, kwargs))
-        return _Parcel(packed, num_bytes(packed))
+        return _PackedArguments(packed, num_array_bytes(packed))
 
-    def send(self, orders: Sequence[Order]) -> list[_Sent]:
-        sent: dict[int, _Sent] = {}
-        by_relay: dict[int, list[Order]] = {}
+    def send(self, orders: Sequence[RankCall]) -> list[_RayCall]:
+        sent: dict[int, _RayCall] = {}
+        by_relay: dict[int, list[RankCall]] = {}
         for order in orders:
             if self._relays:
                 by_relay.setdefault(order.rank // self.fan_out, []).append(order)
@@ -248,15 +250,15 @@ class RayBackend(RayProcesses):
                 kept = [self._kept(divided, share, divided.parts[share]) for divided, share in order.parts]
                 parts = [*kept, *order.promises]
                 parcel = self._content(order.parcel)
-                reference = begin_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
+                reference = start_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
                 self.traffic.messages += 1
-                sent[id(order)] = _Sent(order.rank, _Reply(reference, is_many=False), 0)
+                sent[id(order)] = _RayCall(order.rank, _Reply(reference, is_many=False), 0)
         for relay, group in by_relay.items():
             reply = self._forward(relay, group)
-            sent |= {id(order): _Sent(order.rank, reply, k) for k, order in enumerate(group)}
+            sent |= {id(order): _RayCall(order.rank, reply, k) for k, order in enumerate(group)}
         return [sent[id(order)] for order in orders]
 
-    def _forward(self, relay: int, orders: Sequence[Order]) -> _Reply:
+    def _forward(self, relay: int, orders: Sequence[RankCall]) -> _Reply:
         """One message for all ranks of a relay that are called."""
         first, ranks = orders[0], [order.rank for order in orders]
         same = all(order.parcel is first.parcel for order in orders)
@@ -265,16 +267,16 @@ class RayBackend(RayProcesses):
         for j, (divided, _) in enumerate(first.parts):
             parts = [divided.parts[order.parts[j][1]] for order in orders]
             bales.append(self._kept(divided, tuple(ranks), parts))
-        message = Message(ranks, first.method, first.lane, parcels)
+        message = RelayMessage(ranks, first.method, first.lane, parcels)
         host = self._relays[relay]
         self.traffic.messages += 1
         return _Reply(
             (host.forward_side if first.lane == "side" else host.forward).remote(message, *bales), is_many=True
         )
 
-    def _content(self, parcel: _Parcel) -> Any:
+    def _content(self, parcel: _PackedArguments) -> Any:
         """Arguments as they are sent: in the store where they are large, once."""
-        if parcel.stored is None and parcel.size > STORED:
+        if parcel.stored is None and parcel.size > STORE_THRESHOLD_BYTES:
             parcel.stored = ray.put(parcel.content)
             self.traffic.bytes_out += parcel.size
             self.traffic.bytes_stored += parcel.size
@@ -282,23 +284,23 @@ class RayBackend(RayProcesses):
             self.traffic.bytes_out += parcel.size
         return parcel.content if parcel.stored is None else parcel.stored
 
-    def _kept(self, divided: Divided, key: Any, parts: Packed | list[Packed]) -> Any:
+    def _kept(self, divided: ShardedBatch, key: Any, parts: PackedArrays | list[PackedArrays]) -> Any:
         """Parts of a batch as they are sent: in the store where they are large, once."""
         if key not in divided.stored:
-            size = num_bytes(parts)
+            size = num_array_bytes(parts)
             self.traffic.bytes_out += size
-            self.traffic.bytes_stored += size if size > STORED else 0
-            divided.stored[key] = ray.put(parts) if size > STORED else parts
+            self.traffic.bytes_stored += size if size > STORE_THRESHOLD_BYTES else 0
+            divided.stored[key] = ray.put(parts) if size > STORE_THRESHOLD_BYTES else parts
         return divided.stored[key]
 
-    def wait(self, tokens: Sequence[_Sent], timeout_s: float) -> list[_Sent]:
+    def wait(self, tokens: Sequence[_RayCall], timeout_s: float) -> list[_RayCall]:
         return self._ended(tokens, 1.0, timeout_s)
 
-    def any_of(self, tokens: Sequence[_Sent], timeout_s: float) -> list[_Sent]:
+    def any_of(self, tokens: Sequence[_RayCall], timeout_s: float) -> list[_RayCall]:
         # Each look costs time for every call that is looked at: of many, a sixteenth are waited for.
         return self._ended(tokens, 1 / 16, timeout_s)
 
-    def _ended(self, tokens: Sequence[_Sent], share: float, timeout_s: float) -> list[_Sent]:
+    def _ended(self, tokens: Sequence[_RayCall], share: float, timeout_s: float) -> list[_RayCall]:
         references = list(dict.fromkeys(token.reply.reference for token in tokens))
         if not references:
             return []
@@ -311,25 +313,25 @@ class RayBackend(RayProcesses):
     def keeps_promises(self) -> bool:
         return not self._relays  # Ray waits for what a message is given, not for what is inside of it
 
-    def promise(self, token: _Sent) -> Any:
+    def promise(self, token: _RayCall) -> Any:
         return None if token.reply.is_many else token.reply.reference
 
-    def value(self, token: _Sent) -> Any:
+    def value(self, token: _RayCall) -> Any:
         found = token.outcome
         if found.gone is not None:
-            raise Gone(found.gone)
+            raise WorkerGone(found.gone)
         if found.error is not None:
             if not found.is_users:
                 self._blame(token.rank, found.error)
             raise self._failed(token.rank, found)
-        size = num_bytes(found.value)
+        size = num_array_bytes(found.value)
         self.traffic.bytes_in += size
-        self.traffic.bytes_stored += size if size > STORED else 0
+        self.traffic.bytes_stored += size if size > STORE_THRESHOLD_BYTES else 0
         return found.value
 
 
 @dataclass
-class _Parcel:
+class _PackedArguments:
     """Arguments of a call."""
 
     content: Any
@@ -342,18 +344,18 @@ class _Reply:
 
     def __init__(self, reference: Any, is_many: bool) -> None:
         self.reference, self.is_many = reference, is_many
-        self._outcomes: list[Outcome] | Outcome | None = None
+        self._outcomes: list[CallOutcome] | CallOutcome | None = None
 
-    def outcome(self, index: int) -> Outcome:
+    def outcome(self, index: int) -> CallOutcome:
         if self._outcomes is None:
-            found = outcome_of(self.reference)
+            found = call_outcome(self.reference)
             # A relay that is gone takes everyone's answer with it.
             self._outcomes = found.value if self.is_many and not found.is_bad else found
         return self._outcomes[index] if isinstance(self._outcomes, list) else self._outcomes
 
 
 @dataclass(eq=False)
-class _Sent:
+class _RayCall:
     """A call on its way."""
 
     rank: int
@@ -361,6 +363,6 @@ class _Sent:
     index: int
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CallOutcome:
         """Of a call that has ended."""
         return self.reply.outcome(self.index)

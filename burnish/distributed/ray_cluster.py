@@ -22,18 +22,25 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from burnish.config.errors import UserError
 from burnish.config.placement import RayPlacement
 from burnish.core.dispatch import WorkerLost
-from burnish.distributed.placement import Layout, Seat, check, check_placement, lay_out, own_cores
-from burnish.distributed.ray_host import LANES, Host
+from burnish.distributed.placement import (
+    Layout,
+    ProcessSlot,
+    check_layout,
+    check_placement,
+    num_usable_cpus,
+    plan_layout,
+)
+from burnish.distributed.ray_actors import LANES, WorkerActor
 
-PLACED_S = 60.0
+PLACEMENT_TIMEOUT_S = 60.0
 """How long a cluster may take to give room that it has."""
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+RAY_INIT_OPTIONS: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+LOCAL_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Of a Ray of one's own. Its processes do the run's work: at the low priority that they have by default (15) whatever else the
 machine does comes first, the driver that waits for them too."""
-MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """What Ray reads its token from. Without one any program that reaches Ray's ports may run code as the user of the cluster."""
-STARTS = 3
+MAX_RAY_STARTS = 3
 """How often a Ray of one's own is tried to be started."""
 
 
@@ -51,8 +58,8 @@ class Cluster:
         try:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             self.on_gpu = any(node.get("GPU", 0) for node in nodes) if on_gpu is None else on_gpu
-            self.layout = lay_out(placement, self.on_gpu)
-            check(placement, self.layout, nodes, "the cluster" if joined else "this machine")
+            self.layout = plan_layout(placement, self.on_gpu)
+            check_layout(placement, self.layout, nodes, "the cluster" if joined else "this machine")
             self._group = self._reserve(self.layout)
         except BaseException:
             self.close()
@@ -60,7 +67,7 @@ class Cluster:
 
     def _reserve(self, layout: Layout) -> PlacementGroup:
         group = placement_group(layout.bundles, strategy="PACK")
-        if not group.wait(PLACED_S):
+        if not group.wait(PLACEMENT_TIMEOUT_S):
             free = ray.available_resources()
             remove_placement_group(group)
             wanted = {what: layout.total(what) for what in ("CPU", "GPU") if layout.total(what)}
@@ -68,7 +75,7 @@ class Cluster:
             there = " and ".join(f"{free.get(what, 0):g}" for what in wanted)
             smaller = "the places of placement.pools" if self.placement.pools else "placement.workers, engines or cpus"
             raise UserError(
-                f"placement needs {names}, which the cluster has, but {there} are free after {PLACED_S:g} s: another run holds "
+                f"placement needs {names}, which the cluster has, but {there} are free after {PLACEMENT_TIMEOUT_S:g} s: another run holds "
                 f"the rest, or no machine has a whole place free; wait for it, or lower {smaller}"
             )
         return group
@@ -77,11 +84,11 @@ class Cluster:
         """Whether the processes of a role have GPUs."""
         return all("GPU" in seat.resources for seat in self.layout.seats[role])
 
-    def host(self, seat: Seat) -> Any:
+    def host(self, seat: ProcessSlot) -> Any:
         """A new actor in its place."""
         assert self._group is not None
         remote: Any = ray.remote  # its types do not know of lanes
-        actor = remote(concurrency_groups=LANES)(Host)
+        actor = remote(concurrency_groups=LANES)(WorkerActor)
         return actor.options(
             num_cpus=seat.resources["CPU"],
             num_gpus=seat.resources.get("GPU", 0),
@@ -116,7 +123,7 @@ def _connect() -> bool:
     if "RAY_ADDRESS" in os.environ:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init(**QUIET)
+            ray.init(**RAY_INIT_OPTIONS)
         except ConnectionError as error:
             raise UserError(
                 f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}; is it running, and if it checks tokens, "
@@ -128,7 +135,7 @@ def _connect() -> bool:
             ray.shutdown()
             raise
     else:
-        start_here(own_cores())
+        start_local_ray(num_usable_cpus())
     return True
 
 
@@ -137,16 +144,16 @@ def check_token(address: str) -> None:
     said = (
         f"the Ray cluster at {address} asks for no token: every program that reaches its ports can run code as its user"
     )
-    mode = os.environ.get(MODE, "").lower()  # Ray sets it where it found a token by itself
+    mode = os.environ.get(AUTH_MODE, "").lower()  # Ray sets it where it found a token by itself
     if mode == "disabled":
-        warn(f"{said} ({MODE}=disabled)")
+        warn(f"{said} ({AUTH_MODE}=disabled)")
     elif mode != "token":
         raise UserError(
-            f"{said}. Start it with a token on every machine (`ray get-auth-token --generate`, {MODE}=token; docs/cluster.md), or set "
-            f"{MODE}=disabled if nothing else reaches its network"
+            f"{said}. Start it with a token on every machine (`ray get-auth-token --generate`, {AUTH_MODE}=token; docs/cluster.md), or set "
+            f"{AUTH_MODE}=disabled if nothing else reaches its network"
         )
-    file = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
-    if mode == "token" and TOKEN not in os.environ and file.is_file() and file.stat().st_mode & 0o077:
+    file = Path(os.environ.get(AUTH_TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+    if mode == "token" and AUTH_TOKEN not in os.environ and file.is_file() and file.stat().st_mode & 0o077:
         warn(f"other users of this machine can read the token of the Ray cluster: chmod 600 {file}")
 
 
@@ -155,28 +162,28 @@ def warn(text: str) -> None:
     print(f"burnish: WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def start_here(num_cpus: int) -> None:
+def start_local_ray(num_cpus: int) -> None:
     """Ray on this machine, which must be there in half a minute each time; a busy machine may need another.
 
     Ray listens on all interfaces, so it gets a token that only this process and its children know.
     """
-    if TOKEN not in os.environ and TOKEN_PATH not in os.environ:
-        os.environ[TOKEN] = secrets.token_hex(32)
-    for name, value in ENVIRONMENT.items():
+    if AUTH_TOKEN not in os.environ and AUTH_TOKEN_PATH not in os.environ:
+        os.environ[AUTH_TOKEN] = secrets.token_hex(32)
+    for name, value in LOCAL_RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    for attempt in range(1, STARTS + 1):
+    for attempt in range(1, MAX_RAY_STARTS + 1):
         try:
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
-            if os.environ.get(MODE, "").lower() != "token":
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **RAY_INIT_OPTIONS)
+            if os.environ.get(AUTH_MODE, "").lower() != "token":
                 warn(
-                    f"this Ray checks no tokens ({MODE} is not token, or Ray {ray.__version__} is too old): its ports are open to the network"
+                    f"this Ray checks no tokens ({AUTH_MODE} is not token, or Ray {ray.__version__} is too old): its ports are open to the network"
                 )
             return
         except Exception as error:  # Ray raises bare ones for a node that was too slow to start; the last is told
             ray.shutdown()
-            if attempt == STARTS:
+            if attempt == MAX_RAY_STARTS:
                 raise WorkerLost(
-                    f"Ray did not start on this machine, tried {STARTS} times: {error}; is it too busy, or out of memory, ports or disk?",
+                    f"Ray did not start on this machine, tried {MAX_RAY_STARTS} times: {error}; is it too busy, or out of memory, ports or disk?",
                     0,
                 ) from error
             print(f"burnish: Ray did not start ({error}); trying again", file=sys.stderr, flush=True)
@@ -187,16 +194,16 @@ def start_here(num_cpus: int) -> None:
 # Machines of a batch system come one after the other, minutes apart. A run that begins too early would be refused, and one that
 # waits for a machine that never comes would wait for ever: so it is waited for here, and what is missing is said.
 
-LOOK_EVERY_S = 1.0
-SAY_EVERY_S = 30.0
+POLL_INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 30.0
 Nodes = Sequence[Mapping[str, float]]
 """What each machine has."""
-Look = Callable[[], Nodes]
+ListNodes = Callable[[], Nodes]
 """The machines there are now; a `ConnectionError` where there is no cluster yet."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ClusterRequirement:
     """What a run needs of a cluster."""
 
     placement: RayPlacement
@@ -212,15 +219,15 @@ class Wanted:
             words.append(f"{len(nodes)} of {self.nodes} machines are there")
         on_gpu = any(node.get("GPU", 0) for node in nodes) if self.on_gpu is None else self.on_gpu
         try:
-            check(self.placement, lay_out(self.placement, on_gpu), nodes, "the cluster")
+            check_layout(self.placement, plan_layout(self.placement, on_gpu), nodes, "the cluster")
         except UserError as error:
             words.append(str(error))
         return "; ".join(words) or None
 
 
-def wait_for(
-    wanted: Wanted,
-    look: Look,
+def wait_for_cluster(
+    wanted: ClusterRequirement,
+    look: ListNodes,
     where: str,
     deadline_s: float,
     say: Callable[[str], None],
@@ -242,13 +249,13 @@ def wait_for(
             raise UserError(
                 f"the cluster at {where} was not ready in {deadline_s:g} s (--wait): {missing}. `ray status` there tells who has joined"
             )
-        if missing != said or waited_s - said_at >= SAY_EVERY_S:
+        if missing != said or waited_s - said_at >= REPORT_INTERVAL_S:
             say(f"waiting for the cluster at {where}: {missing} ({waited_s:.0f} s of {deadline_s:g} s)")
             said, said_at = missing, waited_s
-        sleep(min(LOOK_EVERY_S, deadline_s - waited_s))
+        sleep(min(POLL_INTERVAL_S, deadline_s - waited_s))
 
 
-def described(nodes: Nodes) -> str:
+def describe_nodes(nodes: Nodes) -> str:
     """The machines in words."""
     amounts = {what: sum(node.get(what, 0) for node in nodes) for what in ("CPU", "GPU")}
     there = " and ".join(f"{amount:g} {what}s" for what, amount in amounts.items() if amount)

@@ -15,35 +15,33 @@ from burnish.config.errors import UserError
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, RayPlacement
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine, Request
-from burnish.distributed.remote_reward_pool import RewardDesk
-from burnish.distributed.reward_worker import RewardWorker
+from burnish.distributed.remote_reward_pool import RemoteRewardPool, RewardWorker
 from burnish.distributed.role_proxies import (
-    Ledger,
+    ControllerMetrics,
+    ForwardColumns,
     RemoteCritic,
     RemoteLearner,
     RemotePolicy,
-    RemoteProcess,
+    RemoteProcessRewardModel,
     RemoteReference,
-    Slimmer,
 )
-from burnish.distributed.rollout_worker import RolloutWorker
-from burnish.distributed.training_worker import PROCESS, TRAINED, TrainingWorker
+from burnish.distributed.role_workers import PROCESS, TRAINING_ROLES, RolloutWorker, TrainingWorker
 from burnish.distributed.worker_group import WorkerGroup
 from burnish.inference.native.engine_common import check_requests
 from burnish.inference.remote_engine import RemoteEngine
-from burnish.inference.weight_sync.publisher import Trainer, probe
+from burnish.inference.weight_sync import TrainerClient, probe_request
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.worker_pool import Outcomes
-from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcess, AnyReference
+from burnish.rewards.worker_pool import OutcomeQueue
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcessRewardModel, AnyReference
 
 if TYPE_CHECKING:
     from burnish.distributed.ray_cluster import Cluster
 
 
-OBJECTS = 200_000
+GC_THRESHOLD = 200_000
 """New objects after which the garbage collector looks at them: those of some tens of thousands of samples, which is less often than a
 step, and of cyclic ones that nobody holds some tens of megabytes."""
 
@@ -57,7 +55,7 @@ class Roles:
     reference: AnyReference | None
     critic: AnyCritic | None
     engine: Engine
-    process: AnyProcess | None = None
+    process: AnyProcessRewardModel | None = None
 
 
 @contextmanager
@@ -94,18 +92,18 @@ def start_roles(
     """
     groups = _start_groups(config, base, weights, cluster, logs)
     if cluster.placement.is_apart(REWARD):
-        groups[REWARD] = employ_workers(config, base, policy.tokenizer, cluster, logs, note, rewards)
+        groups[REWARD] = start_reward_workers(config, base, policy.tokenizer, cluster, logs, note, rewards)
     actor, rollout = groups[ACTOR], groups[ROLLOUT]
-    ledger = Ledger(list(groups.values()))
+    ledger = ControllerMetrics(list(groups.values()))
     engine = build_remote_engine(config, policy, actor, rollout, ledger, note)
-    placement, slim = cluster.placement, Slimmer()
+    placement, slim = cluster.placement, ForwardColumns()
     dtype: torch.dtype = actor.about()["dtype"]
 
     def before(role: str) -> Callable[[], None]:
         # Engines on the same GPU give their memory up while others work there; on CPUs there is room for both. Whatever they do,
         # weights that were sent are verified before the learner has others.
         if engine.at_once:  # they are; and another thread has the engine
-            return _nothing
+            return _no_op
         return engine.sleep if cluster.on_gpu and placement.take_turns(role, ROLLOUT) else engine.confirm
 
     def learner(role: str) -> RemoteLearner:
@@ -115,7 +113,7 @@ def start_roles(
     slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
     with_reference = groups.get(REFERENCE, actor)
     where = before(REFERENCE if REFERENCE in groups else ACTOR)
-    keep_what_is_there()
+    freeze_garbage_collector()
     return Roles(
         policy=RemotePolicy.of(policy, actor),
         learner=learner(ACTOR),
@@ -124,11 +122,11 @@ def start_roles(
         else RemoteReference(with_reference, slot.name, with_reference.about(), slim, where),
         critic=RemoteCritic(learner(CRITIC), critic.clip) if critic else None,
         engine=engine,
-        process=RemoteProcess(learner(PROCESS)) if process else None,
+        process=RemoteProcessRewardModel(learner(PROCESS)) if process else None,
     )
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """Nobody has to be asked."""
 
 
@@ -142,7 +140,7 @@ def _start_groups(
     deadline_s, place = placement.timeout_s, base.resolve() if base is not None else None
     start = None if weights is None else weights.resolve()
     apart = [role for role in (REFERENCE, CRITIC) if placement.is_apart(role)]
-    together = [ACTOR, *(part for part in TRAINED if part != ACTOR and part not in apart)]
+    together = [ACTOR, *(part for part in TRAINING_ROLES if part != ACTOR and part not in apart)]
 
     def backend(role: str, kind: type, *more: Any) -> RayBackend:
         device = "cuda" if cluster.has_gpu(role) else "cpu"  # as its machine is, not as the driver's
@@ -162,7 +160,7 @@ def _start_groups(
     return groups
 
 
-def employ_workers(
+def start_reward_workers(
     config: TrainConfig,
     base: Path | None,
     tokenizer: Tokenizer,
@@ -181,9 +179,9 @@ def employ_workers(
     backend.start()
     group = WorkerGroup(REWARD, RewardWorker, backend, deadline_s)
 
-    def open_desk(outcomes: Outcomes) -> RewardDesk:
+    def open_desk(outcomes: OutcomeQueue) -> RemoteRewardPool:
         models = [index for index, part in enumerate(reward.parts) if part.name == "model"]
-        desk = RewardDesk(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note, models)
+        desk = RemoteRewardPool(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note, models)
         cluster.before_close.append(desk.close)  # it would start workers again
         return desk
 
@@ -196,7 +194,7 @@ def build_remote_engine(
     policy: PolicyModel,
     actor: WorkerGroup,
     rollout: WorkerGroup,
-    ledger: Ledger,
+    ledger: ControllerMetrics,
     note: Callable[[str], None],
 ) -> RemoteEngine:
     """The engine over a group of them."""
@@ -206,8 +204,8 @@ def build_remote_engine(
         if isinstance(module, Decoder):  # any other engine says so itself
             check_requests(requests, frozenset(), module, decode)
 
-    trainer = Trainer(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
-    asked = probe(policy.tokenizer.vocab_size, policy.max_positions)
+    trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
+    asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
     engine = RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)
     if at_once:
@@ -216,11 +214,11 @@ def build_remote_engine(
     return engine
 
 
-def keep_what_is_there() -> None:
+def freeze_garbage_collector() -> None:
     """Let the garbage collector pass over what was made until now, modules above all: it stays until the run ends.
 
     A step makes hundreds of thousands of small objects, and the collector would walk through everything several times in each.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(OBJECTS)
+    gc.set_threshold(GC_THRESHOLD)

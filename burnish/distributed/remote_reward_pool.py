@@ -8,36 +8,127 @@ verdict is only ever taken of the worker that has the call, so no answer is scor
 from __future__ import annotations
 
 import math
+import pickle
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
-from burnish.core.dispatch import Handle, WorkerLost, Workers
-from burnish.distributed.reward_worker import Verdict
-from burnish.rewards.types import Failure, Result
-from burnish.rewards.worker import START_S, Call
-from burnish.rewards.worker_pool import BATCH, Outcome, Outcomes
+import torch
 
-LOOK_EVERY_S = 0.2
+from burnish.config.data import Reward
+from burnish.core.dispatch import CallHandle, InProcessStore, ObjectStore, WorkerLost, Workers, dispatch
+from burnish.distributed import roles
+from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.score_types import PartResult, ScoringFailure
+from burnish.rewards.worker import START_TIMEOUT_S, ScoringCall, WorkerSetup
+from burnish.rewards.worker_pool import MAX_CALLS_PER_MESSAGE, CallOutcome, OutcomeQueue, WorkerPool
+
+# --- The worker that scores: the processes of a reward's verifiers and its models, beside an actor of their own.
+#
+# It is made from a run's reward and knows nothing of the controller, which calls the marked methods.
+
+
+class Verdict(NamedTuple):
+    """What became of a call: a result or a failure for each of its requests; or that it took too long."""
+
+    results: list[PartResult | ScoringFailure]
+    timed_out: bool = False
+
+
+class RewardWorker:
+    """Scores calls: those of verifiers and users' functions by the processes of `setups`, those of models here."""
+
+    store: ObjectStore = InProcessStore()
+
+    def __init__(
+        self, reward: Reward, setups: Sequence[WorkerSetup], tokenizer: Tokenizer, base: Path | None, cpus: int
+    ) -> None:
+        torch.set_num_threads(cpus)
+        self._outcomes: OutcomeQueue = queue.SimpleQueue()
+        self._pools: dict[int, WorkerPool] = {}
+        for setup in setups:
+            pool = WorkerPool(setup, reward.workers, self._outcomes)
+            self._pools |= dict.fromkeys(setup.parts, pool)
+        self._told: dict[str, int] = {}
+        self._models = roles.build_reward_models(reward, tokenizer, base)
+
+    @dispatch("each", "list")
+    def score(self, calls: Sequence[ScoringCall]) -> tuple[list[Verdict], dict[str, int]]:
+        """Score answers; also what happened to the processes that did, since this was asked last."""
+        found: dict[int, Verdict] = {}
+        left = {id(call): k for k, call in enumerate(calls) if call.part not in self._models}
+        for k in left.values():
+            self._pools[calls[k].part].submit([calls[k]])
+        for k, call in enumerate(calls):
+            if call.part in self._models:
+                found[k] = self._rated(call)
+        while left:
+            outcome = self._outcomes.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            k = left.pop(id(outcome.call))
+            found[k] = _verdict(len(outcome.call.tickets), outcome.results, outcome.timed_out, outcome.error)
+        return [found[k] for k in range(len(calls))], self._counted()
+
+    def _rated(self, call: ScoringCall) -> Verdict:
+        requests = pickle.loads(call.payload)
+        try:
+            return _verdict(len(requests), self._models[call.part](requests))
+        except Exception:  # noqa: BLE001 - as of a scoring process: told with each sample, and counted
+            return _verdict(len(requests), error=traceback.format_exc())
+
+    def _counted(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for pool in set(self._pools.values()):
+            for name, count in pool.counters.items():
+                total[name] = total.get(name, 0) + count
+        before, self._told = self._told, total
+        return {name: count - before.get(name, 0) for name, count in total.items()}
+
+
+def _verdict(
+    count: int,
+    results: Sequence[PartResult | ScoringFailure] | None = None,
+    timed_out: bool = False,
+    error: str | None = None,
+) -> Verdict:
+    if results is None:
+        return Verdict([ScoringFailure(error or "")] * count, timed_out)
+    return Verdict([_picklable(one) for one in results], timed_out)
+
+
+def _picklable(result: PartResult | ScoringFailure) -> PartResult | ScoringFailure:
+    """A result that can travel."""
+    return (
+        result
+        if isinstance(result, ScoringFailure)
+        else result._replace(parts=dict(result.parts), extra=dict(result.extra))
+    )
+
+
+POLL_INTERVAL_S = 0.2
 MAX_RESTARTS = 3
 """Times that a worker is started again without having answered in between: it would end for ever."""
 
 
 @dataclass
-class _Desk:
+class _WorkerState:
     """What is known of one worker."""
 
-    calls: list[Call] = field(default_factory=list)
-    handle: Handle | None = None
+    calls: list[ScoringCall] = field(default_factory=list)
+    handle: CallHandle | None = None
     until: float = 0.0
     """When it must have answered."""
     restarts: int = 0
 
 
-class RewardDesk:
+class RemoteRewardPool:
     """Deals calls to a group of `RewardWorker`s; outcomes go to the queue it is given, in any order.
 
     Each worker has `processes` that verify, and a call takes at most `timeout_s`; one that has not answered for much longer, or
@@ -47,7 +138,7 @@ class RewardDesk:
     def __init__(
         self,
         workers: Workers,
-        outcomes: Outcomes,
+        outcomes: OutcomeQueue,
         processes: int,
         timeout_s: float,
         deadline_s: float,
@@ -59,14 +150,14 @@ class RewardDesk:
         self.note = note
         self.counters = {"scorer_retried": 0, "worker_restarts": 0}
         self._outcomes = outcomes
-        self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
-        self._desks = [_Desk() for _ in range(workers.size)]
+        self._inbox: queue.SimpleQueue[ScoringCall | None] = queue.SimpleQueue()
+        self._waiting: deque[ScoringCall] = deque()
+        self._desks = [_WorkerState() for _ in range(workers.size)]
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="burnish-rewards", daemon=True)
         self._thread.start()
 
-    def submit(self, calls: Sequence[Call]) -> None:
+    def submit(self, calls: Sequence[ScoringCall]) -> None:
         """Queue calls; returns at once."""
         for call in calls:
             self._inbox.put(call)
@@ -102,9 +193,9 @@ class RewardDesk:
         for rank, desk in enumerate(self._desks):
             if desk.handle is not None or not self._waiting:
                 continue
-            share = min(BATCH * self.processes, math.ceil(len(self._waiting) / (2 * len(self._desks))))
+            share = min(MAX_CALLS_PER_MESSAGE * self.processes, math.ceil(len(self._waiting) / (2 * len(self._desks))))
             desk.calls = [self._waiting.popleft() for _ in range(share)]
-            longest_s = START_S + 2 * self.timeout_s * math.ceil(share / self.processes)
+            longest_s = START_TIMEOUT_S + 2 * self.timeout_s * math.ceil(share / self.processes)
             # A model scores many samples in a call, at a pace that no timeout of a verifier says anything about.
             has_model = any(call.part in self.models for call in desk.calls)
             desk.until = time.monotonic() + (self.deadline_s if has_model else min(self.deadline_s, longest_s))
@@ -113,7 +204,7 @@ class RewardDesk:
     def _listen(self) -> None:
         """Take the verdicts that are there, waiting a moment for the first."""
         busy = [desk.handle for desk in self._desks if desk.handle is not None]
-        ended = self.workers.ready(busy, LOOK_EVERY_S if self._inbox.empty() else 0.0) if busy else []
+        ended = self.workers.ready(busy, POLL_INTERVAL_S if self._inbox.empty() else 0.0) if busy else []
         for handle in ended:
             desk = self._desks[handle.rank]
             try:
@@ -125,7 +216,7 @@ class RewardDesk:
                 self._tell(call, verdict)
             for name, amount in counted.items():
                 self.counters[name] = self.counters.get(name, 0) + amount
-            self._desks[handle.rank] = _Desk()
+            self._desks[handle.rank] = _WorkerState()
         for rank, desk in enumerate(self._desks):
             if desk.handle is not None and time.monotonic() > desk.until:
                 self._replace(rank, WorkerLost(f"reward rank {rank} does not answer", rank))
@@ -136,24 +227,24 @@ class RewardDesk:
         if desk.restarts == MAX_RESTARTS:
             raise error
         self._waiting.extendleft(reversed(desk.calls))
-        self._desks[rank] = _Desk(restarts=desk.restarts + 1)
+        self._desks[rank] = _WorkerState(restarts=desk.restarts + 1)
         self.counters["worker_restarts"] += 1
         answers = sum(len(call.tickets) for call in desk.calls)
         self.note(f"reward worker {rank} is started again, and its {answers} answers are scored again: {error}")
         self.workers.restart(rank)
 
-    def _tell(self, call: Call, verdict: Verdict) -> None:
+    def _tell(self, call: ScoringCall, verdict: Verdict) -> None:
         """Pass a verdict on: of each request alone where some could not be scored."""
         if verdict.timed_out:
-            self._outcomes.put(Outcome(call, timed_out=True))
+            self._outcomes.put(CallOutcome(call, timed_out=True))
             return
-        scored = [result for result in verdict.results if isinstance(result, Result)]
+        scored = [result for result in verdict.results if isinstance(result, PartResult)]
         if len(scored) == len(verdict.results):
-            self._outcomes.put(Outcome(call, scored))
+            self._outcomes.put(CallOutcome(call, scored))
             return
         for ticket, result in zip(call.tickets, verdict.results, strict=True):
-            alone = Call(call.part, (ticket,), b"")
-            if isinstance(result, Failure):
-                self._outcomes.put(Outcome(alone, error=result.error))
+            alone = ScoringCall(call.part, (ticket,), b"")
+            if isinstance(result, ScoringFailure):
+                self._outcomes.put(CallOutcome(alone, error=result.error))
             else:
-                self._outcomes.put(Outcome(alone, [result]))
+                self._outcomes.put(CallOutcome(alone, [result]))

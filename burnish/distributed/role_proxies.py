@@ -21,17 +21,17 @@ from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.placement import REFERENCE
 from burnish.core.batch import Batch
-from burnish.distributed.training_worker import POLICY
-from burnish.distributed.worker_group import Pending, WorkerGroup
+from burnish.distributed.role_workers import POLICY
+from burnish.distributed.worker_group import PendingCall, WorkerGroup
 from burnish.models.policy import PolicyModel
-from burnish.run.checkpoint.contents import Content, Part, Sums
-from burnish.run.checkpoint.saving import HostCopy, Stage
+from burnish.run.checkpoint.saver import HostCopy, TensorStaging
+from burnish.run.checkpoint.snapshot import Checksums, Content, WriterRank
 from burnish.training.forward import Needs
 from burnish.training.learner import Update
-from burnish.training.meter import PARTS, Reading, memory_values
+from burnish.training.meter import LEARNER_PHASES, MeterReading, memory_metrics
 from burnish.training.reference import REFERENCES, Reference
 
-OF_THE_CONTROLLER = (
+DRIVER_ONLY_PREFIXES = (
     *("behaviour_logp", "version", "token_rewards", "dense_rewards", "step_rewards", "process_rewards"),
     *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "budget"),
 )
@@ -39,7 +39,7 @@ OF_THE_CONTROLLER = (
 
 
 @dataclass
-class Ledger:
+class ControllerMetrics:
     """What the controller counts in a step: its messages and bytes, and what engines report."""
 
     groups: list[WorkerGroup]
@@ -62,32 +62,32 @@ class Ledger:
             "controller/bytes_in": float(sum(t.bytes_in for t in taken)),
             "controller/store_bytes": sum(t.bytes_stored for t in taken) + counts.get("controller/sync_bytes", 0.0),
         }
-        if "memory/current_gib" in (own := memory_values(torch.device("cpu"))):
+        if "memory/current_gib" in (own := memory_metrics(torch.device("cpu"))):
             values["controller/resident_gib"] = own["memory/current_gib"]
         return values | counts
 
 
 @dataclass(frozen=True)
-class GroupFiles:
+class RemoteFiles:
     """Files of a checkpoint that the ranks of a group have staged, and write themselves."""
 
     group: WorkerGroup
     what: str
 
-    def write(self, folder: Path) -> Sums:
-        sums: Sums = {}
+    def write(self, folder: Path) -> Checksums:
+        sums: Checksums = {}
         for part in self.group.write(self.what, folder.resolve()):
             sums |= part
         return sums
 
 
-def staged(group: WorkerGroup, what: str, stage: Stage) -> list[Content]:
+def stage_remote(group: WorkerGroup, what: str, stage: TensorStaging) -> list[Content]:
     """A part of a checkpoint as it is now, held where it is."""
     in_memory = isinstance(stage, HostCopy)
     is_short = any(group.stage(what, in_memory))
     if isinstance(stage, HostCopy):
         stage.is_short = stage.is_short or is_short
-    return [GroupFiles(group, what)]
+    return [RemoteFiles(group, what)]
 
 
 class RemotePolicy(PolicyModel):
@@ -102,12 +102,12 @@ class RemotePolicy(PolicyModel):
         remote.group = group
         return remote
 
-    def contents(self, stage: Stage) -> list[Content]:
-        return staged(self.group, POLICY, stage)
+    def contents(self, stage: TensorStaging) -> list[Content]:
+        return stage_remote(self.group, POLICY, stage)
 
     @property
-    def part(self) -> Part:
-        return Part()
+    def part(self) -> WriterRank:
+        return WriterRank()
 
     def load_weights(self, directory: Path) -> None:
         self.group.load(POLICY, directory.resolve())
@@ -120,22 +120,22 @@ class RemoteMeter:
         self.group, self.role = group, role
         self.memory: dict[str, float] = {}
         """Of the rank that holds most, as of the last reading."""
-        self.told: list[Pending] = []
+        self.told: list[PendingCall] = []
         """What ranks were asked for already, and read here later."""
 
-    def read(self) -> Reading:
+    def read(self) -> MeterReading:
         """Of all that was done since the last time."""
         told, self.told = self.told or [self.group.read.later(self.role)], []
         return reduce(add, [self._of_all(pending.result()) for pending in told])
 
-    def _of_all(self, found: list[tuple[Reading, dict[str, float]]]) -> Reading:
+    def _of_all(self, found: list[tuple[MeterReading, dict[str, float]]]) -> MeterReading:
         """Seconds and operations are the mean over ranks, tokens the sum over shares."""
         readings, memories = zip(*found, strict=True)
         self.memory = {name: max(memory[name] for memory in memories) for name in memories[0]}
         count = len(readings)
         shares = [self.group.shares.index(part) for part in range(max(self.group.shares) + 1)]
-        return Reading(
-            {part: sum(reading.seconds[part] for reading in readings) / count for part in PARTS},
+        return MeterReading(
+            {part: sum(reading.seconds[part] for reading in readings) / count for part in LEARNER_PHASES},
             sum(readings[rank].tokens for rank in shares),
             _mean([reading.needed for reading in readings]),
             _mean([reading.executed for reading in readings]),
@@ -154,9 +154,9 @@ class RemoteLearner:
         self,
         group: WorkerGroup,
         role: str,
-        ledger: Ledger,
+        ledger: ControllerMetrics,
         dtype: torch.dtype,
-        slim: Slimmer,
+        slim: ForwardColumns,
         before: Callable[[], None],
     ) -> None:
         self.group, self.role, self.ledger, self.dtype = group, role, ledger, dtype
@@ -183,7 +183,7 @@ class RemoteLearner:
         columns: bool = True,
     ) -> Update:
         self.before()
-        batch = replace(batch, token=_of_losses(batch.token), sequence=_of_losses(batch.sequence))
+        batch = replace(batch, token=_loss_columns(batch.token), sequence=_loss_columns(batch.sequence))
         update: Update = self.group.update(self.role, batch, loss, lr_scale, also, columns)
         self.updates += update.skipped is None
         return update
@@ -199,14 +199,14 @@ class RemoteLearner:
         """Memory of the workers, and what went through the controller."""
         return self.meter.memory | self.ledger.take()
 
-    def contents(self, stage: Stage, folder: str = "") -> list[Content]:
-        return staged(self.group, self.role, stage)
+    def contents(self, stage: TensorStaging, folder: str = "") -> list[Content]:
+        return stage_remote(self.group, self.role, stage)
 
     def load(self, directory: Path) -> None:
         self.updates = self.group.load(self.role, directory.resolve())[0]
 
 
-class Slimmer:
+class ForwardColumns:
     """What passes without gradient read of a batch, and what of it is small: the rest need not travel. Asked again for a batch with
     other columns added, it gives the same object, whose parts the workers have already."""
 
@@ -216,18 +216,18 @@ class Slimmer:
     def __call__(self, batch: Batch, mask: str) -> Batch:
         token = {name: batch.token[name] for name in sorted({mask, "action_mask"}) if name in batch.token}
         last = self._last
-        slim = Batch(batch.tokens, batch.offsets, token, _of_losses(batch.sequence))
-        if last is None or _columns(last) != _columns(slim):
+        slim = Batch(batch.tokens, batch.offsets, token, _loss_columns(batch.sequence))
+        if last is None or _column_ids(last) != _column_ids(slim):
             self._last = last = slim
         return last
 
 
-def _of_losses(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+def _loss_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     """The columns that have a use where losses are computed."""
-    return {name: column for name, column in columns.items() if not name.startswith(OF_THE_CONTROLLER)}
+    return {name: column for name, column in columns.items() if not name.startswith(DRIVER_ONLY_PREFIXES)}
 
 
-def _columns(batch: Batch) -> list[int]:
+def _column_ids(batch: Batch) -> list[int]:
     """Which tensors the tokens of a batch are made of; passes that change nothing of it read no other column."""
     return [id(column) for column in (batch.tokens, batch.offsets, *batch.token.values())]
 
@@ -236,7 +236,7 @@ class RemoteReference:
     """The reference of a group (`Reference`)."""
 
     def __init__(
-        self, group: WorkerGroup, kind: str, about: dict[str, Any], slim: Slimmer, before: Callable[[], None]
+        self, group: WorkerGroup, kind: str, about: dict[str, Any], slim: ForwardColumns, before: Callable[[], None]
     ) -> None:
         self.group, self.slim, self.before = group, slim, before
         self.restarts, self.is_policy = bool(about["restarts"]), bool(about["is_policy"])
@@ -258,8 +258,8 @@ class RemoteReference:
     def after_step(self, model: Any, step: int) -> bool:
         return bool(self.group.after_step(step)) if self._follows_steps else False
 
-    def contents(self, stage: Stage) -> list[Content]:
-        return staged(self.group, REFERENCE, stage) if self._moves else []
+    def contents(self, stage: TensorStaging) -> list[Content]:
+        return stage_remote(self.group, REFERENCE, stage) if self._moves else []
 
     def load(self, folder: Path) -> None:
         if self._moves:
@@ -278,14 +278,14 @@ class RemoteCritic:
     def update(self, mini_batch: Batch) -> Update:
         return self.learner.update(mini_batch, self.loss, columns=False)
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         return self.learner.contents(stage)
 
     def load(self, folder: Path) -> None:
         self.learner.load(folder)
 
 
-class RemoteProcess:
+class RemoteProcessRewardModel:
     """The process reward model of a group (`ProcessModel`)."""
 
     def __init__(self, learner: RemoteLearner) -> None:
@@ -302,7 +302,7 @@ class RemoteProcess:
     def update(self, mini_batch: Batch, loss: Loss) -> Update:
         return self.learner.update(mini_batch, loss)
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         return self.learner.contents(stage)
 
     def load(self, folder: Path) -> None:

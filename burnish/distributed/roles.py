@@ -23,9 +23,9 @@ from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
 from burnish.distributed.judge_process import EngineJudge
 from burnish.environments.registry import environment_factory
-from burnish.inference.engine_wrappers import MismatchEngine, OwnWeights
+from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.inference.native.row_engine import NativeEngine
 from burnish.inference.sglang.sglang_engine import SglangEngine
 from burnish.inference.transformers_engine import TransformersEngine
 from burnish.inference.vllm.vllm_engine import VllmEngine
@@ -37,28 +37,27 @@ from burnish.models.cached_forward import exact_logprobs
 from burnish.models.compiled_layers import compile_layers
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
-from burnish.models.lora.directory import is_adapter
+from burnish.models.lora.peft_files import is_adapter
 from burnish.models.policy import (
     AnyPolicy,
     PolicyModel,
     PolicyOutline,
     find_directory,
+    full_hf_tensors,
     load_policy,
     outline_policy,
-    whole_tensors,
 )
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
-from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.reward_parts import JUDGE, MODEL, ScorerOptions
-from burnish.rollout.runner import Driver
+from burnish.rewards.judge_options import JudgeOptions
+from burnish.rewards.reward_parts import JUDGE, MODEL, RewardModelOptions
+from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.validation import sampling_options
+from burnish.training.auxiliary_models import Critic, ProcessRewardModel, trainable_copy
 from burnish.training.learner import Learner
-from burnish.training.parallel.distribute import distribute
-from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 from burnish.training.reference import Reference, make_reference
 from burnish.training.reward_scorer import ModelScorer
-from burnish.training.value_models import Critic, ProcessModel, twin_of
 
 
 def build_scorers(
@@ -69,7 +68,7 @@ def build_scorers(
     made: dict[int, ModelScorer | EngineJudge] = {}
     for index, part in enumerate(reward.parts):
         if part.name == MODEL:
-            options = ScorerOptions.of(part.options, f"reward.parts[{index}] (model)")
+            options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
             directory = find_directory(options.path, base)
             if MODEL in kinds:
                 made[index] = ModelScorer(directory, options, tokenizer)
@@ -80,7 +79,7 @@ def build_scorers(
     return made
 
 
-def build_models(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
+def build_reward_models(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
     """Those that are parts of a reward, and no judge."""
     made = build_scorers(reward, tokenizer, base, (MODEL,))
     return {index: one for index, one in made.items() if isinstance(one, ModelScorer)}
@@ -111,11 +110,11 @@ def _directories(config: Model, base: Path | None) -> tuple[Path | None, Path | 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
     """The engine that samples from the policy's own tensors, or with a fault from others."""
     if rollout.mismatch is None:
-        return _engine(policy, rollout, listener)
+        return _build_engine(policy, rollout, listener)
 
     def make(module: nn.Module) -> Engine:
         assert isinstance(module, Decoder | TransformersPolicy), "a copy of the policy's own module"
-        return _engine(replace(policy, module=module), rollout, listener)
+        return _build_engine(replace(policy, module=module), rollout, listener)
 
     return MismatchEngine(make, policy.module, rollout.mismatch, policy.tokenizer)
 
@@ -138,7 +137,7 @@ def engine_kind(rollout: Rollout, is_native: bool) -> str:
     return kind
 
 
-def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
+def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
     kind = engine_kind(rollout, policy.arch is not None)
     if kind == "native":
         assert isinstance(policy.module, Decoder), "checked by engine_kind"
@@ -150,18 +149,18 @@ def _engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int]
         if rollout.exact:
             policy.module.exact = partial(exact_logprobs, policy.module)
         if weight.is_cuda or rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto":
-            return _paged(policy.module, rollout, policy.tokenizer.decode, listener)
+            return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention needs no gathering of pages.
-        return NativeEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
+        return DenseEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
     if kind == "vllm":
-        return _vllm(policy, rollout, listener)
+        return _build_vllm(policy, rollout, listener)
     if kind == "sglang":
-        return _sglang(policy, rollout)
+        return _build_sglang(policy, rollout)
     assert isinstance(policy.module, TransformersPolicy), "checked by engine_kind"
     return TransformersEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, policy.tokenizer.pad_id)
 
 
-def _vllm(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
+def _build_vllm(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None) -> Engine:
     options = rollout.vllm or Vllm()
     if options.url is None:
         return VllmEngine(policy, options, rollout.max_rows, rollout.cache_gib, listener)
@@ -172,7 +171,7 @@ def _vllm(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], 
     return VllmServer(policy, options, rollout.max_rows)
 
 
-def _sglang(policy: PolicyModel, rollout: Rollout) -> Engine:
+def _build_sglang(policy: PolicyModel, rollout: Rollout) -> Engine:
     assert rollout.sglang is not None, "checked with the config"
     module = policy.module
     vocab_size = (
@@ -185,13 +184,13 @@ def _sglang(policy: PolicyModel, rollout: Rollout) -> Engine:
         policy.tokenizer.decode,
         rollout.sglang.timeout_s,
         rollout.sglang.weights_dir,
-        weights=partial(whole_tensors, policy),
+        weights=partial(full_hf_tensors, policy),
     )
     engine.check_options(sampling_options(rollout, ()), "rollout")
     return engine
 
 
-def _paged(
+def _build_paged(
     model: Decoder, rollout: Rollout, decode: Callable[[list[int]], str], listener: Callable[[str, int], None] | None
 ) -> PagedEngine:
     weight, quantised = model.embedding.weight, rollout.cache_dtype == "fp8"
@@ -206,18 +205,18 @@ def _paged(
     )
 
 
-def own_engine(engine: Engine, policy: PolicyModel, rollout: Rollout) -> Engine:
+def engine_with_own_weights(engine: Engine, policy: PolicyModel, rollout: Rollout) -> Engine:
     """The engine for a source that samples while the learner learns: one that shares the policy's tensors gets a copy of them."""
-    if not isinstance(engine, NativeEngine | PagedEngine | TransformersEngine):
+    if not isinstance(engine, DenseEngine | PagedEngine | TransformersEngine):
         return engine  # a server, which has weights of its own
     if next(policy.module.parameters()).is_cuda:
         raise UserError(gpu_refusal(rollout.source.name))
-    return OwnWeights(lambda module: _engine(replace(policy, module=module), rollout, None), policy.module)
+    return WeightCopyEngine(lambda module: _build_engine(replace(policy, module=module), rollout, None), policy.module)
 
 
-def paged_engine(engine: Engine) -> PagedEngine | None:
+def find_paged_engine(engine: Engine) -> PagedEngine | None:
     """The engine that has a paged cache, itself or behind a fault or on a copy of the weights."""
-    inner = engine.engine if isinstance(engine, MismatchEngine | OwnWeights) else engine
+    inner = engine.engine if isinstance(engine, MismatchEngine | WeightCopyEngine) else engine
     return inner if isinstance(inner, PagedEngine) else None
 
 
@@ -234,7 +233,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
     set_activations(policy.module, training.activations)
     if training.compile:
         compile_layers(policy.module)
-    distribute(policy.module, ranks, config.parallel.offload)
+    parallelize_model(policy.module, ranks, config.parallel.offload)
     return Learner(
         policy.module,
         training.optimizer,
@@ -299,28 +298,28 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
     set_activations(model, training.activations)
     if training.compile:
         compile_layers(model)
-    distribute(model, ranks, config.parallel.offload)
+    parallelize_model(model, ranks, config.parallel.offload)
     return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks)
 
 
-def build_driver(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> Driver:
+def build_runner(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> RolloutRunner:
     """The driver of the configured environment."""
-    return driver_of(config.environment, policy, engine, config.seed, base)
+    return build_environment_driver(config.environment, policy, engine, config.seed, base)
 
 
-def driver_of(
+def build_environment_driver(
     environment: Environment, policy: PolicyModel, engine: Engine, seed: int, base: Path | None = None
-) -> Driver:
+) -> RolloutRunner:
     """The driver of an environment; a trajectory has the tokens that both the model and the environment allow."""
     factory = environment_factory(environment, policy.tokenizer, base)
     limits = policy.max_positions, environment.max_tokens
-    return Driver(engine, factory, policy.tokenizer, seed, environment.max_turns, *limits)
+    return RolloutRunner(engine, factory, policy.tokenizer, seed, environment.max_turns, *limits)
 
 
 # --- Builds the process reward model of a run: a second language model, with its frozen start.
 
 
-def check_process(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
+def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
     """Refuse a process reward model that could not read the policy's tokens."""
     process = config.algorithm.process
     if process is None or process.path is None:
@@ -332,9 +331,9 @@ def check_process(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> 
         )
 
 
-def build_process(
+def build_process_reward_model(
     config: TrainConfig, policy: PolicyModel, base: Path | None, ranks: Ranks = SOLO
-) -> ProcessModel | None:
+) -> ProcessRewardModel | None:
     """The process reward model, a copy of the policy as it is now or a model of its own, or None where no advantage uses one.
 
     Call it before the policy's weights move, or are divided. Where the policy has adapters this has some of its own.
@@ -342,19 +341,19 @@ def build_process(
     process, training = config.algorithm.process, config.training
     if process is None:
         return None
-    model = _model(config, process.path, policy, base)
+    model = _process_reward_module(config, process.path, policy, base)
     start = Reference(model, training.token_budget, 1.0, ranks)
     set_activations(model, training.activations)
     if training.compile:
         compile_layers(model)
-    distribute(model, ranks, config.parallel.offload)
+    parallelize_model(model, ranks, config.parallel.offload)
     total, budget = training.steps * process.mini_batches, training.token_budget
-    return ProcessModel(model, start, process.optimizer, total, budget, training.share_prompts, ranks)
+    return ProcessRewardModel(model, start, process.optimizer, total, budget, training.share_prompts, ranks)
 
 
-def _model(config: TrainConfig, path: str | None, policy: PolicyModel, base: Path | None) -> nn.Module:
+def _process_reward_module(config: TrainConfig, path: str | None, policy: PolicyModel, base: Path | None) -> nn.Module:
     if path is None:
-        return twin_of(policy.module)
+        return trainable_copy(policy.module)
     where = str(next(policy.module.parameters()).device)
     own = config.model.model_copy(update={"adapter": None, "lora": policy.lora, "device": where})
     return load_policy(own, find_directory(path, base), None, config.seed).module

@@ -21,17 +21,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from burnish.core.batch import Batch
-from burnish.core.dispatch import Dispatch, WorkerLost, mark_of, purpose_of
+from burnish.core.dispatch import Dispatch, WorkerLost, dispatch_of, method_summary
 from burnish.core.serialization import decode
-from burnish.distributed.resident_batches import Base
-from burnish.distributed.splitting import Divided, Slot, divide, divided, join_parts, with_slots
+from burnish.distributed.batch_dispatch import (
+    Placeholder,
+    ShardedBatch,
+    collect_results,
+    extract_batches,
+    plan_shards,
+    shard_batch,
+)
+from burnish.distributed.resident_batches import ResidentBatch
 
 # --- Where workers are and how they are reached: what a group asks of `local.py`, of `ray_group.py`, or of a test.
 #
 # A backend knows ranks and messages, and nothing of batches, marks or what a call is for.
 
 
-class Gone(Exception):
+class WorkerGone(Exception):
     """There is no worker any more: whoever was called, or the `rank` that it could not do without. The message says how that is known."""
 
     def __init__(self, text: str, rank: int | None = None) -> None:
@@ -57,7 +64,7 @@ class Traffic:
 
 
 @dataclass(eq=False)
-class Call:
+class SentCall:
     """One method of one rank, asked for."""
 
     rank: int
@@ -72,7 +79,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Order:
+class RankCall:
     """A call to be sent to one rank."""
 
     rank: int
@@ -80,12 +87,12 @@ class Order:
     parcel: Any
     """Its arguments, as the backend packed them; parts of batches go into the marked places (`splitting.Slot`)."""
     lane: str
-    parts: Sequence[tuple[Divided, int]] = ()
+    parts: Sequence[tuple[ShardedBatch, int]] = ()
     promises: Sequence[Any] = ()
     """Results of other calls that go into the marked places; a call has either these or parts."""
 
 
-class Backend(Protocol):
+class WorkerBackend(Protocol):
     """Where workers are and how they are reached."""
 
     size: int
@@ -100,7 +107,7 @@ class Backend(Protocol):
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Arguments, ready to be sent to any number of ranks."""
 
-    def send(self, orders: Sequence[Order]) -> list[Any]:
+    def send(self, orders: Sequence[RankCall]) -> list[Any]:
         """Begin calls; what is returned stands for them, in their order."""
 
     def wait(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -129,15 +136,15 @@ class Backend(Protocol):
         """End all workers."""
 
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 """How long a wait goes on before it looks for workers that have ended."""
 
 
-class Pending:
+class PendingCall:
     """A call on its way to the ranks of a group."""
 
     def __init__(
-        self, group: WorkerGroup, calls: list[Call], join: Callable[[list[Any]], Any], is_first: bool = False
+        self, group: WorkerGroup, calls: list[SentCall], join: Callable[[list[Any]], Any], is_first: bool = False
     ) -> None:
         """`is_first` says that the result is what the first rank gave."""
         self._group, self._calls, self._join, self._is_first = group, calls, join, is_first
@@ -154,7 +161,7 @@ class Pending:
         return self._group.backend.promise(self._calls[0].token) if self._is_first and self._found is None else None
 
 
-class Method:
+class GroupMethod:
     """A marked method of a group."""
 
     def __init__(self, group: WorkerGroup, name: str, mark: Dispatch) -> None:
@@ -164,7 +171,7 @@ class Method:
         pending = self.later(*args, **kwargs)
         return None if self._mark.join == "nothing" else pending.result()
 
-    def later(self, *args: Any, **kwargs: Any) -> Pending:
+    def later(self, *args: Any, **kwargs: Any) -> PendingCall:
         """The same without waiting."""
         return self._group.start(self._name, self._mark, args, kwargs)
 
@@ -176,7 +183,7 @@ class WorkerGroup:
         self,
         name: str,
         kind: type,
-        backend: Backend,
+        backend: WorkerBackend,
         deadline_s: float,
         shares: Sequence[int] | None = None,
         mini_batches: int = 1,
@@ -190,20 +197,20 @@ class WorkerGroup:
         self._sending = (
             threading.Lock()
         )  # ranks get calls of several threads in one order, or they would wait for each other
-        self._base: Base | None = None
-        self._last: tuple[Batch, Divided] | None = None
+        self._base: ResidentBatch | None = None
+        self._last: tuple[Batch, ShardedBatch] | None = None
         self._num_bases = 0
-        self._unheard: list[Call] = []
+        self._unheard: list[SentCall] = []
         """Calls whose results nobody waits for; their errors are raised by a later call."""
 
-    def __getattr__(self, name: str) -> Method:
+    def __getattr__(self, name: str) -> GroupMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        return Method(self, name, mark_of(self.kind, name))
+        return GroupMethod(self, name, dispatch_of(self.kind, name))
 
     # --- calls on the group ----------------------------------------------------------------------------------------------
 
-    def start(self, name: str, mark: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+    def start(self, name: str, mark: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall:
         """Begin a call on the ranks it is for."""
         self._raise_unheard()
         orders, sent = self._orders(name, mark, args, kwargs)
@@ -211,25 +218,25 @@ class WorkerGroup:
         if mark.join == "nothing":
             with self._lock:
                 self._unheard += calls
-            return Pending(self, calls, lambda results: None)
+            return PendingCall(self, calls, lambda results: None)
         if mark.join == "list":
-            return Pending(self, calls, lambda results: [decode(result) for result in results])
+            return PendingCall(self, calls, lambda results: [decode(result) for result in results])
         if sent is None or mark.join == "first":
-            return Pending(self, calls, lambda results: decode(results[0]), is_first=True)
+            return PendingCall(self, calls, lambda results: decode(results[0]), is_first=True)
         rank_of = {share: rank for rank, share in reversed(list(enumerate(self.shares)))}  # the first that has it
         firsts, base = [rank_of[part] for part in range(sent.division.num_parts)], self._base
 
         def join(results: list[Any]) -> Any:
-            joined = join_parts([results[rank] for rank in firsts], sent.division)
+            joined = collect_results([results[rank] for rank in firsts], sent.division)
             if base is not None:
                 base.keeps(sent, joined)
             return joined
 
-        return Pending(self, calls, join)
+        return PendingCall(self, calls, join)
 
     def _orders(
         self, name: str, mark: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Order], Divided | None]:
+    ) -> tuple[list[RankCall], ShardedBatch | None]:
         """What each rank is sent, and the parts of the first batch among the arguments."""
         ranks = range(1 if mark.split == "first" else self.size)
         if mark.split == "each":
@@ -237,21 +244,21 @@ class WorkerGroup:
             if any(not isinstance(value, (list, tuple)) or len(value) != self.size for value in values):
                 raise ValueError(f"{self.name} has {self.size} ranks: every argument is a list with an entry for each")
             own = [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in ranks]
-            return [Order(rank, name, self.backend.pack(*own[rank]), mark.lane) for rank in ranks], None
+            return [RankCall(rank, name, self.backend.pack(*own[rank]), mark.lane) for rank in ranks], None
         batches: list[Batch] = []
         if mark.split == "sequences":
-            slotted = with_slots((args, kwargs), batches)
+            slotted = extract_batches((args, kwargs), batches)
             if not batches:
                 raise ValueError(f"no argument of this call of {self.name} is a batch that could be divided")
             args, kwargs = (args, kwargs) if self.backend.is_here else slotted
         parcel = self.backend.pack(args, kwargs)
         if not batches or self.backend.is_here:
-            return [Order(rank, name, parcel, mark.lane) for rank in ranks], None
+            return [RankCall(rank, name, parcel, mark.lane) for rank in ranks], None
         parts = [self._parts(batch, is_first=k == 0) for k, batch in enumerate(batches)]
-        orders = [Order(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in parts]) for r in ranks]
+        orders = [RankCall(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in parts]) for r in ranks]
         return orders, parts[0]
 
-    def _parts(self, batch: Batch, is_first: bool) -> Divided:
+    def _parts(self, batch: Batch, is_first: bool) -> ShardedBatch:
         """What ranks are sent of a batch: the first one of a call they keep, and are told of what they have."""
         if self._last is not None and self._last[0] is batch:
             return self._last[1]
@@ -263,19 +270,22 @@ class WorkerGroup:
             return chosen
         num_parts = max(self.shares) + 1
         if not is_first:
-            return divided(batch, divide(batch, num_parts))
+            return shard_batch(batch, plan_shards(batch, num_parts))
         self._num_bases += 1
-        self._base, self._last = Base(batch, divide(batch, num_parts, self.mini_batches), self._num_bases), None
+        self._base, self._last = (
+            ResidentBatch(batch, plan_shards(batch, num_parts, self.mini_batches), self._num_bases),
+            None,
+        )
         return self._base.first_parts()
 
-    def gather(self, calls: Sequence[Call]) -> list[Any]:
+    def gather(self, calls: Sequence[SentCall]) -> list[Any]:
         """The results of calls as they travelled, in their order; an error of any is raised as soon as it is seen."""
         values: dict[int, Any] = {}
         by_token = {id(call.token): (k, call) for k, call in enumerate(calls)}
         values |= {k: self._value(call) for k, call in enumerate(calls) if call.has_ended}
         while len(values) < len(calls):
             left = [call for k, call in enumerate(calls) if k not in values]
-            for token in self.backend.wait([call.token for call in left], LOOK_EVERY_S):
+            for token in self.backend.wait([call.token for call in left], POLL_INTERVAL_S):
                 k, call = by_token[id(token)]
                 values[k] = self._value(call)
             self._check_deadline([call for k, call in enumerate(calls) if k not in values])
@@ -295,31 +305,31 @@ class WorkerGroup:
 
     # --- calls on one rank (`core.workers.Workers`) ----------------------------------------------------------------------
 
-    def send(self, rank: int, method: str, *arguments: Any) -> Call:
+    def send(self, rank: int, method: str, *arguments: Any) -> SentCall:
         """Call a method of one rank; its mark's lane is used, and nothing is divided or joined."""
         return self.send_same([rank], method, *arguments)[0]
 
-    def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Call]:
+    def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[SentCall]:
         """The same call to several ranks, packed once. An argument that is `Pending` goes to them when it is there."""
         promises: list[Any] = []
         known = tuple(self._given(argument, promises) for argument in arguments)
-        parcel, lane = self.backend.pack(known, {}), mark_of(self.kind, method).lane
-        return self._send([Order(rank, method, parcel, lane, promises=promises) for rank in ranks])
+        parcel, lane = self.backend.pack(known, {}), dispatch_of(self.kind, method).lane
+        return self._send([RankCall(rank, method, parcel, lane, promises=promises) for rank in ranks])
 
     def _given(self, argument: Any, promises: list[Any]) -> Any:
         """An argument as it can be packed now: of a pending one its place, where messages may be sent before what is in them."""
-        if not isinstance(argument, Pending):
+        if not isinstance(argument, PendingCall):
             return argument
         promise = argument.promise() if self.backend.keeps_promises else None
         if promise is None:
             return argument.result()
         promises.append(promise)
-        return Slot(len(promises) - 1)
+        return Placeholder(len(promises) - 1)
 
-    def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Call]:
+    def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[SentCall]:
         """A call to several ranks, each with arguments of its own."""
-        lane = mark_of(self.kind, method).lane
-        return self._send([Order(rank, method, self.backend.pack(own, {}), lane) for rank, own in arguments.items()])
+        lane = dispatch_of(self.kind, method).lane
+        return self._send([RankCall(rank, method, self.backend.pack(own, {}), lane) for rank, own in arguments.items()])
 
     def ready(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
         """Those that have ended, as soon as there is one, or when the time is over."""
@@ -336,7 +346,7 @@ class WorkerGroup:
             if call.is_promised:  # it could not begin before what it was promised was there
                 call.started, call.is_promised = time.monotonic(), False
         while left and time.monotonic() - min(call.started for call in left) <= self.deadline_s:
-            ended = {id(token) for token in self.backend.wait([call.token for call in left], LOOK_EVERY_S)}
+            ended = {id(token) for token in self.backend.wait([call.token for call in left], POLL_INTERVAL_S)}
             for call in left:
                 call.has_ended = id(call.token) in ended
             left = [call for call in left if not call.has_ended]
@@ -357,26 +367,26 @@ class WorkerGroup:
 
     # --- one call --------------------------------------------------------------------------------------------------------
 
-    def _send(self, orders: Sequence[Order]) -> list[Call]:
+    def _send(self, orders: Sequence[RankCall]) -> list[SentCall]:
         with nullcontext() if self.backend.is_here else self._sending:
             tokens = self.backend.send(orders)
         pairs = zip(orders, tokens, strict=True)
-        return [Call(order.rank, order.method, token, is_promised=bool(order.promises)) for order, token in pairs]
+        return [SentCall(order.rank, order.method, token, is_promised=bool(order.promises)) for order, token in pairs]
 
-    def _value(self, call: Call) -> Any:
+    def _value(self, call: SentCall) -> Any:
         try:
             return self.backend.value(call.token)
-        except Gone as error:
+        except WorkerGone as error:
             raise self._lost(call.rank if error.rank is None else error.rank, call.method, error) from error
 
-    def _lost(self, rank: int, method: str, why: Gone) -> WorkerLost:
-        what = purpose_of(self.kind, method)
+    def _lost(self, rank: int, method: str, why: WorkerGone) -> WorkerLost:
+        what = method_summary(self.kind, method)
         return WorkerLost(
             f"{self.name} rank {rank} of {self.size} has ended in `{method}` ({what}): {why}\n{self.backend.describe(rank)}",
             rank,
         )
 
-    def _check_deadline(self, calls: Sequence[Call]) -> None:
+    def _check_deadline(self, calls: Sequence[SentCall]) -> None:
         late = next((call for call in calls if time.monotonic() - call.started > self.deadline_s), None)
         if late is None:
             return
@@ -384,13 +394,13 @@ class WorkerGroup:
         ranks = [call.rank for call in calls if call.method == method]
         doing = self.backend.silent(ranks, method)
         raise WorkerLost(
-            f"{self.name} {_listed(ranks)} of {self.size} did not answer `{method}` ({purpose_of(self.kind, method)}) in "
+            f"{self.name} {_format_ranks(ranks)} of {self.size} did not answer `{method}` ({method_summary(self.kind, method)}) in "
             f"{self.deadline_s:g} s, which is placement.timeout_s: {doing}",
             ranks[0],
         )
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     some = ", ".join(str(rank) for rank in ranks[:8])
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}{', ...' if len(ranks) > 8 else ''}"
 
@@ -399,7 +409,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 @dataclass(eq=False)
-class _Done:
+class _LocalResult:
     """What a call gave, or what it raised."""
 
     value: Any = None
@@ -419,26 +429,26 @@ class LocalBackend:
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, kwargs
 
-    def send(self, orders: Sequence[Order]) -> list[_Done]:
+    def send(self, orders: Sequence[RankCall]) -> list[_LocalResult]:
         return [self._call(order) for order in orders]
 
-    def _call(self, order: Order) -> _Done:
+    def _call(self, order: RankCall) -> _LocalResult:
         args, kwargs = order.parcel
         try:
-            return _Done(getattr(self.worker, order.method)(*args, **kwargs))
+            return _LocalResult(getattr(self.worker, order.method)(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 (raised where the result is asked for, as of any other worker)
-            return _Done(error=error)
+            return _LocalResult(error=error)
 
-    def wait(self, tokens: Sequence[_Done], timeout_s: float) -> list[_Done]:
+    def wait(self, tokens: Sequence[_LocalResult], timeout_s: float) -> list[_LocalResult]:
         return list(tokens)
 
-    def any_of(self, tokens: Sequence[_Done], timeout_s: float) -> list[_Done]:
+    def any_of(self, tokens: Sequence[_LocalResult], timeout_s: float) -> list[_LocalResult]:
         return list(tokens)
 
-    def promise(self, token: _Done) -> None:
+    def promise(self, token: _LocalResult) -> None:
         return None
 
-    def value(self, token: _Done) -> Any:
+    def value(self, token: _LocalResult) -> Any:
         if token.error is not None:
             raise token.error
         return token.value

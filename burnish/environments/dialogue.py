@@ -13,7 +13,7 @@ from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
 
-SAID = "ANSWER"  # stands for what the assistant said
+ANSWER_PLACEHOLDER = "ANSWER"  # stands for what the assistant said
 
 
 class Dialogue:
@@ -22,7 +22,7 @@ class Dialogue:
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
         self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
         if self.is_chat:
-            check_only_adds(tokenizer)
+            check_template_appends(tokenizer)
         self.opening = self._opening(prompt.text) if prompt.is_chat else ""
         """What the template writes before the assistant speaks; nothing where the user's message ends with it (`[INST] .. [/INST]`)."""
 
@@ -53,24 +53,24 @@ class Dialogue:
 
     def _rendered(self, text: str) -> tuple[str, str]:
         """What the template writes behind the assistant's words, and the message after it."""
-        return _added(self.tokenizer, {"role": self.role, "content": text})
+        return _appended_text(self.tokenizer, {"role": self.role, "content": text})
 
 
 @functools.lru_cache(maxsize=8)
-def check_only_adds(tokenizer: Tokenizer) -> None:
+def check_template_appends(tokenizer: Tokenizer) -> None:
     """Refuse a chat template that writes earlier turns in another way when a message follows, as Qwen3's does."""
-    _added(tokenizer, {"role": "user", "content": "?"})
+    _appended_text(tokenizer, {"role": "user", "content": "?"})
 
 
-def _added(tokenizer: Tokenizer, message: dict[str, str]) -> tuple[str, str]:
+def _appended_text(tokenizer: Tokenizer, message: dict[str, str]) -> tuple[str, str]:
     """What the template writes to end the assistant's turn, and the message behind it."""
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
     before = tokenizer.chat_text(said, add_generation_prompt=False)
     after = tokenizer.chat_text([*said, message], add_generation_prompt=False)
-    if not after.startswith(before) or SAID not in before:
+    if not after.startswith(before) or ANSWER_PLACEHOLDER not in before:
         raise UserError(
             "the chat template rewrites earlier text when a message is added (Qwen3's does, with thinking), so an environment of "
             "several turns cannot go on behind what the model wrote; set data.template.kind=plain, or give the model's directory a "
             "chat template that only adds"
         )
-    return before[before.rindex(SAID) + len(SAID) :], after[len(before) :]
+    return before[before.rindex(ANSWER_PLACEHOLDER) + len(ANSWER_PLACEHOLDER) :], after[len(before) :]

@@ -10,7 +10,7 @@ import re
 
 from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
-from burnish.data.tasks.guess_number import NAME, narrowed, question
+from burnish.data.tasks.guess_number import GUESS_NUMBER, guess_question, narrow_range
 from burnish.environments.base import Done, Turn
 from burnish.environments.dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
@@ -24,9 +24,9 @@ class GuessNumber:
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
         row = prompt.row
-        if row.extra.get("task") != NAME:
+        if row.extra.get("task") != GUESS_NUMBER:
             raise UserError(
-                f"environment {NAME}: row {row.id} is not of the task {NAME}, which has the number to guess"
+                f"environment {GUESS_NUMBER}: row {row.id} is not of the task {GUESS_NUMBER}, which has the number to guess"
             )
         self.prompt, self.dialogue = prompt, Dialogue(prompt, tokenizer)
         self.secret: int = row.answer
@@ -41,8 +41,8 @@ class GuessNumber:
         if guess == self.secret:
             return Done(1.0)
         if guess is not None:
-            self.low, self.high = narrowed(self.low, self.high, guess, self.secret)
-        asked = question(self.low, self.high, self.words, False)
+            self.low, self.high = narrow_range(self.low, self.high, guess, self.secret)
+        asked = guess_question(self.low, self.high, self.words, False)
         return Turn(self.dialogue.reply(completion, asked), self._state)
 
     @property

@@ -14,11 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from burnish.config.consistency import may_judge
+from burnish.config.consistency import may_give_verdict
 from burnish.config.data import RewardPart
-from burnish.data.curation.decontamination import runs_of
-from burnish.rewards.language_id import could_be
-from burnish.rewards.verifiers import answer_block, answered_number, chosen_letter, count_words, last_boxed, prose
+from burnish.data.curation.decontamination import word_ngrams
+from burnish.rewards.language_id import may_be_language
+from burnish.rewards.verifiers import (
+    answer_block,
+    answered_number,
+    chosen_letter,
+    count_words_by_script,
+    last_boxed,
+    strip_markup,
+)
 
 MAX_CHARS = 20_000  # of a completion's end that are looked at
 _HASHES = "####"
@@ -41,13 +48,13 @@ class Answer(NamedTuple):
 
 def read_answer(kind: str, completion: str) -> Answer:
     """The answer of a completion that the verifier `kind` judges."""
-    return READERS.get(kind, _any)(completion[-MAX_CHARS:])
+    return ANSWER_READERS.get(kind, _read_marked)(completion[-MAX_CHARS:])
 
 
-def kind_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[str, Any]) -> str:
+def verifier_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[str, Any]) -> str:
     """The verifier that decides whether a row's answer is right: of the parts that apply to it the first that judges."""
     for part in parts:
-        if not may_judge(part) or (part.sources is not None and data_source not in part.sources):
+        if not may_give_verdict(part) or (part.sources is not None and data_source not in part.sources):
             continue
         if part.name == "rule_scores":
             return str(part.options.get("checker", "number"))
@@ -55,7 +62,7 @@ def kind_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[str, A
     return ""
 
 
-def marked(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
     r"""The inside of the last `<answer>` block, of the last `\boxed{}` in it or anywhere, or what follows `####`."""
     block = answer_block(text)
     boxed = last_boxed(block or text)
@@ -64,7 +71,7 @@ def marked(text: str) -> str | None:
     return block or (text.rpartition(_HASHES)[2].strip() if _HASHES in text else None) or None
 
 
-def plain(text: str) -> str:
+def normal_spelling(text: str) -> str:
     """An answer in plain spelling; numbers that are written differently become the same."""
     for pattern, instead in _SPELLING:
         text = pattern.sub(instead, text)
@@ -77,47 +84,47 @@ def plain(text: str) -> str:
         return text
 
 
-def _number(text: str) -> Answer:
+def _read_number(text: str) -> Answer:
     value = answered_number(text)
-    return Answer(None if value is None else str(value), value is not None and marked(text) is not None)
+    return Answer(None if value is None else str(value), value is not None and marked_answer(text) is not None)
 
 
-def _math(text: str) -> Answer:
-    found = marked(text)
-    return Answer(plain(found) or None if found else None, found is not None)
+def _read_math(text: str) -> Answer:
+    found = marked_answer(text)
+    return Answer(normal_spelling(found) or None if found else None, found is not None)
 
 
-def _choice(text: str) -> Answer:
+def _read_choice(text: str) -> Answer:
     letter = chosen_letter(text)
     return Answer(letter, letter is not None)
 
 
-def _whole(text: str) -> Answer:
+def _read_exact(text: str) -> Answer:
     return Answer((answer_block(text) or text).strip() or None, None)
 
 
-def _code(text: str) -> Answer:
+def _read_code(text: str) -> Answer:
     return Answer(None, _CODE.search(text) is not None)
 
 
-def _nothing(text: str) -> Answer:
+def _read_none(text: str) -> Answer:
     return Answer(None, None)
 
 
-def _any(text: str) -> Answer:
-    found = marked(text)
-    return Answer(plain(found) or None if found else None, None)
+def _read_marked(text: str) -> Answer:
+    found = marked_answer(text)
+    return Answer(normal_spelling(found) or None if found else None, None)
 
 
-READERS: dict[str, Callable[[str], Answer]] = {
-    "number": _number,
-    "math": _math,
-    "choice": _choice,
-    "exact": _whole,
-    "task": _whole,
-    "code": _code,
-    "ifeval": _nothing,
-    "": _nothing,
+ANSWER_READERS: dict[str, Callable[[str], Answer]] = {
+    "number": _read_number,
+    "math": _read_math,
+    "choice": _read_choice,
+    "exact": _read_exact,
+    "task": _read_exact,
+    "code": _read_code,
+    "ifeval": _read_none,
+    "": _read_none,
 }
 
 
@@ -125,29 +132,29 @@ READERS: dict[str, Callable[[str], Answer]] = {
 #
 # DeepSeek-R1 (2501.12948) left mixed languages, long paragraphs and code blocks out of the samples it fine-tuned on.
 
-RUN = 8
-_TOGETHER = ({"CJK", "HIRAGANA", "KATAKANA"}, {"CJK", "HANGUL"})
+REPEAT_WORDS = 8
+_MIXED_SCRIPTS = ({"CJK", "HIRAGANA", "KATAKANA"}, {"CJK", "HANGUL"})
 """Scripts that one language mixes by itself."""
-_BROKEN = {"\ufffd", "\ufffe", "\uffff"}
-_CONTROL = {"\n", "\t", "\r"}
+_BROKEN_CHARACTERS = {"\ufffd", "\ufffe", "\uffff"}
+_ALLOWED_CONTROL = {"\n", "\t", "\r"}
 
 
-def purity(text: str) -> float:
+def script_purity(text: str) -> float:
     """The share of words in the commonest script; 1 where there are no words. Formulas and code have no language."""
-    words = count_words(text)
+    words = count_words_by_script(text)
     total = sum(words.values())
-    groups = [*_TOGETHER, *({script} for script in words)]
+    groups = [*_MIXED_SCRIPTS, *({script} for script in words)]
     return max(sum(words[script] for script in group) for group in groups) / total if total else 1.0
 
 
-def is_in(text: str, language: str) -> bool:
+def is_in_language(text: str, language: str) -> bool:
     """Whether a text may be in a language, by its script and its small words."""
-    return could_be(prose(text), language)
+    return may_be_language(strip_markup(text), language)
 
 
-def repeated_share(text: str, length: int = RUN) -> float:
+def repeated_share(text: str, length: int = REPEAT_WORDS) -> float:
     """The share of runs of so many words that stood in the text before: near 1 for a text that goes round in circles."""
-    runs = list(runs_of(text.split(), length))
+    runs = list(word_ngrams(text.split(), length))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
@@ -163,4 +170,4 @@ def has_code(text: str) -> bool:
 
 def is_broken(text: str) -> bool:
     """Whether there are characters that are none: what a decoder writes for half a character, or control codes."""
-    return any(c in _BROKEN or (unicodedata.category(c) == "Cc" and c not in _CONTROL) for c in text)
+    return any(c in _BROKEN_CHARACTERS or (unicodedata.category(c) == "Cc" and c not in _ALLOWED_CONTROL) for c in text)

@@ -17,22 +17,22 @@ import numpy as np
 
 from burnish.config.errors import UserError
 from burnish.evaluation.completions import SUFFIXES, read_completions
-from burnish.evaluation.output_paths import TOGETHER, read_result
+from burnish.evaluation.output_paths import COMBINED_NAME, read_result
 from burnish.evaluation.result import Row, by_question
-from burnish.evaluation.result_table import interval, lines, plain
-from burnish.evaluation.statistics import Z95, Estimate, mean_at_k, student95
+from burnish.evaluation.result_table import aligned_lines, estimate_json, interval_text
+from burnish.evaluation.statistics import Z95, Estimate, mean_at_k, student_t95
 
 # --- Two models on the same questions: the difference, its interval and a test, from one difference a question.
 #
 # The question is the unit. Each question's difference is between two means over samples, so it holds for one greedy sample
 # a question and for many drawn ones. Pure functions; nothing is drawn at random.
 
-MAX_STEPS = (
+MAX_DENOMINATOR = (
     1000  # finest grid of differences in the exact test; samples a question rarely have a larger common multiple
 )
 
 
-def difference(values: Sequence[float]) -> Estimate:
+def mean_difference(values: Sequence[float]) -> Estimate:
     """The mean difference with its 95% interval.
 
     Where every difference is -1, 0 or 1 (one sample each) it is the adjusted interval of Bonett and Price (2012), which
@@ -50,7 +50,7 @@ def difference(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(mean, -1.0, 1.0)  # one difference says nothing of how they vary
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
-    half = student95(n - 1) * math.sqrt(variance / n)
+    half = student_t95(n - 1) * math.sqrt(variance / n)
     return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
 
 
@@ -61,7 +61,7 @@ def sign_flip_test(values: Sequence[float]) -> float:
     signs is at least as far from 0 is counted exactly, over all 2^n choices, by adding one question after the other to
     the distribution of the sum. With one sample each it is McNemar's exact test.
     """
-    steps = _on_a_grid([v for v in values if v])
+    steps = _as_integer_steps([v for v in values if v])
     if not steps:
         return 1.0
     observed, total = abs(sum(steps)), sum(map(abs, steps))
@@ -79,18 +79,18 @@ def sign_flip_test(values: Sequence[float]) -> float:
     return min(1.0, float(tails if observed else 1.0))
 
 
-def _on_a_grid(values: Sequence[float]) -> list[int]:
+def _as_integer_steps(values: Sequence[float]) -> list[int]:
     """The values as whole multiples of their common step, or of 1/MAX_STEPS where that is finer still."""
-    exact = [Fraction(v).limit_denominator(MAX_STEPS) for v in values]
+    exact = [Fraction(v).limit_denominator(MAX_DENOMINATOR) for v in values]
     common = math.lcm(*(f.denominator for f in exact)) if exact else 1
-    scale = min(common, MAX_STEPS)
+    scale = min(common, MAX_DENOMINATOR)
     return [round(f * scale) for f in exact]
 
 
-SAME_ANYWAY = ("model.content", "model.dtype")  # of two models these may differ without a word
+IGNORED_SETTINGS = ("model.content", "model.dtype")  # of two models these may differ without a word
 
 
-class Pair(NamedTuple):
+class CompletionsPair(NamedTuple):
     """The completions of one data set in both evaluations."""
 
     name: str
@@ -121,22 +121,22 @@ class Comparison:
     """The questions whose mean differs, the largest differences first."""
 
 
-def find_pairs(a: Path, b: Path) -> list[Pair]:
+def find_pairs(a: Path, b: Path) -> list[CompletionsPair]:
     """The data sets two results have in common; each is a folder of an evaluation, a file of completions or a result file."""
-    there, here = _files(a), _files(b)
+    there, here = _completion_files(a), _completion_files(b)
     if len(there) == len(here) == 1 and a.is_file() and b.is_file():
-        return [Pair(next(iter(here)), *there.values(), *here.values())]
+        return [CompletionsPair(next(iter(here)), *there.values(), *here.values())]
     names = [name for name in there if name in here]
     if not names:
         raise UserError(
             f"{a} has {', '.join(there)} and {b} has {', '.join(here)}: no data set in common; name two files of completions to compare them anyway"
         )
-    return [Pair(name, there[name], here[name]) for name in names]
+    return [CompletionsPair(name, there[name], here[name]) for name in names]
 
 
 def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     """Compare two lists of completions of the same questions."""
-    there, here = _scored(a), _scored(b)
+    there, here = _scored_by_question(a), _scored_by_question(b)
     ids = [question for question in there if question in here]
     _refuse_other_questions(there, here, ids)
     if not ids:
@@ -148,14 +148,16 @@ def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     changes = [y - x for x, y in zip(*means, strict=True)]
     right = [(x > 0.5, y > 0.5) for x, y in zip(*means, strict=True)]
     changed = [
-        _change(there[question], here[question], x, y) for question, x, y in zip(ids, *means, strict=True) if x != y
+        _changed_question(there[question], here[question], x, y)
+        for question, x, y in zip(ids, *means, strict=True)
+        if x != y
     ]
     return Comparison(
         num_questions=len(ids),
         num_left_out=len({row["id"] for row in [*a, *b]}) - len(ids),
         a=mean_at_k(groups[0]),
         b=mean_at_k(groups[1]),
-        difference=difference(changes),
+        difference=mean_difference(changes),
         p_value=sign_flip_test(changes),
         both=right.count((True, True)),
         only_a=right.count((True, False)),
@@ -166,29 +168,29 @@ def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     )
 
 
-def comparison_table(found: Comparison, pair: Pair) -> str:
+def comparison_table(found: Comparison, pair: CompletionsPair) -> str:
     """The comparison for people."""
     d = found.difference
     test = "sign-flip test over questions" if found.is_sampled else "McNemar's exact test"
     rows = [
         (pair.name, f"{found.num_questions:,} questions" + (f" ({found.num_left_out:,} are only in one, or not scored)" if found.num_left_out else "")),
-        ("A", f"{interval(found.a)}  {pair.a}"),
-        ("B", f"{interval(found.b)}  {pair.b}"),
+        ("A", f"{interval_text(found.a)}  {pair.a}"),
+        ("B", f"{interval_text(found.b)}  {pair.b}"),
         ("B - A", f"{d.mean:+.3f}  (95% interval {d.low:+.3f} to {d.high:+.3f})  p = {found.p_value:.2g}, {test}"),
         ("both right", f"{found.both:,}" + ("  (right: more than half of the samples)" if found.is_sampled else "")),
         ("only A", f"{found.only_a:,}"),
         ("only B", f"{found.only_b:,}"),
         ("neither", f"{found.neither:,}"),
     ]  # fmt: skip
-    return lines(rows)
+    return aligned_lines(rows)
 
 
-def comparison_json(found: Comparison, pair: Pair) -> dict[str, Any]:
+def comparison_json(found: Comparison, pair: CompletionsPair) -> dict[str, Any]:
     """The comparison for machines."""
     return {
-        "a": {"completions": str(pair.a), **plain(found.a)},
-        "b": {"completions": str(pair.b), **plain(found.b)},
-        "difference": plain(found.difference),
+        "a": {"completions": str(pair.a), **estimate_json(found.a)},
+        "b": {"completions": str(pair.b), **estimate_json(found.b)},
+        "difference": estimate_json(found.difference),
         "p_value": found.p_value,
         "num_questions": found.num_questions,
         "num_left_out": found.num_left_out,
@@ -200,23 +202,23 @@ def comparison_json(found: Comparison, pair: Pair) -> dict[str, Any]:
     }
 
 
-def differing_settings(pair: Pair) -> list[str]:
+def differing_settings(pair: CompletionsPair) -> list[str]:
     """Settings besides the model in which the two evaluations differ, as far as their result files tell."""
     a, b = (read_result(path.with_suffix(".json")) for path in (pair.a, pair.b))
     if a is None or b is None:
         return []
     then, now = a["settings"], b["settings"]
-    names = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k) and k not in SAME_ANYWAY]
+    names = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k) and k not in IGNORED_SETTINGS]
     return [f"{name}: {then.get(name)!r} in A, {now.get(name)!r} in B" for name in names]
 
 
 # --- details ---------------------------------------------------------------------------------------------------------
 
 
-def _files(path: Path) -> dict[str, Path]:
+def _completion_files(path: Path) -> dict[str, Path]:
     """The files of completions a path stands for, by data set."""
     if path.is_dir():
-        found = {p.stem: r for p in sorted(path.glob("*.json")) if p.stem != TOGETHER and (r := read_result(p))}
+        found = {p.stem: r for p in sorted(path.glob("*.json")) if p.stem != COMBINED_NAME and (r := read_result(p))}
         files = {name: path / result["completions"] for name, result in found.items()}
         if not files:
             raise UserError(f"{path} holds no finished evaluation: there is no <name>.json beside completions in it")
@@ -230,12 +232,12 @@ def _files(path: Path) -> dict[str, Path]:
     )
 
 
-def read_pair(pair: Pair) -> tuple[list[Row], list[Row]]:
+def read_pair(pair: CompletionsPair) -> tuple[list[Row], list[Row]]:
     """The completions of both."""
     return read_completions(pair.a), read_completions(pair.b)
 
 
-def _scored(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _scored_by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return by_question([row for row in rows if row["accuracy"] is not None])
 
 
@@ -248,7 +250,7 @@ def _refuse_other_questions(a: dict[str, list[Row]], b: dict[str, list[Row]], id
             )
 
 
-def _change(a: list[Row], b: list[Row], mean_a: float, mean_b: float) -> Row:
+def _changed_question(a: list[Row], b: list[Row], mean_a: float, mean_b: float) -> Row:
     """A question that changed, with a completion of each side that shows it."""
 
     def example(rows: list[Row], wanted: bool) -> str:

@@ -54,7 +54,7 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
     }
 
 
-def encode(row: Row) -> bytes:
+def encode_row(row: Row) -> bytes:
     """A row as a line. A lone surrogate from a data file has no UTF-8 form; it must not cost the whole evaluation."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
@@ -62,7 +62,7 @@ def encode(row: Row) -> bytes:
 def write_completions(path: Path, rows: list[Row]) -> None:
     """Write the rows; `tags` and `parts` are objects in jsonl and JSON text in parquet."""
     if path.suffix == ".jsonl":
-        atomic_write(path, b"".join(map(encode, rows)))
+        atomic_write(path, b"".join(map(encode_row, rows)))
         return
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -71,7 +71,7 @@ def write_completions(path: Path, rows: list[Row]) -> None:
     types = {"sample": whole, "length": whole, "accuracy": number, "reward": number}
     types |= dict.fromkeys(("truncated", "formatted", "timed_out"), truth)
     flat = [{**row, **{name: json.dumps(row[name], sort_keys=True) for name in _OBJECTS}} for row in rows]
-    columns = {name: [_clean(row[name]) for row in flat] for name in rows[0]}
+    columns = {name: [_encodable(row[name]) for row in flat] for name in rows[0]}
     schema = pa.schema([(name, types.get(name, text)) for name in columns])
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns, schema=schema), buffer, compression="zstd")
@@ -104,7 +104,7 @@ def _row_of(line: bytes, where: str) -> Row:
     return row
 
 
-def _clean(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
@@ -115,11 +115,11 @@ def _clean(value: Any) -> Any:
 # differ, since completions drawn in two ways are no measurement. When all completions are there the result and the ordered
 # file are written and the journal goes.
 
-SYNC_S = 1.0  # seconds of completions that a loss of power may cost; a kill costs those being scored
-MAX_SHOWN = 8
+SYNC_INTERVAL_S = 1.0  # seconds of completions that a loss of power may cost; a kill costs those being scored
+MAX_SHOWN_SETTINGS = 8
 
 
-class Journal:
+class PartialCompletions:
     """The open journal of one evaluation: `rows` are those it already has; `add` appends."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -138,8 +138,8 @@ class Journal:
 
     def add(self, rows: list[Row]) -> None:
         """Keep completions; forced to disk about every second."""
-        is_due = time.monotonic() - self._synced > SYNC_S
-        append(self.path, b"".join(map(encode, rows)), durable=is_due)
+        is_due = time.monotonic() - self._synced > SYNC_INTERVAL_S
+        append(self.path, b"".join(map(encode_row, rows)), durable=is_due)
         self._synced = time.monotonic() if is_due else self._synced
         self.rows += rows
 
@@ -152,7 +152,7 @@ class Journal:
         os.close(self._lock)
         self._lock = None
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> PartialCompletions:
         return self
 
     def __exit__(
@@ -169,19 +169,19 @@ class Journal:
             return
         try:
             first, *rows = [json.loads(line) for line in whole.splitlines()]
-            refuse_other(first["settings"], settings, self.path)
+            refuse_other_settings(first["settings"], settings, self.path)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.path} is no journal of an evaluation ({error}); move it away") from error
         os.ftruncate(lock, len(whole))
         self.rows = rows
 
 
-def refuse_other(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+def refuse_other_settings(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raise when the completions in a file were made with other settings, naming those that differ."""
     names = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     if names:
-        shown = [f"  {name}: {then.get(name)!r} there, {now.get(name)!r} now" for name in names[:MAX_SHOWN]]
-        more = [f"  and {len(names) - MAX_SHOWN} more"] if len(names) > MAX_SHOWN else []
+        shown = [f"  {name}: {then.get(name)!r} there, {now.get(name)!r} now" for name in names[:MAX_SHOWN_SETTINGS]]
+        more = [f"  and {len(names) - MAX_SHOWN_SETTINGS} more"] if len(names) > MAX_SHOWN_SETTINGS else []
         raise UserError(
             "\n".join([f"{path} holds completions made with other settings:", *shown, *more])
             + "\nrepeat those settings to go on, give --force to start over, or --out for another place"

@@ -22,22 +22,22 @@ from burnish.core.trajectory import Trajectory
 from burnish.data.files import find_files
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
-from burnish.distributed.roles import build_engine, driver_of
-from burnish.evaluation.answers import kind_of
+from burnish.distributed.roles import build_engine, build_environment_driver
+from burnish.evaluation.answers import verifier_of
 from burnish.evaluation.completions import completion_row
 from burnish.evaluation.result import Result, Row, summarise
-from burnish.models.compatibility import digest, model_digest
+from burnish.models.compatibility import digest_parts, model_digest
 from burnish.models.policy import PolicyModel
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.runner import Driver
-from burnish.rollout.scoring import MESSAGE, Progress, Scoring, apply_score
-from burnish.run.run_directory import flatten
+from burnish.rollout.runner import RolloutRunner
+from burnish.rollout.scoring import SUBMIT_CHUNK, Progress, RoundBuilder, apply_score
+from burnish.run.run_directory import flatten_keys
 
 SEND_EVERY_S = 0.25  # completions go to the scorers this often even where few have ended
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkStats:
     """What a measurement took."""
 
     num_tokens: int
@@ -53,13 +53,13 @@ def make_driver(
     seed: int,
     environment: Environment = Environment(),  # noqa: B008 (a frozen record)
     base: Path | None = None,
-) -> Driver:
+) -> RolloutRunner:
     """The driver of an environment; of single-turn questions unless one is given."""
-    return driver_of(environment, policy, engine, seed, base)
+    return build_environment_driver(environment, policy, engine, seed, base)
 
 
-def complete(
-    driver: Driver,
+def sample_and_score(
+    driver: RolloutRunner,
     rewards: Rewards,
     prompts: Sequence[Prompt],
     n: int,
@@ -68,15 +68,15 @@ def complete(
     keep: Callable[[list[Row]], None],
     parts: Sequence[RewardPart] = (),
     done: Container[tuple[str, int]] = frozenset(),
-) -> Work:
+) -> WorkStats:
     """`n` completions of each prompt, each handed to `keep` once when it is scored; those `done` are not drawn again.
 
     The noise is that of the `eval` stream and of the prompt's id and sample alone, so a measurement that was interrupted
     ends with the completions it would have had. `parts` tell how answers are to be read.
     """
-    scoring = Scoring(driver, rewards, [PromptSample(p, 0) for p in prompts], progress)
-    kinds = {p.row.id: (p, kind_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
-    desk = _Desk(scoring, kinds, keep)
+    scoring = RoundBuilder(driver, rewards, [PromptSample(p, 0) for p in prompts], progress)
+    kinds = {p.row.id: (p, verifier_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
+    desk = _ScoringQueue(scoring, kinds, keep)
     total = sum((p.row.id, sample) not in done for p in prompts for sample in range(n))
     num_tokens, started = 0, time.perf_counter()
     for i, trajectory in enumerate(driver.run(scoring.draws, n, sampling, "eval", done), start=1):
@@ -88,14 +88,14 @@ def complete(
     while rewards.pending:
         desk.take(None)
         progress(f"scoring, {rewards.pending} left")
-    return Work(num_tokens, generated - started, time.perf_counter() - generated)
+    return WorkStats(num_tokens, generated - started, time.perf_counter() - generated)
 
 
-class _Desk:
+class _ScoringQueue:
     """Completions on their way through scoring: many at once to the scorers, and kept as their scores come back."""
 
     def __init__(
-        self, scoring: Scoring, kinds: dict[str, tuple[Prompt, str]], keep: Callable[[list[Row]], None]
+        self, scoring: RoundBuilder, kinds: dict[str, tuple[Prompt, str]], keep: Callable[[list[Row]], None]
     ) -> None:
         self.scoring, self.kinds, self.keep = scoring, kinds, keep
         self.fresh: list[Trajectory] = []
@@ -105,7 +105,7 @@ class _Desk:
     def add(self, trajectory: Trajectory) -> None:
         """One more; when there are enough, or it has been a while, they go out, and what is scored meanwhile is kept."""
         self.fresh.append(trajectory)
-        if len(self.fresh) >= MESSAGE or time.perf_counter() - self.sent > SEND_EVERY_S:
+        if len(self.fresh) >= SUBMIT_CHUNK or time.perf_counter() - self.sent > SEND_EVERY_S:
             self.send()
             self.take(0.0)
 
@@ -130,7 +130,7 @@ class _Desk:
             self.keep([completion_row(*self.kinds[t.prompt_id], t) for t in trajectories])
 
 
-def in_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:
+def in_data_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:
     """Rows by question as in the data, then by sample."""
     order = {p.row.id: i for i, p in enumerate(prompts)}
     return sorted(rows, key=lambda row: (order[row["id"]], row["sample"]))
@@ -150,8 +150,8 @@ def evaluate(
     """`n` scored completions of each prompt, summed up. The same arguments give the same result."""
     driver = make_driver(policy, build_engine(policy, Rollout(max_rows=max_rows)), seed)
     rows: list[Row] = []
-    complete(driver, rewards, prompts, n, sampling, progress, rows.extend, parts)
-    return summarise(in_order(rows, prompts))
+    sample_and_score(driver, rewards, prompts, n, sampling, progress, rows.extend, parts)
+    return summarise(in_data_order(rows, prompts))
 
 
 # --- What an evaluation was made with, as a flat dictionary: two with the same one have the same completions.
@@ -159,12 +159,12 @@ def evaluate(
 # Files count by their content and not by their place, so a data set or a model may be moved or copied between a kill and
 # the command that goes on. What leaves completions as they are (rows at once, worker processes, the device) does not count.
 
-IGNORED = ("max_rows", "reward.workers", "model.device", "data.source.path")
+IGNORED_KEYS = ("max_rows", "reward.workers", "model.device", "data.source.path")
 
 
 def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, Any]:
     """The settings that decide the completions, by dotted key; `resolved` is the checked configuration as plain values."""
-    flat = {key: value for key, value in flatten(resolved).items() if key not in IGNORED}
+    flat = {key: value for key, value in flatten_keys(resolved).items() if key not in IGNORED_KEYS}
     environment = resolved["environment"]["name"]
     if environment == SINGLE_TURN:  # has no settings that decide anything
         flat = {key: value for key, value in flat.items() if not key.startswith("environment")}
@@ -173,7 +173,7 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
     if path is not None:
         files = find_files(path, base)
         flat["data.source.files"] = [file.name for file in files]
-        flat["data.source.content"] = digest([file.read_bytes() for file in files])
+        flat["data.source.content"] = digest_parts([file.read_bytes() for file in files])
     plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
     for what, name in plugins:
         if is_plugin(name):
@@ -181,6 +181,6 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
             if file is None:
                 kind = "file" if is_plugin_file(name) else "module"
                 raise UserError(f"{what} {name}: there is no {kind} {name.rpartition(':')[0]} in {base} or here")
-            flat[f"{what}.content of {name}"] = digest([file.read_bytes()])
+            flat[f"{what}.content of {name}"] = digest_parts([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError, hub_hint, nearest
+from burnish.config.errors import UserError, did_you_mean, hub_hint
 from burnish.config.model import Model
 from burnish.config.rollout import Environment
-from burnish.config.yaml_text import parse, read_json_object
-from burnish.models.tokenizer import LONGEST_CHARACTER, PATIENCE, UNFINISHED, Tokenizer
+from burnish.config.yaml_text import parse_yaml, read_json_object
+from burnish.models.tokenizer import MAX_CHARACTER_BYTES, MAX_PENDING_TOKENS, REPLACEMENT_CHARACTER, Tokenizer
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSource:
     """Where the weights are; for a run also its config, and a note that says what was chosen."""
 
     path: Path
@@ -24,15 +24,15 @@ class Subject:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def find_subject(path: Path) -> Subject:
+def find_model(path: Path) -> ModelSource:
     """The model in a directory: a Hugging Face or PEFT one as it is, of a run the best checkpoint (the newest if none is scored)."""
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
-        return Subject(path)
+        return ModelSource(path)
     if (path / "config.yaml").is_file():
-        return _of_run(RunDirectory.open(path))
+        return _best_of_run(RunDirectory.open(path))
     if not path.is_dir():
         beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        raise UserError(f"{path} is not a directory{nearest(path.name, beside) or hub_hint(str(path))}")
+        raise UserError(f"{path} is not a directory{did_you_mean(path.name, beside) or hub_hint(str(path))}")
     raise UserError(
         f"{path} is neither a Hugging Face model directory (it has no config.json or adapter_config.json) nor a run (it has no config.yaml)"
     )
@@ -42,15 +42,15 @@ def stored_dtype(path: Path) -> str | None:
     """The type the weights of a directory are stored in, of an adapter those of its base, as its config says; None where it
     does not."""
     if not (path / "config.json").is_file():
-        from burnish.models.lora.directory import base_of
+        from burnish.models.lora.peft_files import base_model_of
 
-        path = base_of(path)
+        path = base_model_of(path)
     config = read_json_object(path / "config.json")
     found = config.get("dtype") or config.get("torch_dtype")
     return found if isinstance(found, str) else None
 
 
-def compute_dtype(subject: Subject, on_gpu: bool) -> str:
+def compute_dtype(subject: ModelSource, on_gpu: bool) -> str:
     """The type to sample in where the command gives none: that of the run the model comes from.
 
     Without a run it is, on a GPU, the half precision that the weights are stored in, else bfloat16. A CPU samples in float32, and in
@@ -59,7 +59,7 @@ def compute_dtype(subject: Subject, on_gpu: bool) -> str:
     beside = subject.path.parent.parent / "config.yaml" if subject.path.parent.name == "checkpoints" else None
     config = subject.config
     if not config and beside is not None and beside.is_file():  # a checkpoint that was named itself
-        config = parse(beside.read_text(encoding="utf-8"), str(beside)) or {}
+        config = parse_yaml(beside.read_text(encoding="utf-8"), str(beside)) or {}
     ran_in = (config.get("model") or {}).get("dtype", Model().dtype) if config else None
     if not on_gpu:
         return "float64" if ran_in == "float64" else "float32"
@@ -67,17 +67,17 @@ def compute_dtype(subject: Subject, on_gpu: bool) -> str:
     return ran_in or (stored if stored in ("bfloat16", "float16") else "bfloat16")
 
 
-def _of_run(run: RunDirectory) -> Subject:
+def _best_of_run(run: RunDirectory) -> ModelSource:
     checkpoints = Checkpoints(run.checkpoints, keep_last=1)
     best = checkpoints.best()
     chosen = best or checkpoints.latest()
     if chosen is None:
         raise UserError(f"run {run.path} has no checkpoint yet; wait for its first one (run.save_every)")
     why = "the newest checkpoint, none has a score" if chosen.score is None else f"its best: {chosen.score_text}"
-    config = parse(run.config.read_text(encoding="utf-8"), str(run.config))
+    config = parse_yaml(run.config.read_text(encoding="utf-8"), str(run.config))
     if not isinstance(config, dict):
         raise UserError(f"{run.config}: expected `key: value` lines")
-    return Subject(chosen.path, f"{run.path} is a run: taking {chosen.path.name} ({why})", config)
+    return ModelSource(chosen.path, f"{run.path} is a run: taking {chosen.path.name} ({why})", config)
 
 
 def fit_max_tokens(
@@ -128,10 +128,12 @@ class TextStream:
             return ""
         self._tokens.append(token)
         text = self.tokenizer.decode(self._tokens)
-        if not text.endswith(UNFINISHED):
+        if not text.endswith(REPLACEMENT_CHARACTER):
             return self._show(text, len(self._tokens))
-        if len(self._tokens) - self._num_shown > PATIENCE:  # bytes that are no text: what is old enough stays as it is
-            early = len(self._tokens) - LONGEST_CHARACTER
+        if (
+            len(self._tokens) - self._num_shown > MAX_PENDING_TOKENS
+        ):  # bytes that are no text: what is old enough stays as it is
+            early = len(self._tokens) - MAX_CHARACTER_BYTES
             part = self.tokenizer.decode(self._tokens[:early])
             return self._show(part, early) if text.startswith(part) else ""
         return ""

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.config.errors import UserError
-from burnish.evaluation.completions import SUFFIXES, refuse_other
-from burnish.evaluation.settings import TASK
-from burnish.memory_plan.kv_cache import FREE_SHARE, GIB, PAGE
+from burnish.evaluation.completions import SUFFIXES, refuse_other_settings
+from burnish.evaluation.settings import TASK_PREFIX
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE
 
-TOGETHER = "results"
+COMBINED_NAME = "results"
 """Name of the file with all results, which no data set's may have."""
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPaths:
     """The files of one data set."""
 
     name: str
@@ -60,7 +60,7 @@ class Place:
         if found is None:
             there = self.completions if self.completions.exists() else self.result
             raise UserError(f"{there} exists; give --force to replace it, or --out for another place")
-        refuse_other(found["settings"], settings, self.completions)
+        refuse_other_settings(found["settings"], settings, self.completions)
         return found
 
 
@@ -73,22 +73,26 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("settings"), dict) else None
 
 
-def places(out: Path | None, model: Path, data: Sequence[str]) -> list[Place]:
+def find_output_paths(out: Path | None, model: Path, data: Sequence[str]) -> list[OutputPaths]:
     """A place for each data set: in a folder, by default `eval-<model>`, or the one file that --out names."""
     if out is not None and re.fullmatch(r"\.[a-z]{2,7}", out.suffix):
         _check_file(out, data)
-        return [Place(out.stem, out)]
-    folder = out or Path("-".join(["eval", *_words(model_name(model))]))
+        return [OutputPaths(out.stem, out)]
+    folder = out or Path("-".join(["eval", *_file_name_part(model_name(model))]))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder, or a file that ends in {' or '.join(SUFFIXES)}")
     if not folder.parent.is_dir():
         raise UserError(f"--out {folder}: the folder {folder.parent} does not exist; make it first")
-    taken = [TOGETHER]
+    taken = [COMBINED_NAME]
     for one in data:
-        name = "-".join(_words(one.removeprefix(TASK) if one.startswith(TASK) else Path(one).name.partition(".")[0]))
+        name = "-".join(
+            _file_name_part(
+                one.removeprefix(TASK_PREFIX) if one.startswith(TASK_PREFIX) else Path(one).name.partition(".")[0]
+            )
+        )
         name = name or "data"
         taken.append(next(n for i in range(1, len(taken) + 2) if (n := name if i == 1 else f"{name}-{i}") not in taken))
-    return [Place(name, folder / f"{name}.jsonl") for name in taken[1:]]
+    return [OutputPaths(name, folder / f"{name}.jsonl") for name in taken[1:]]
 
 
 def model_name(model: Path) -> str:
@@ -110,7 +114,7 @@ def _check_file(out: Path, data: Sequence[str]) -> None:
         raise UserError(f"--out {out}: the folder {out.parent} does not exist; make it first")
 
 
-def _words(text: str) -> list[str]:
+def _file_name_part(text: str) -> list[str]:
     return list(filter(None, [re.sub(r"[^\w.+=]+", "-", text).strip("-")]))
 
 
@@ -119,31 +123,35 @@ def _words(text: str) -> list[str]:
 # An evaluation has the device to itself, so it may take more of it than a rollout between two updates does. All completions
 # at once is best where they fit: the long ones begin early, and the last steps are not left to a few of them.
 
-MOST_ROWS = 2048  # a step of more rows is no faster a row, and its logits take gigabytes
-ROWS_ELSEWHERE = 256  # on a CPU, where nobody knows how much memory is free
-STEP = 64  # rows come in multiples of it, for which the kernels are compiled and the matmuls are whole tiles
+MAX_ROWS = 2048  # a step of more rows is no faster a row, and its logits take gigabytes
+CPU_ROWS = 256  # on a CPU, where nobody knows how much memory is free
+ROW_MULTIPLE = 64  # rows come in multiples of it, for which the kernels are compiled and the matmuls are whole tiles
 WORK_BYTES = 6 * GIB  # left to activations and logits, where the device is large enough
-SHARE = 0.85  # of the free memory that the cache takes at most
+CACHE_SHARE = 0.85  # of the free memory that the cache takes at most
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """Rows that are decoded at once, and the bytes of their cache."""
 
     rows: int
     cache_bytes: int
 
 
-def plan(requests: int, longest_prompt: int, max_tokens: int, token_bytes: int, free_bytes: int) -> Plan:
+def plan_batch_size(
+    requests: int, longest_prompt: int, max_tokens: int, token_bytes: int, free_bytes: int
+) -> BatchPlan:
     """The rows and the cache for so many requests on a device with so much free memory.
 
     The cache takes what all rows at their longest need, at most 85% of what is free and leaving room to work in (on a small
     device the 40% a rollout takes). A row is counted at half of its new tokens, since few run to the limit; when they grow
     past that the youngest wait.
     """
-    longest = -(-(longest_prompt + max_tokens) // PAGE) * PAGE
+    longest = -(-(longest_prompt + max_tokens) // BLOCK_SIZE) * BLOCK_SIZE
     typical = longest_prompt + max_tokens // 2
-    most = max(free_bytes * FREE_SHARE, min(free_bytes * SHARE, free_bytes - WORK_BYTES))
+    most = max(free_bytes * MAX_FREE_SHARE, min(free_bytes * CACHE_SHARE, free_bytes - WORK_BYTES))
     fit = int(most // (typical * token_bytes))
-    rows = max(1, min(-(-requests // STEP) * STEP if requests > STEP else requests, MOST_ROWS, fit))
-    wanted = (rows * longest + PAGE) * token_bytes  # and the page that nobody holds
-    return Plan(rows, int(min(wanted, most)))
+    rows = max(
+        1, min(-(-requests // ROW_MULTIPLE) * ROW_MULTIPLE if requests > ROW_MULTIPLE else requests, MAX_ROWS, fit)
+    )
+    wanted = (rows * longest + BLOCK_SIZE) * token_bytes  # and the page that nobody holds
+    return BatchPlan(rows, int(min(wanted, most)))

@@ -16,13 +16,27 @@ from typing import Any
 from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.core.random_keys import fold
-from burnish.data.curation.output_files import Kept, Report, counted, quiet, write_output
-from burnish.data.curation.pass_rates import Tally, completions, completions_file, matched, read_items, run_sources
+from burnish.data.curation.output_files import KeptRows, ProgressReport, no_progress, with_progress, write_output
+from burnish.data.curation.pass_rates import (
+    PassCount,
+    completions,
+    completions_file,
+    match_pass_counts,
+    read_located_rows,
+    run_sources,
+)
 from burnish.data.files import Record, find_files
 from burnish.data.row import Message
-from burnish.data.rows import source_name
-from burnish.evaluation.answers import has_code, is_broken, is_in, longest_paragraph, purity, repeated_share
-from burnish.run.durable_files import sums
+from burnish.data.row_formats import source_name
+from burnish.evaluation.answers import (
+    has_code,
+    is_broken,
+    is_in_language,
+    longest_paragraph,
+    repeated_share,
+    script_purity,
+)
+from burnish.run.durable_files import checksums
 from burnish.run.run_directory import RunDirectory
 from burnish.run.samples import read_table, sample_files
 
@@ -31,12 +45,12 @@ from burnish.run.samples import read_table, sample_files
 # A completions file has each prompt as the text the model was given. What is trained on next is rendered again, so the
 # prompts are taken from the rows that were asked: `--prompts`, or what a run's config names.
 
-CHAT_MARKS = re.compile(r"<\|[^|]+\|>|\[INST\]|<start_of_turn>|<｜")
-RIGHT = 1.0
+TEMPLATE_TOKENS = re.compile(r"<\|[^|]+\|>|\[INST\]|<start_of_turn>|<｜")
+CORRECT = 1.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class ScoredSample:
     """One completion with its score."""
 
     where: str
@@ -51,23 +65,23 @@ class Sample:
     answer: str | None
 
 
-def is_right(sample: Sample) -> bool:
+def is_right(sample: ScoredSample) -> bool:
     """Whether the verifier found it wholly right."""
-    return sample.accuracy is not None and sample.accuracy >= RIGHT
+    return sample.accuracy is not None and sample.accuracy >= CORRECT
 
 
-def source_sums(source: Path, prompts: Path | None) -> dict[str, Any]:
+def source_checksums(source: Path, prompts: Path | None) -> dict[str, Any]:
     """The checksums of everything that is read, as a manifest holds them."""
-    files = [path for _, _, path in _tables(source)] if source.is_dir() else [completions_file(source)]
-    return {"source": sums(files), "prompts": sums([] if prompts is None else find_files(str(prompts)))}
+    files = [path for _, _, path in _train_tables(source)] if source.is_dir() else [completions_file(source)]
+    return {"source": checksums(files), "prompts": checksums([] if prompts is None else find_files(str(prompts)))}
 
 
-def read_samples_of(source: Path) -> list[Sample]:
+def read_samples_of(source: Path) -> list[ScoredSample]:
     """The samples of a run's folder or of a file of completions."""
     return run_samples(source) if source.is_dir() else file_samples(source)
 
 
-def file_samples(path: Path) -> list[Sample]:
+def file_samples(path: Path) -> list[ScoredSample]:
     """The completions of an evaluation."""
     found = []
     for where, record in completions(path):
@@ -75,7 +89,7 @@ def file_samples(path: Path) -> list[Sample]:
         length, answer = record.get("length"), record.get("answer")
         length = len(record["completion"].split()) if length is None else length
         found.append(
-            Sample(
+            ScoredSample(
                 where,
                 record["id"],
                 record.get("prompt") or "",
@@ -89,33 +103,37 @@ def file_samples(path: Path) -> list[Sample]:
     return found
 
 
-def run_samples(run: Path) -> list[Sample]:
+def run_samples(run: Path) -> list[ScoredSample]:
     """The samples a run kept in its tables (`run.samples_every`)."""
     found = []
-    for _, _, path in _tables(run):
+    for _, _, path in _train_tables(run):
         for number, row in enumerate(read_table(path), 1):
             whole = not (row["truncated"] or row["error"])
             id, where = row["group"].rpartition("#")[0], f"{path.name}, row {number}"
             found.append(
-                Sample(
+                ScoredSample(
                     where, id, row["prompt"], row["completion"], row["accuracy"], row["length"], whole, row["answer"]
                 )
             )
     return found
 
 
-def _tables(run: Path) -> list[tuple[int, str, Path]]:
+def _train_tables(run: Path) -> list[tuple[int, str, Path]]:
     tables = [entry for entry in sample_files(RunDirectory.open(run).samples) if entry[1] == "train"]
     if not tables:
         raise UserError(f"{run} has kept no training samples yet (run.samples_every)")
     return tables
 
 
-def prompts_of(samples: Sequence[Sample], source: Path, prompts: Path | None) -> dict[str, str | list[Message]]:
+def prompts_of(samples: Sequence[ScoredSample], source: Path, prompts: Path | None) -> dict[str, str | list[Message]]:
     """What each prompt id asks, as its row has it; without rows, the text the model was given."""
     if source.is_dir():
         sources, seed = run_sources(source, prompts, "--prompts")
-        asked = {item.row.id: item.row.prompt for one in sources for item in read_items(_ended(one, samples), seed)}
+        asked = {
+            item.row.id: item.row.prompt
+            for one in sources
+            for item in read_located_rows(_with_limit(one, samples), seed)
+        }
         lost = next((sample for sample in samples if sample.prompt_id not in asked), None)
         if lost is not None:
             raise UserError(
@@ -123,18 +141,18 @@ def prompts_of(samples: Sequence[Sample], source: Path, prompts: Path | None) ->
             )
         return asked
     if prompts is not None:
-        items = read_items(Source(path=str(prompts)))
+        items = read_located_rows(Source(path=str(prompts)))
         names = {sample.prompt_id.rpartition("/")[0] for sample in samples}
         if len(names) > 1:
             raise UserError(
                 f"{source} has completions of several files ({', '.join(sorted(names))}): give them one by one"
             )
-        tallies = {sample.prompt_id: Tally(1.0, 1, sample.answer) for sample in samples}
-        matched(items, tallies, source)
+        tallies = {sample.prompt_id: PassCount(1.0, 1, sample.answer) for sample in samples}
+        match_pass_counts(items, tallies, source)
         ids = {sample.prompt_id for sample in samples}
         by_place = {item.row.id.rpartition("/")[2]: item.row.prompt for item in items}
         return {id: by_place[id.rpartition("/")[2]] for id in ids}
-    strange = next((sample for sample in samples if CHAT_MARKS.search(sample.prompt)), None)
+    strange = next((sample for sample in samples if TEMPLATE_TOKENS.search(sample.prompt)), None)
     if strange is not None:
         raise UserError(
             f"{strange.where}: its prompt was written by a chat template; name the file that was answered with --prompts, "
@@ -143,7 +161,7 @@ def prompts_of(samples: Sequence[Sample], source: Path, prompts: Path | None) ->
     return {sample.prompt_id: sample.prompt for sample in samples}
 
 
-def _ended(source: Source, samples: Sequence[Sample]) -> Source:
+def _with_limit(source: Source, samples: Sequence[ScoredSample]) -> Source:
     """A source with an end: of an endless task as many rows as the samples reach into."""
     if source.task is None or source.limit is not None:
         return source
@@ -153,7 +171,7 @@ def _ended(source: Source, samples: Sequence[Sample]) -> Source:
 
 
 @dataclass(frozen=True)
-class Rejection:
+class RejectionOptions:
     """Which completions are good enough."""
 
     most: int = 1
@@ -169,35 +187,35 @@ class Rejection:
     no_code: bool = False
 
 
-def reject(
+def write_demonstrations(
     source: Path,
     out: Path,
-    options: Rejection,
+    options: RejectionOptions,
     prompts: Path | None = None,
     force: bool = False,
-    report: Report = quiet,
+    report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
     """Write the demonstrations; `prompts` is the file that was answered. The manifest, and whether anything was written."""
     if options.most < 1:
         raise UserError(f"--most {options.most}: expected 1 or more")
-    asked = {"command": "reject", **asdict(options), **source_sums(source, prompts)}
+    asked = {"command": "reject", **asdict(options), **source_checksums(source, prompts)}
     return write_output(out, asked, lambda say: _demonstrations(source, options, prompts, say), force, report)
 
 
-def _demonstrations(source: Path, options: Rejection, prompts: Path | None, report: Report) -> Kept:
+def _demonstrations(source: Path, options: RejectionOptions, prompts: Path | None, report: ProgressReport) -> KeptRows:
     samples = read_samples_of(source)
     asked = prompts_of(samples, source, prompts)
-    kept = Kept([])
-    good: dict[str, list[Sample]] = {}
+    kept = KeptRows([])
+    good: dict[str, list[ScoredSample]] = {}
     seen: set[tuple[str, str]] = set()
-    for sample in counted(samples, "completions", report):
-        reason = why_not(sample, options)
-        if reason is None and (sample.prompt_id, _normal(sample.completion)) in seen:
+    for sample in with_progress(samples, "completions", report):
+        reason = rejection_reason(sample, options)
+        if reason is None and (sample.prompt_id, _collapse_spaces(sample.completion)) in seen:
             reason = "repeated"
         if reason is not None:
             kept.drop(reason, sample.where)
             continue
-        seen.add((sample.prompt_id, _normal(sample.completion)))
+        seen.add((sample.prompt_id, _collapse_spaces(sample.completion)))
         good.setdefault(sample.prompt_id, []).append(sample)
     chosen = [sample for each in good.values() for sample in _picked(each, options, kept)]
     kept.records = _records(chosen, asked)
@@ -206,7 +224,7 @@ def _demonstrations(source: Path, options: Rejection, prompts: Path | None, repo
     return kept
 
 
-def why_not(sample: Sample, options: Rejection) -> str | None:
+def rejection_reason(sample: ScoredSample, options: RejectionOptions) -> str | None:
     """Why a completion is no demonstration, or None."""
     text = sample.completion
     if not is_right(sample):
@@ -215,9 +233,9 @@ def why_not(sample: Sample, options: Rejection) -> str | None:
         return "cut off"
     if not text.strip() or is_broken(text):
         return "empty, or with broken characters"
-    if purity(text) < options.purity:
+    if script_purity(text) < options.purity:
         return "mixed scripts"
-    if options.language is not None and not is_in(text, options.language):
+    if options.language is not None and not is_in_language(text, options.language):
         return f"not in {options.language}"
     if repeated_share(text) > options.max_repeat:
         return "repeats itself"
@@ -228,7 +246,7 @@ def why_not(sample: Sample, options: Rejection) -> str | None:
     return None
 
 
-def _picked(samples: Sequence[Sample], options: Rejection, kept: Kept) -> list[Sample]:
+def _picked(samples: Sequence[ScoredSample], options: RejectionOptions, kept: KeptRows) -> list[ScoredSample]:
     """At most so many of one prompt; of equally short ones the earlier."""
 
     def rank(index: int) -> tuple[int, int]:
@@ -242,7 +260,7 @@ def _picked(samples: Sequence[Sample], options: Rejection, kept: Kept) -> list[S
     return [samples[index] for index in sorted(order[: options.most])]
 
 
-def _described(samples: Sequence[Sample]) -> dict[str, Any]:
+def _described(samples: Sequence[ScoredSample]) -> dict[str, Any]:
     return {
         "completions": len(samples),
         "prompts": len({sample.prompt_id for sample in samples}),
@@ -250,14 +268,14 @@ def _described(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _normal(text: str) -> str:
+def _collapse_spaces(text: str) -> str:
     return " ".join(text.split())
 
 
 # --- what is written ---------------------------------------------------------------------------------------------------
 
 
-def _records(samples: Sequence[Sample], asked: dict[str, str | list[Message]]) -> list[Record]:
+def _records(samples: Sequence[ScoredSample], asked: dict[str, str | list[Message]]) -> list[Record]:
     """Conversations as `messages`; prompts that are text, or have an assistant in them already, as prompt and completion."""
     as_messages = all(_is_question(asked[sample.prompt_id]) for sample in samples)
     records: list[Record] = []
@@ -283,7 +301,7 @@ def _is_question(prompt: str | Iterable[Message]) -> bool:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class PairingOptions:
     """Which samples are paired."""
 
     ratio: float = 1.5
@@ -291,27 +309,27 @@ class Pairing:
     """Pairs of one prompt; the longest rejected ones come first."""
 
 
-def pair_up(
+def write_pairs(
     source: Path,
     out: Path,
-    options: Pairing,
+    options: PairingOptions,
     prompts: Path | None = None,
     force: bool = False,
-    report: Report = quiet,
+    report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
     """Write rows with `prompt`, `chosen` and `rejected`; the manifest, and whether anything was written."""
     if options.ratio < 1 or (options.most is not None and options.most < 1):
         raise UserError(f"--ratio {options.ratio:g} and --most {options.most}: expected 1 or more")
-    asked = {"command": "pairs", **asdict(options), **source_sums(source, prompts)}
+    asked = {"command": "pairs", **asdict(options), **source_checksums(source, prompts)}
     return write_output(out, asked, lambda say: _paired(source, options, prompts, say), force, report)
 
 
-def _paired(source: Path, options: Pairing, prompts: Path | None, report: Report) -> Kept:
+def _paired(source: Path, options: PairingOptions, prompts: Path | None, report: ProgressReport) -> KeptRows:
     samples = [sample for sample in read_samples_of(source) if sample.accuracy is not None]
     asked = prompts_of(samples, source, prompts)
     report(f"pairing {len(samples):,} completions")
     found = pairs_of(samples, options)
-    kept = Kept([])
+    kept = KeptRows([])
     for chosen, rejected in found:
         record = {"prompt": asked[chosen.prompt_id], "chosen": chosen.completion, "rejected": rejected.completion}
         kept.records.append({**record, "id": chosen.prompt_id, "tokens": [chosen.length, rejected.length]})
@@ -325,7 +343,7 @@ def _paired(source: Path, options: Pairing, prompts: Path | None, report: Report
     return kept
 
 
-def pairs_of(samples: Sequence[Sample], options: Pairing) -> list[tuple[Sample, Sample]]:
+def pairs_of(samples: Sequence[ScoredSample], options: PairingOptions) -> list[tuple[ScoredSample, ScoredSample]]:
     """(chosen, rejected), prompt by prompt; a sample that was cut off is never chosen, and texts that are alike are no pair."""
     import torch
 
@@ -338,7 +356,7 @@ def pairs_of(samples: Sequence[Sample], options: Pairing) -> list[tuple[Sample, 
     lengths = torch.tensor([sample.length for sample in samples])
     good = torch.tensor([is_right(sample) and sample.is_whole for sample in samples])
     chosen, rejected = (indices.tolist() for indices in long2short_pairs(lengths, good, groups, options.ratio))
-    found: dict[str, dict[str, tuple[Sample, Sample]]] = {}
+    found: dict[str, dict[str, tuple[ScoredSample, ScoredSample]]] = {}
     for one, other in zip(chosen, rejected, strict=True):
         better, worse = samples[one], samples[other]
         if better.completion.strip() != worse.completion.strip():

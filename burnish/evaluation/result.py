@@ -14,7 +14,7 @@ from typing import Any
 from burnish.evaluation.statistics import (
     Estimate,
     best_at_k,
-    clustered,
+    clustered_interval,
     maj_at_k,
     mean_at_k,
     mean_pass_at_k,
@@ -22,7 +22,7 @@ from burnish.evaluation.statistics import (
 )
 
 Row = dict[str, Any]
-MAX_VALUES = 40  # of a column that divides the questions; one with more is no table a person reads
+MAX_TABLE_ROWS = 40  # of a column that divides the questions; one with more is no table a person reads
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Share:
+class TableEntry:
     """One line of a table by subject."""
 
     num_questions: int
@@ -72,7 +72,7 @@ class Result:
     """Share of the samples whose answer stands where it was asked for."""
     num_failed: int
     num_timed_out: int
-    tables: dict[str, dict[str, Share]] = field(default_factory=dict)
+    tables: dict[str, dict[str, TableEntry]] = field(default_factory=dict)
     """Accuracy by subject, level, ..., where the questions have several."""
     rows: list[Row] = field(default_factory=list)
     """One a sample, in the order of the questions."""
@@ -88,7 +88,7 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
     if not rows:
         raise ValueError("no completions")
     groups = by_question(rows)
-    scored = by_question(judged(rows))
+    scored = by_question(judged_rows(rows))
     n = max(map(len, groups.values()))
     accuracies = [[row["accuracy"] for row in group] for group in scored.values()]
     graded = by_question([row for row in rows if row["reward"] is not None])
@@ -124,7 +124,7 @@ def by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def judged(rows: Sequence[Row]) -> list[Row]:
+def judged_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows whose reward tells correct from wrong. A call that timed out counts as wrong, unless no other row has an accuracy: then rewards are graded."""
     found = [row for row in rows if row["accuracy"] is not None]
     return found if any(not row["timed_out"] for row in found) else []
@@ -142,15 +142,15 @@ def _at_each_k(
         usable = [group for group in groups if len(group) >= k > 1]
         values = [v for group in usable if (v := value(group, k)) is not None]
         if values:
-            found[k] = clustered(values, sum(len(group) / k for group in usable))
+            found[k] = clustered_interval(values, sum(len(group) / k for group in usable))
     return found
 
 
 def _majority(group: list[Row], k: int) -> float:
-    return maj_at_k([RIGHT if row["accuracy"] >= 1 else row["answered"] for row in group], RIGHT, k)
+    return maj_at_k([CORRECT_VOTE if row["accuracy"] >= 1 else row["answered"] for row in group], CORRECT_VOTE, k)
 
 
-RIGHT = ("right",)  # the one vote of all right answers, whatever their spelling; no text is equal to it
+CORRECT_VOTE = ("right",)  # the one vote of all right answers, whatever their spelling; no text is equal to it
 
 
 def _best(groups: Sequence[list[Row]], n: int, part: str | None) -> dict[int, Estimate]:
@@ -207,18 +207,18 @@ def _lengths(rows: Sequence[Row]) -> Lengths:
     )
 
 
-def _tables(scored: dict[str, list[Row]]) -> dict[str, dict[str, Share]]:
+def _tables(scored: dict[str, list[Row]]) -> dict[str, dict[str, TableEntry]]:
     """Accuracy by each column that divides the questions into several kinds, and by data source where there are several."""
     columns = dict.fromkeys(name for group in scored.values() for name in group[0]["tags"])
-    tables: dict[str, dict[str, Share]] = {}
+    tables: dict[str, dict[str, TableEntry]] = {}
     for column in ["data_source", *columns]:
         kinds: dict[Any, list[list[float]]] = {}
         for group in scored.values():
             value = group[0]["data_source"] if column == "data_source" else group[0]["tags"].get(column)
             kinds.setdefault(value, []).append([row["accuracy"] for row in group])
-        if 1 < len(kinds) <= MAX_VALUES:
+        if 1 < len(kinds) <= MAX_TABLE_ROWS:
             order = sorted(kinds, key=lambda v: (isinstance(v, str), v is None, v if v is not None else 0))
-            tables[column] = {_label(value): Share(len(kinds[value]), mean_at_k(kinds[value])) for value in order}
+            tables[column] = {_label(value): TableEntry(len(kinds[value]), mean_at_k(kinds[value])) for value in order}
     return tables
 
 

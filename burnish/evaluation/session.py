@@ -20,35 +20,35 @@ from burnish.config.rollout import SINGLE_TURN, Rollout
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import validation_prompts
-from burnish.data.rows import NO_ENVIRONMENT, refuse_tools
-from burnish.distributed.roles import build_engine, build_scorers, paged_engine
-from burnish.environments.registry import check_turns_fit
-from burnish.evaluation.completions import Journal, write_completions
-from burnish.evaluation.evaluate import Work, complete, in_order, make_driver
+from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, refuse_tools
+from burnish.distributed.roles import build_engine, build_scorers, find_paged_engine
+from burnish.environments.registry import check_template_for_turns
+from burnish.evaluation.completions import PartialCompletions, write_completions
+from burnish.evaluation.evaluate import WorkStats, in_data_order, make_driver, sample_and_score
 from burnish.evaluation.model_source import fit_max_tokens, stored_dtype
-from burnish.evaluation.output_paths import ROWS_ELSEWHERE, TOGETHER, Place, plan
+from burnish.evaluation.output_paths import COMBINED_NAME, CPU_ROWS, OutputPaths, plan_batch_size
 from burnish.evaluation.result import Result, summarise
-from burnish.evaluation.result_table import as_json
+from burnish.evaluation.result_table import result_json
 from burnish.evaluation.settings import EvalConfig
-from burnish.memory_plan.kv_cache import GIB, token_bytes
+from burnish.memory_plan.kv_cache import GIB, kv_token_bytes
 from burnish.models.decoder import Decoder
-from burnish.models.policy import PolicyModel, check_finite, load_policy, pick_device
+from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
 from burnish.rewards.reward_parts import check_parts
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.runner import Driver
+from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import Progress
 from burnish.rollout.validation import sampling_options
 from burnish.run.durable_files import atomic_write
 
 Say = Callable[[str], None]
-MOST_WORKERS = 16
+MAX_WORKERS = 16
 
 
 @dataclass(frozen=True)
-class Test:
+class EvalJob:
     """One data set: its settings, what they come to, and where its files go."""
 
-    place: Place
+    place: OutputPaths
     config: EvalConfig
     base: Path
     settings: dict[str, Any]
@@ -56,10 +56,10 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedEval:
     """A test whose prompts are there."""
 
-    test: Test
+    test: EvalJob
     prompts: list[Prompt]
     sampling: SamplingOptions
 
@@ -80,12 +80,12 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredEval:
     """A test that is done."""
 
-    test: Test
+    test: EvalJob
     result: Result
-    work: Work
+    work: WorkStats
     start_s: float
     """Seconds from the start of the process until the model was ready; the same for all tests of a command."""
     num_found: int
@@ -95,22 +95,22 @@ class Measured:
 def choose_dtype(model: Model, path: Path) -> str:
     """The type to compute in where nobody gave one: on a GPU the half precision the weights are stored in, else as set."""
     stored = stored_dtype(path)
-    return stored if pick_device(model.device).type == "cuda" and stored in ("bfloat16", "float16") else model.dtype
+    return stored if resolve_device(model.device).type == "cuda" and stored in ("bfloat16", "float16") else model.dtype
 
 
-def spare_workers() -> int:
+def default_workers() -> int:
     """Scoring processes where nobody said how many: half of the cores, at least two. Their number changes no value."""
-    return max(Reward().workers, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+    return max(Reward().workers, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
 
 
-def run_tests(
-    tests: Sequence[Test],
+def run_evaluations(
+    tests: Sequence[EvalJob],
     model: Path,
     best_by: str | None,
     say: Say,
     progress: Progress,
-    show: Callable[[Measured], None],
-) -> list[Measured]:
+    show: Callable[[MeasuredEval], None],
+) -> list[MeasuredEval]:
     """Measure each test and hand it to `show` as soon as it is done; what is wrong with any is found before the first token."""
     with ExitStack() as stack:
         for test in tests:
@@ -126,7 +126,7 @@ def run_tests(
         _check_rows(first, ready[0])
         engine = _engine(policy, ready, say)
         start_s = seconds_since_start()
-        say(f"{model}: {policy.note}, {tests[0].config.model.dtype}; ready after {start_s:.1f} s{_made(engine)}")
+        say(f"{model}: {policy.note}, {tests[0].config.model.dtype}; ready after {start_s:.1f} s{_warmup_note(engine)}")
         found = []
         for i, (one, journal) in enumerate(zip(ready, journals, strict=True)):
             with ExitStack() as inner:
@@ -144,14 +144,14 @@ def run_tests(
         return found
 
 
-def _check_rows(rewards: Rewards, one: Ready) -> None:
+def _check_rows(rewards: Rewards, one: PreparedEval) -> None:
     if one.test.config.environment.name == SINGLE_TURN:  # any other may give the reward itself
         for prompt in one.prompts:
-            refuse_tools(prompt.row.extra, prompt.row.place, NO_ENVIRONMENT)
+            refuse_tools(prompt.row.extra, prompt.row.place, NO_TOOL_ENVIRONMENT)
         rewards.check((p.row for p in one.prompts), "--answer-key ")
 
 
-def _journal(test: Test, stack: ExitStack) -> Journal:
+def _journal(test: EvalJob, stack: ExitStack) -> PartialCompletions:
     folder = test.place.completions.parent
     if not folder.exists():
         try:
@@ -159,13 +159,13 @@ def _journal(test: Test, stack: ExitStack) -> Journal:
         except OSError as error:
             raise UserError(f"--out {folder}: cannot be made: {error.strerror or error}") from error
         stack.callback(lambda: None if any(folder.iterdir()) else folder.rmdir())
-    return Journal(test.place.journal, test.settings)
+    return PartialCompletions(test.place.journal, test.settings)
 
 
-def _prepare(test: Test, policy: PolicyModel, say: Say) -> Ready:
+def _prepare(test: EvalJob, policy: PolicyModel, say: Say) -> PreparedEval:
     """The prompts of a test, and how their completions are drawn."""
     config, positions = test.config, policy.max_positions
-    check_turns_fit(config.environment, policy.tokenizer, config.data.template, test.base)
+    check_template_for_turns(config.environment, policy.tokenizer, config.data.template, test.base)
     data = config.prompts(positions)
     prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, test.base)
     longest = max(len(p.tokens) for p in prompts)
@@ -173,29 +173,29 @@ def _prepare(test: Test, policy: PolicyModel, say: Say) -> Ready:
     if note is not None:
         say(f"{test.place.name}: {note}")
     sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
-    return Ready(test, prompts, sampling_options(sampling, policy.tokenizer.eos_ids))
+    return PreparedEval(test, prompts, sampling_options(sampling, policy.tokenizer.eos_ids))
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-def _engine(policy: PolicyModel, ready: Sequence[Ready], say: Say) -> Engine:
+def _engine(policy: PolicyModel, ready: Sequence[PreparedEval], say: Say) -> Engine:
     """One engine for all tests, with room for the largest; on a GPU everything that takes seconds is made now."""
     asked, module = ready[0].test.config.max_rows, policy.module
     if not isinstance(module, Decoder) or not module.embedding.weight.is_cuda:
-        return build_engine(policy, Rollout(max_rows=asked or ROWS_ELSEWHERE))
+        return build_engine(policy, Rollout(max_rows=asked or CPU_ROWS))
     arch, weight = module.arch, module.embedding.weight
-    each = token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, weight.element_size())
+    each = kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, weight.element_size())
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(weight.device)
     wanted = [min(one.num_requests, asked or one.num_requests) for one in ready]
     rooms = [
-        plan(requests, one.longest_prompt, one.most_written, each, free)
+        plan_batch_size(requests, one.longest_prompt, one.most_written, each, free)
         for requests, one in zip(wanted, ready, strict=True)
     ]
     rows = asked or max(room.rows for room in rooms)
     engine = build_engine(policy, Rollout(max_rows=rows, cache_gib=max(room.cache_bytes for room in rooms) / GIB))
-    paged = paged_engine(engine)
+    paged = find_paged_engine(engine)
     assert paged is not None, "a decoder on a GPU has a paged cache"
     longest = max(one.longest_prompt + one.most_written for one in ready)
     paged.prepare(longest, min(max(wanted), rows), ready[0].sampling)
@@ -204,8 +204,8 @@ def _engine(policy: PolicyModel, ready: Sequence[Ready], say: Say) -> Engine:
     return engine
 
 
-def _made(engine: Engine) -> str:
-    paged = paged_engine(engine)
+def _warmup_note(engine: Engine) -> str:
+    paged = find_paged_engine(engine)
     if paged is None or not paged.stats.graphs:
         return ""
     return f" (kernels {paged.stats.compile_s:.1f} s, {paged.stats.graphs} graphs {paged.stats.capture_s:.1f} s)"
@@ -226,7 +226,14 @@ _LOADED = time.monotonic()
 # --- one test --------------------------------------------------------------------------------------------------------
 
 
-def _measure(one: Ready, journal: Journal, driver: Driver, rewards: Rewards, say: Say, progress: Progress) -> Work:
+def _measure(
+    one: PreparedEval,
+    journal: PartialCompletions,
+    driver: RolloutRunner,
+    rewards: Rewards,
+    say: Say,
+    progress: Progress,
+) -> WorkStats:
     config, name = one.test.config, one.test.place.name
     done = {(row["id"], row["sample"]) for row in journal.rows}
     n, plural = config.sampling.n, "s" if config.sampling.n > 1 else ""
@@ -234,20 +241,24 @@ def _measure(one: Ready, journal: Journal, driver: Driver, rewards: Rewards, say
     played = "" if config.environment.name == SINGLE_TURN else f" in environment {config.environment.name}"
     say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{played}{goes_on}")
     try:
-        return complete(driver, rewards, one.prompts, n, one.sampling, progress, journal.add, config.reward.parts, done)
+        return sample_and_score(
+            driver, rewards, one.prompts, n, one.sampling, progress, journal.add, config.reward.parts, done
+        )
     except KeyboardInterrupt:
         if journal.rows:
             say(f"{len(journal.rows):,} completions are kept in {journal.path}; the same command goes on from there")
         raise
 
 
-def _finish(one: Ready, journal: Journal, best_by: str | None, work: Work, start_s: float, num_found: int) -> Measured:
+def _finish(
+    one: PreparedEval, journal: PartialCompletions, best_by: str | None, work: WorkStats, start_s: float, num_found: int
+) -> MeasuredEval:
     """Write the ordered completions, then the result: a kill between the two leaves the journal, from which both come again."""
-    rows = in_order(journal.rows, one.prompts)
+    rows = in_data_order(journal.rows, one.prompts)
     result = summarise(rows, best_by)
     write_completions(one.test.place.completions, rows)
-    measured = Measured(one.test, result, work, start_s, num_found)
-    atomic_write(one.test.place.result, json.dumps(result_file(measured), indent=1) + "\n")
+    measured = MeasuredEval(one.test, result, work, start_s, num_found)
+    atomic_write(one.test.place.result, json.dumps(result_record(measured), indent=1) + "\n")
     return measured
 
 
@@ -257,12 +268,12 @@ def check_best_by(part: str | None, known: Sequence[str]) -> None:
         raise UserError(f"--best-by {part}: the reward has no such part (it has: {', '.join(known)})")
 
 
-def result_file(measured: Measured) -> dict[str, Any]:
+def result_record(measured: MeasuredEval) -> dict[str, Any]:
     """What `<name>.json` holds."""
     work = measured.work
     return {
         "name": measured.test.place.name,
-        **as_json(measured.result),
+        **result_json(measured.result),
         "seconds": {"start_up": measured.start_s, "generation": work.generate_s, "scoring": work.score_s},
         "resumed": measured.num_found,
         "tokens": work.num_tokens,
@@ -274,13 +285,13 @@ def result_file(measured: Measured) -> dict[str, Any]:
 
 
 def _device(model: Model) -> str:
-    device = pick_device(model.device)
+    device = resolve_device(model.device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
 
 
-def write_together(folder: Path, results: Sequence[dict[str, Any]], model: Path) -> Path:
+def write_combined(folder: Path, results: Sequence[dict[str, Any]], model: Path) -> Path:
     """`results.json`: the results of one command by name, without their settings."""
-    path = folder / f"{TOGETHER}.json"
+    path = folder / f"{COMBINED_NAME}.json"
     by_name = {r["name"]: {k: v for k, v in r.items() if k != "settings"} for r in results}
     atomic_write(path, json.dumps({"model": str(model), "results": by_name}, indent=1) + "\n")
     return path

@@ -17,17 +17,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.data import Data, Reward, Source, Template
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.loading import Loaded, load
 from burnish.config.model import Model
 from burnish.config.records import Record
 from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns, named
 from burnish.config.schema import ValidationMode
-from burnish.data.benchmarks import BENCHMARKS, benchmark_source
 from burnish.data.files import find_files, read_records
+from burnish.data.published_datasets import BENCHMARKS, benchmark_source
 from burnish.rewards.verifiers import VERIFIERS
 
-TASK = "task:"
+TASK_PREFIX = "task:"
 TASK_LIMIT = 1000
 """Problems of a generated task, which has no end, when no limit is given."""
 
@@ -94,16 +94,16 @@ class EvalConfig(Record):
         )
 
 
-def settings(
+def load_settings(
     data: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any], folder: Path | None = None
 ) -> Loaded[EvalConfig]:
     """The checked settings: defaults, then the run's and the benchmark's own, then flags (by dotted key; None is not given),
     then overrides. `folder` holds the benchmarks' files."""
     source = _source(data, folder)
     given = {key: value for key, value in flags.items() if value is not None}
-    brought = {**_of_run(run, source.get("task"), data in BENCHMARKS), **_of_benchmark(data)}
+    brought = {**_from_run(run, source.get("task"), data in BENCHMARKS), **_from_benchmark(data)}
     laid = {**brought, **given, "data.source": source}
-    if "path" in source and not _names_reward(laid, overrides):
+    if "path" in source and not _sets_reward(laid, overrides):
         laid["reward.parts"] = _reward_of_rows(data)
     if "task" in source:
         laid.setdefault("limit", TASK_LIMIT)
@@ -119,21 +119,21 @@ def is_given(key: str, flags: dict[str, Any], overrides: Sequence[str], run: dic
 
 def _source(data: str, folder: Path | None) -> dict[str, Any]:
     """What the command's word for data means: a task, a benchmark (a word in their table), or files."""
-    if data.startswith(TASK):
-        return {"task": data.removeprefix(TASK)}
+    if data.startswith(TASK_PREFIX):
+        return {"task": data.removeprefix(TASK_PREFIX)}
     if data in BENCHMARKS:
         return benchmark_source(data, folder)
     if re.fullmatch(r"[\w-]+", data) and not Path(data).exists():
-        raise unknown("benchmark", data, BENCHMARKS)
+        raise unknown_name_error("benchmark", data, BENCHMARKS)
     return {"path": data}
 
 
-def _of_benchmark(data: str) -> dict[str, Any]:
+def _from_benchmark(data: str) -> dict[str, Any]:
     row = BENCHMARKS.get(data)
     return {} if row is None else {"reward.parts": row.reward, "sampling.max_tokens": row.max_tokens}
 
 
-def _of_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict[str, Any]:
+def _from_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict[str, Any]:
     """What a run's config says that holds for an evaluation too; its reward and environment only where they fit this data."""
     found: dict[str, Any] = {}
     template = run.get("template") or run.get("data", {}).get("template")
@@ -159,7 +159,7 @@ def _of_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict[s
     return found
 
 
-def _names_reward(laid: dict[str, Any], overrides: Sequence[str]) -> bool:
+def _sets_reward(laid: dict[str, Any], overrides: Sequence[str]) -> bool:
     keys = [*laid, *(text.partition("=")[0] for text in overrides)]
     return any(key == "reward" or key.startswith("reward.parts") for key in keys)
 

@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-def wilson(mean: float, n: float) -> Estimate:
+def wilson_interval(mean: float, n: float) -> Estimate:
     """Wilson's score interval for a share of n independent trials (Wilson, 1927): never empty, never outside 0..1."""
     z2 = Z95 * Z95
     centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
@@ -37,7 +37,7 @@ def wilson(mean: float, n: float) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def student95(freedom: int) -> float:
+def student_t95(freedom: int) -> float:
     """Two-sided 95% point of Student's distribution: a table for few degrees, the Cornish-Fisher series from ten."""
     small = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 9: 2.2622}
     if freedom in small:
@@ -51,7 +51,7 @@ def student95(freedom: int) -> float:
     )
 
 
-def clustered(values: Sequence[float], trials: float) -> Estimate:
+def clustered_interval(values: Sequence[float], trials: float) -> Estimate:
     """The mean of one value a question, with its interval; `trials` is the most independent trials there can have been.
 
     For values in 0..1 Wilson's interval at the effective number of trials (Kish, 1965): as many independent ones as would
@@ -69,11 +69,11 @@ def clustered(values: Sequence[float], trials: float) -> Estimate:
         return Estimate(mean, mean - half, mean + half)
     n, spread = len(values), mean * (1 - mean)
     if spread <= 0 or n == 1:
-        return wilson(mean, n)
+        return wilson_interval(mean, n)
     if variance == 0:
-        return wilson(mean, trials)
-    effective = spread * (n - 1) / variance * (Z95 / student95(n - 1)) ** 2
-    return wilson(mean, min(trials, max(n, effective)))
+        return wilson_interval(mean, trials)
+    effective = spread * (n - 1) / variance * (Z95 / student_t95(n - 1)) ** 2
+    return wilson_interval(mean, min(trials, max(n, effective)))
 
 
 def mean_at_k(groups: Groups) -> Estimate:
@@ -82,7 +82,7 @@ def mean_at_k(groups: Groups) -> Estimate:
     k is the samples there are: fewer would have the same expectation and a wider interval.
     """
     groups = [g for g in groups if g]
-    return clustered([math.fsum(g) / len(g) for g in groups], sum(map(len, groups)))
+    return clustered_interval([math.fsum(g) / len(g) for g in groups], sum(map(len, groups)))
 
 
 # --- pass@k ----------------------------------------------------------------------------------------------------------
@@ -108,7 +108,9 @@ def mean_pass_at_k(groups: Groups, k: int) -> Estimate | None:
     usable = [g for g in groups if len(g) >= k]
     if not usable:
         return None
-    return clustered([pass_at_k(len(g), sum(a >= 1 for a in g), k) for g in usable], sum(len(g) / k for g in usable))
+    return clustered_interval(
+        [pass_at_k(len(g), sum(a >= 1 for a in g), k) for g in usable], sum(len(g) / k for g in usable)
+    )
 
 
 def powers_up_to(n: int) -> list[int]:
@@ -123,7 +125,7 @@ def powers_up_to(n: int) -> list[int]:
 # k of the n samples, as pass@k does: by counting, not by drawing subsets at random, so there is no seed and no noise
 # besides that of the samples themselves.
 
-FLOATS_UP_TO = 500  # C(n, n/2) of many more is no float; then logarithms
+MAX_EXACT_BINOMIAL = 500  # C(n, n/2) of many more is no float; then logarithms
 
 
 def maj_at_k(votes: Sequence[Hashable | None], right: Hashable, k: int) -> float:
@@ -137,11 +139,11 @@ def maj_at_k(votes: Sequence[Hashable | None], right: Hashable, k: int) -> float
         raise ValueError(f"maj@k needs 1 <= k <= n, got n={n}, k={k}")
     counts = Counter(vote for vote in votes if vote is not None)
     wrong = sorted(count for answer, count in counts.items() if answer != right)
-    return _vote(counts[right], tuple(wrong), n - sum(counts.values()), k)
+    return _majority_chance(counts[right], tuple(wrong), n - sum(counts.values()), k)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _vote(right: int, wrong: tuple[int, ...], silent: int, k: int) -> float:
+def _majority_chance(right: int, wrong: tuple[int, ...], silent: int, k: int) -> float:
     """The same of counts: samples that are right, that gave each wrong answer, and that gave none.
 
     Drawing k of n is drawing each with the chance k/n, given that k were drawn. So the numbers drawn of each answer are
@@ -177,7 +179,7 @@ def _not_beaten(wrong: tuple[int, ...], silent: int, size: int, votes: int, p: f
 @functools.lru_cache(maxsize=1 << 16)
 def _binomial(n: int, k: int, p: float) -> float:
     """Chance of k successes in n trials."""
-    if n > FLOATS_UP_TO and 0 < p < 1:
+    if n > MAX_EXACT_BINOMIAL and 0 < p < 1:
         ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
         return math.exp(ways + k * math.log(p) + (n - k) * math.log1p(-p))
     return math.comb(n, k) * p**k * (1 - p) ** (n - k)

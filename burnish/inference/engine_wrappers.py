@@ -34,20 +34,20 @@ from burnish.config.engines import (
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Engine, Request
 from burnish.core.random_keys import fold
-from burnish.models.quantization.nf4_decoder import quantised_weights
+from burnish.models.nf4 import quantised_weights
 from burnish.models.tokenizer import Tokenizer
-from burnish.run.checkpoint.contents import Content, TensorFile
-from burnish.run.checkpoint.saving import Stage
-from burnish.training.forward import Policy
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import Content, TensorFile
+from burnish.training.forward import PolicyForward
 from burnish.training.sharded_checkpoint import StoredTensors
 
 Module = TypeVar("Module", bound=nn.Module)
 Weights = dict[str, Tensor]
-FILE = "engine"
+CHECKPOINT_FILE = "engine"
 
 
 @dataclass
-class Faulty(Completion):
+class FaultyCompletion(Completion):
     """What the engine says of a request, and the truth of it."""
 
     drawn: np.ndarray  # int64, the tokens the engine sampled
@@ -57,31 +57,31 @@ class Faulty(Completion):
 # --- weights -------------------------------------------------------------------------------------------------------------
 
 
-def noisy(name: str, weight: Tensor, scale: float, seed: int) -> Tensor:
+def add_noise(name: str, weight: Tensor, scale: float, seed: int) -> Tensor:
     """w + scale rms(w) z: z is normal, of the seed and the tensor's name alone, so that it is the same after every load."""
     generator = torch.Generator().manual_seed(fold("mismatch", seed, name))
-    wide = _wide(weight)
+    wide = _at_least_float32(weight)
     z = torch.randn(weight.shape, generator=generator).to(wide)
     return (wide + scale * wide.square().mean().sqrt() * z).to(weight.dtype)
 
 
-def rounded(weight: Tensor, kind: str) -> Tensor:
+def round_weight(weight: Tensor, kind: str) -> Tensor:
     """A weight as bf16 or int8 holds it, in its own type; int8 has a scale for each row of a matrix and leaves vectors."""
     if kind == "bf16":
         return weight.to(torch.bfloat16).to(weight.dtype)
     if weight.dim() != 2:
         return weight
-    wide = _wide(weight)
+    wide = _at_least_float32(weight)
     step = wide.abs().amax(1, keepdim=True) / 127
     step = torch.where(step > 0, step, torch.ones_like(step))  # a row of zeros stays one
     return ((wide / step).round() * step).to(weight.dtype)
 
 
-def _wide(weight: Tensor) -> Tensor:
+def _at_least_float32(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _snapshot(weights: Mapping[str, Tensor]) -> Weights:
+def _copy_weights(weights: Mapping[str, Tensor]) -> Weights:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
@@ -89,7 +89,7 @@ def _snapshot(weights: Mapping[str, Tensor]) -> Weights:
 
 
 @torch.no_grad()
-def score(module: nn.Module, prompt: Sequence[int], tokens: np.ndarray, temperature: float) -> np.ndarray:
+def completion_logprobs(module: nn.Module, prompt: Sequence[int], tokens: np.ndarray, temperature: float) -> np.ndarray:
     """float32 log-probs of tokens after a prompt, under the module's whole distribution (no top-k, no top-p)."""
     if not len(tokens):
         return np.empty(0, dtype=np.float32)
@@ -97,7 +97,7 @@ def score(module: nn.Module, prompt: Sequence[int], tokens: np.ndarray, temperat
     packed = torch.tensor([*prompt, *tokens.tolist()], device=device)
     offsets = torch.tensor([0, len(packed)], device=device)
     wanted = torch.arange(len(prompt), len(packed), device=device)
-    logp, _ = cast(Policy, module).token_logprobs(packed, offsets, wanted, temperature)
+    logp, _ = cast(PolicyForward, module).token_logprobs(packed, offsets, wanted, temperature)
     return logp.float().cpu().numpy()
 
 
@@ -143,7 +143,7 @@ class MismatchEngine:
         self._asked: dict[str, Request] = {}  # unfinished requests, as they were submitted
         self._history: list[tuple[int, Weights]] = []  # of a stale engine, oldest first, with their versions
         if isinstance(fault, StaleFault):
-            self._history = [(0, _snapshot(dict(policy.named_parameters())))]
+            self._history = [(0, _copy_weights(dict(policy.named_parameters())))]
         self._write(self._faulty(dict(policy.named_parameters())))
         self.engine = make_engine(sampler)  # on the weights it shall have: an engine may take a copy of them
 
@@ -153,7 +153,7 @@ class MismatchEngine:
         self.engine.submit([self._request(r) for r in requests])
         self._asked.update((r.id, r) for r in requests)
 
-    def stream(self) -> Iterator[Faulty]:
+    def stream(self) -> Iterator[FaultyCompletion]:
         for completion in self.engine.stream():
             yield self._completion(completion)
 
@@ -174,7 +174,7 @@ class MismatchEngine:
         if isinstance(self.fault, StaleFault):
             # The newest version loaded again (a run that resumes) is no new load.
             older = [entry for entry in history if entry[0] != version]
-            history = [*older, (version, _snapshot(weights))][-1 - self.fault.steps :]
+            history = [*older, (version, _copy_weights(weights))][-1 - self.fault.steps :]
             version, weights = history[0]
         weights = self._faulty(weights)
         # The engine first: it refuses while requests run, and then nothing may have changed.
@@ -190,12 +190,12 @@ class MismatchEngine:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         """What a checkpoint must hold besides the policy: the past weights of a stale engine."""
         if not self._history:
             return []
         tensors = {f"{version}/{name}": t for version, past in self._history for name, t in past.items()}
-        return [TensorFile(f"{FILE}.safetensors", {key: stage(tensor) for key, tensor in tensors.items()})]
+        return [TensorFile(f"{CHECKPOINT_FILE}.safetensors", {key: stage(tensor) for key, tensor in tensors.items()})]
 
     def restore(self, folder: Path) -> None:
         """What a checkpoint has, back, before the `load` of the checkpoint's version."""
@@ -203,7 +203,7 @@ class MismatchEngine:
             return
         device = next(self.policy.parameters()).device
         found: dict[int, Weights] = {}
-        with StoredTensors(folder, FILE) as stored:
+        with StoredTensors(folder, CHECKPOINT_FILE) as stored:
             for key in stored.names:
                 version, name = key.split("/", 1)
                 found.setdefault(int(version), {})[name] = stored.read(key).to(device, copy=True)
@@ -215,9 +215,9 @@ class MismatchEngine:
         """The weights to sample with, once these are the policy's; those that are not named stay as they are."""
         match self.fault:
             case NoiseFault(scale=scale, seed=seed):
-                return {name: noisy(name, w.detach(), scale, seed) for name, w in weights.items()}
+                return {name: add_noise(name, w.detach(), scale, seed) for name, w in weights.items()}
             case QuantisedFault(kind=kind):
-                return {name: rounded(w.detach(), kind) for name, w in weights.items()}
+                return {name: round_weight(w.detach(), kind) for name, w in weights.items()}
             case NeverLoadedFault():
                 return {}
         return dict(weights)
@@ -242,27 +242,29 @@ class MismatchEngine:
                 return replace(asked, tokens=(token, *asked.tokens))
         return asked
 
-    def _completion(self, found: Completion) -> Faulty:
+    def _completion(self, found: Completion) -> FaultyCompletion:
         """What the engine says instead of what it found."""
         asked = self._asked.pop(found.id)
         tokens, logp = found.tokens, found.logp
         temperature = asked.sampling.temperature or 1.0  # greedy tokens are reported untempered
         match self.fault:
             case TemperatureFault(factor=factor, wrong="reported") if asked.sampling.temperature:
-                logp = score(self.sampler, asked.tokens, tokens, temperature * factor)
+                logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature * factor)
             case TruncatedFault(reported="full"):
-                logp = score(self.sampler, asked.tokens, tokens, temperature)
+                logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature)
             case ReencodedFault():
                 assert self.tokenizer is not None  # checked when this was made
                 tokens, logp = reencode(self.tokenizer, asked, found)
         raw = None if isinstance(self.fault, ReencodedFault) else found.raw_logp  # of other tokens than are reported
-        return Faulty(found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp, raw_logp=raw)
+        return FaultyCompletion(
+            found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp, raw_logp=raw
+        )
 
 
 # --- An engine in this process with a copy of the weights, so that it can sample while the learner changes them.
 
 
-class OwnWeights:
+class WeightCopyEngine:
     """An engine of `make_engine` on a copy of `policy`, the module that is trained, which it follows at every `load`."""
 
     def __init__(self, make_engine: Callable[[Any], Engine], policy: nn.Module) -> None:

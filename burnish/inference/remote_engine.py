@@ -22,23 +22,29 @@ from operator import attrgetter
 import numpy as np
 from torch import Tensor
 
-from burnish.core.dispatch import Handle, WorkerLost, Workers
+from burnish.core.dispatch import CallHandle, WorkerLost, Workers
 from burnish.core.engine import Completion, Request
-from burnish.inference.request_arrays import Completions, by_prompt, one_of_each, pack_requests, unpack_completions
-from burnish.inference.weight_sync.publisher import SyncError, Trainer, WeightSync
+from burnish.inference.request_arrays import (
+    PackedCompletions,
+    distinct_requests,
+    group_by_prompt,
+    pack_requests,
+    unpack_completions,
+)
+from burnish.inference.weight_sync import SyncError, TrainerClient, WeightSync
 
-WAIT_S = 0.05
+COLLECT_WAIT_S = 0.05
 """How long an engine may wait for more completions before it hands over what it has; for hundreds of engines more,"""
-WAIT_FOR_EACH_S = 0.01
+COLLECT_WAIT_PER_ENGINE_S = 0.01
 """so much for each, or the driver would do nothing but read."""
-LOOK_EVERY_S = 0.2
-SILENT_S = 60.0
+POLL_S = 0.2
+MAX_SILENCE_S = 60.0
 """An engine answers within moments, however long its requests take: one that has not for so long is stopped or cut off."""
 MAX_RESTARTS = 3
 """Times that an engine is started again without having handed over anything in between: it would end for ever."""
 
 
-class _Member:
+class _EngineState:
     """What is known of one engine."""
 
     def __init__(self) -> None:
@@ -46,7 +52,7 @@ class _Member:
         """By their numbers."""
         self.work = 0
         """Tokens that it may still have to compute."""
-        self.listening: Handle | None = None
+        self.listening: CallHandle | None = None
         self.heard = 0.0
         """When it was last asked for completions."""
         self.has_weights = False
@@ -63,7 +69,7 @@ class RemoteEngine:
     def __init__(
         self,
         workers: Workers,
-        trainer: Trainer,
+        trainer: TrainerClient,
         probe: Request,
         deadline_s: float,
         check: Callable[[Sequence[Request]], None],
@@ -74,7 +80,7 @@ class RemoteEngine:
         self.workers, self.deadline_s, self.at_once = workers, deadline_s, at_once
         self.sync = WeightSync(workers, trainer, probe, count)
         self.check, self.count, self.note = check, count, note
-        self.members = [_Member() for _ in range(workers.size)]
+        self.members = [_EngineState() for _ in range(workers.size)]
         self.unfinished: set[str] = set()
         """The ids of requests that some engine has."""
         self._num_dealt = 0
@@ -90,8 +96,8 @@ class RemoteEngine:
     # --- the Engine protocol ---------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        groups = by_prompt(requests)
-        self.check(one_of_each(groups))
+        groups = group_by_prompt(requests)
+        self.check(distinct_requests(groups))
         fresh = set(map(attrgetter("id"), requests))
         if len(fresh) < len(requests) or not fresh.isdisjoint(self.unfinished):
             raise ValueError("two requests have the same id, or one is already running")
@@ -192,7 +198,7 @@ class RemoteEngine:
     def _listen(self) -> None:
         """Ask every engine that has something to do for what is finished; wait for some of them to answer."""
         self.confirm()
-        wait_s = max(WAIT_S, WAIT_FOR_EACH_S * len(self.members))
+        wait_s = max(COLLECT_WAIT_S, COLLECT_WAIT_PER_ENGINE_S * len(self.members))
         for handle in self.workers.ready([m.listening for m in self.members if m.listening is not None], 0.0):
             self._hear(handle)  # whoever has answered is not silent, however long nobody listened
         now = time.monotonic()
@@ -202,12 +208,12 @@ class RemoteEngine:
             self.members[handle.rank].listening, self.members[handle.rank].heard = handle, now
         asked = [member.listening for member in self.members if member.listening is not None]
         self.confirm()  # where engines were replaced meanwhile
-        for handle in self.workers.ready(asked, LOOK_EVERY_S):
+        for handle in self.workers.ready(asked, POLL_S):
             self._hear(handle)
 
     def _idle(self, now: float, wait_s: float) -> list[int]:
         """The engines to ask; one that has not answered for too long is replaced."""
-        idle, longest_s = [], min(self.deadline_s, SILENT_S) + wait_s
+        idle, longest_s = [], min(self.deadline_s, MAX_SILENCE_S) + wait_s
         for rank, member in enumerate(self.members):
             if member.listening is None:
                 if member.running:
@@ -217,7 +223,7 @@ class RemoteEngine:
                 self._replace(rank, WorkerLost(f"engine {rank} has not answered for {silent_s:.1f} s", rank))
         return idle
 
-    def _hear(self, handle: Handle) -> None:
+    def _hear(self, handle: CallHandle) -> None:
         member = self.members[handle.rank]
         if member.listening is not handle:  # of an engine that was replaced meanwhile
             return
@@ -229,7 +235,7 @@ class RemoteEngine:
             return
         self.ready.extend(found)
 
-    def _accept(self, rank: int, packed: Completions) -> list[Completion]:
+    def _accept(self, rank: int, packed: PackedCompletions) -> list[Completion]:
         """The completions of requests that the engine has; there are no others unless it is asked twice."""
         member = self.members[rank]
         before, take = len(member.running), member.running.pop
@@ -256,13 +262,13 @@ class RemoteEngine:
         if member.restarts == MAX_RESTARTS:
             raise error
         lost, restarts = list(member.running.values()), member.restarts + 1
-        self.members[rank] = _Member()
+        self.members[rank] = _EngineState()
         self.members[rank].restarts = restarts
         self.count("controller/restarts", 1)
         self.note(f"engine {rank} is started again, and its {len(lost)} unfinished requests are issued again: {error}")
         self.workers.restart(rank)
         if lost:
-            self._deal(by_prompt(lost))
+            self._deal(group_by_prompt(lost))
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 

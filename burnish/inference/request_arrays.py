@@ -13,15 +13,15 @@ from operator import attrgetter
 
 import numpy as np
 
-from burnish.core.engine import Completion, Finish, Request, SamplingOptions
-from burnish.core.serialization import Flat
+from burnish.core.engine import Completion, CompletionFinish, Request, SamplingOptions
+from burnish.core.serialization import ArrayMessage
 
-NUMBERS = ("generated", "priority", "goes_on")
+INTEGER_FIELDS = ("generated", "priority", "goes_on")
 """What else a request says that is a small number."""
 
 
 @dataclass(frozen=True)
-class Requests(Flat):
+class PackedRequests(ArrayMessage):
     """Many requests."""
 
     first: int
@@ -34,13 +34,13 @@ class Requests(Flat):
 
 
 @dataclass(frozen=True)
-class Completions(Flat):
+class PackedCompletions(ArrayMessage):
     """Many completions."""
 
     columns: (
         np.ndarray
     )  # int64 [4, n]: the number of its request, how many tokens, the version, whether it has `raw_logp`
-    finish: list[Finish]
+    finish: list[CompletionFinish]
     tokens: np.ndarray  # int32, of all
     logp: np.ndarray  # float32, of all
     raw_logp: np.ndarray | None  # float32, of those that asked for it, one after the other
@@ -52,7 +52,7 @@ class Completions(Flat):
         return found
 
 
-def by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
+def group_by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
     """The requests with equal prompts together."""
     prompts: dict[tuple[int, ...], list[Request]] = {}
     # The samples of a prompt mostly follow each other: to compare is quicker than to look up.
@@ -64,36 +64,36 @@ def by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
     return list(prompts.values())
 
 
-def one_of_each(groups: Iterable[Sequence[Request]]) -> list[Request]:
+def distinct_requests(groups: Iterable[Sequence[Request]]) -> list[Request]:
     """Requests of groups with equal prompts such that every prompt is among them with every way to sample it."""
     found = []
     for group in groups:
         found.append(group[0])
-        if not _are_alike(samplings := _samplings(group)):
+        if not _all_equal(samplings := _samplings(group)):
             found += [one for one, sampling in zip(group, samplings, strict=True) if sampling is not samplings[0]]
     return found
 
 
-def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> Requests:
+def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> PackedRequests:
     """Requests as arrays, under the numbers from `first` on; those of a group have equal prompts."""
     requests = list(chain.from_iterable(groups))
     samplings = _samplings(requests)
     known = {samplings[0]: 0} if requests else {}
-    columns = np.zeros((2 + len(NUMBERS), len(requests)), dtype=np.int64)
+    columns = np.zeros((2 + len(INTEGER_FIELDS), len(requests)), dtype=np.int64)
     columns[0] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    if not _are_alike(samplings):
+    if not _all_equal(samplings):
         columns[1] = [known.setdefault(sampling, len(known)) for sampling in samplings]
-    for row, name in enumerate(NUMBERS, 2):
+    for row, name in enumerate(INTEGER_FIELDS, 2):
         column = list(map(attrgetter(name), requests))
         if any(column):  # most are 0 throughout, and a list takes longer to read than to look at
             columns[row] = column
     prompts = [group[0].tokens for group in groups]
     lengths = [len(tokens) for tokens in prompts]
     content = struct.pack(f"={sum(lengths)}i", *chain.from_iterable(prompts))  # half the time that numpy takes
-    return Requests(
+    return PackedRequests(
         first=first,
         prompts=np.frombuffer(content, dtype=np.int32),
-        bounds=_bounds(lengths),
+        bounds=_offsets(lengths),
         columns=columns,
         keys=np.array(list(map(attrgetter("key"), requests)), dtype=np.uint64),
         samplings=list(known),
@@ -104,12 +104,12 @@ def _samplings(requests: Sequence[Request]) -> list[SamplingOptions]:
     return list(map(attrgetter("sampling"), requests))
 
 
-def _are_alike(samplings: Sequence[SamplingOptions]) -> bool:
+def _all_equal(samplings: Sequence[SamplingOptions]) -> bool:
     """Whether all are equal; most are the same object, and then it is seen at a glance."""
     return not samplings or samplings.count(samplings[0]) == len(samplings)
 
 
-def unpack_requests(packed: Requests) -> list[Request]:
+def unpack_requests(packed: PackedRequests) -> list[Request]:
     """The inverse; the ids are the numbers."""
     bounds = packed.bounds.tolist()
     prompts = [tuple(packed.prompts[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -120,39 +120,39 @@ def unpack_requests(packed: Requests) -> list[Request]:
     ]
 
 
-def pack_completions(completions: Sequence[Completion]) -> Completions:
+def pack_completions(completions: Sequence[Completion]) -> PackedCompletions:
     """Completions of requests whose ids are numbers, as arrays: few of them, since each costs the reader as much as many values."""
     rows = [(int(c.id), len(c.tokens), c.version, c.raw_logp is not None) for c in completions]
     raw = [c.raw_logp for c in completions if c.raw_logp is not None]
-    return Completions(
+    return PackedCompletions(
         columns=np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy(),
         finish=[c.finish for c in completions],
-        tokens=_joined([c.tokens for c in completions], np.int32),
-        logp=_joined([c.logp for c in completions], np.float32),
-        raw_logp=_joined(raw, np.float32) if raw else None,
+        tokens=_concatenate([c.tokens for c in completions], np.int32),
+        logp=_concatenate([c.logp for c in completions], np.float32),
+        raw_logp=_concatenate(raw, np.float32) if raw else None,
     )
 
 
-def unpack_completions(packed: Completions, ids: Sequence[str]) -> list[Completion]:
+def unpack_completions(packed: PackedCompletions, ids: Sequence[str]) -> list[Completion]:
     """The inverse, with the ids that the requests had."""
     tokens, logp = packed.tokens, packed.logp
     _, lengths, versions, has_raw = packed.columns
-    bounds = _bounds(lengths).tolist()
+    bounds = _offsets(lengths).tolist()
     columns = zip(ids, packed.finish, versions.tolist(), bounds, bounds[1:], strict=False)
     found = [Completion(id, tokens[a:b], logp[a:b], finish, version) for id, finish, version, a, b in columns]
     if packed.raw_logp is not None:
         chosen = np.flatnonzero(has_raw)
-        ends = _bounds(lengths[chosen]).tolist()
+        ends = _offsets(lengths[chosen]).tolist()
         for k, start, stop in zip(chosen.tolist(), ends, ends[1:], strict=False):
             found[k].raw_logp = packed.raw_logp[start:stop]
     return found
 
 
-def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=bounds[1:])
     return bounds
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
-from burnish.core.random_keys import signed, uniforms
+from burnish.core.random_keys import to_int64, uniforms
 from burnish.inference.native.engine_common import add_bias, check_bias, sample
-from burnish.models.kernels.exact import tempered_logp
+from burnish.models.kernels.exact import log_softmax_at_temperature
 from burnish.models.transformers_model import TransformersPolicy
 
 
@@ -77,7 +77,7 @@ class TransformersEngine:
         self.queue = deque(r for r in self.queue if r.id not in wanted)
         kept = [completion for completion in self.ready if completion.id in wanted]
         self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
-        return kept + [_nothing(r, self.version) for r in stopped] if keep else []
+        return kept + [_empty_completion(r, self.version) for r in stopped] if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         parameters = dict(self.model.named_parameters())
@@ -103,29 +103,29 @@ class TransformersEngine:
         for i, request in enumerate(batch):
             prompts[i, width - len(request.tokens) :] = torch.tensor(request.tokens, device=self.device)
             real[i, width - len(request.tokens) :] = 1
-        draw = _Draw(batch, width, self.device)
+        draw = _SamplingProcessor(batch, width, self.device)
         config = GenerationConfig(
             do_sample=False, max_new_tokens=options.max_tokens, pad_token_id=self.pad_id, use_cache=True
         )
-        with _only(self.model, config):
+        with _only_this_config(self.model, config):
             self.model.generate(
                 inputs=prompts,
                 attention_mask=real,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([_Ended(batch, draw, self.decode)]),
+                stopping_criteria=StoppingCriteriaList([_StopCriteria(batch, draw, self.decode)]),
             )
         return draw.completions(self.version)
 
 
-def _nothing(request: Request, version: int) -> Completion:
+def _empty_completion(request: Request, version: int) -> Completion:
     raw = np.empty(0, dtype=np.float32) if request.sampling.raw_logprobs else None
     none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
     return Completion(request.id, *none, "aborted", version, raw_logp=raw)
 
 
 @contextmanager
-def _only(model: Any, config: Any) -> Iterator[None]:
+def _only_this_config(model: Any, config: Any) -> Iterator[None]:
     """`generate` fills what a config leaves open from the model's own; a penalty or an end token from there would
     change the distribution or end a row that the request did not ask to end."""
     own, model.generation_config = model.generation_config, config
@@ -135,12 +135,12 @@ def _only(model: Any, config: Any) -> Iterator[None]:
         model.generation_config = own
 
 
-class _Draw:
+class _SamplingProcessor:
     """Draws the next token of each row and leaves `generate` no other choice."""
 
     def __init__(self, batch: list[Request], width: int, device: torch.device) -> None:
         self.batch, self.width = batch, width
-        self.keys = torch.tensor([signed(r.key) for r in batch], device=device)
+        self.keys = torch.tensor([to_int64(r.key) for r in batch], device=device)
         self.before = torch.tensor([r.generated for r in batch], device=device)
         self.biases = [r.sampling.logit_bias for r in batch]
         self.with_raw = batch[0].sampling.raw_logprobs
@@ -168,7 +168,7 @@ class _Draw:
         self.tokens.append(tokens)
         self.logp.append(logp)
         if self.with_raw:
-            self.raw_logp.append(tempered_logp(scores, 1.0).gather(1, tokens[:, None])[:, 0])
+            self.raw_logp.append(log_softmax_at_temperature(scores, 1.0).gather(1, tokens[:, None])[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
     def completions(self, version: int) -> list[Completion]:
@@ -189,10 +189,10 @@ class _Draw:
         ]
 
 
-class _Ended:
+class _StopCriteria:
     """Notes where each row ends: at a stop token, at a stop string, or at its limit."""
 
-    def __init__(self, batch: list[Request], draw: _Draw, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, batch: list[Request], draw: _SamplingProcessor, decode: Callable[[list[int]], str]) -> None:
         self.batch, self.draw, self.decode = batch, draw, decode
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:

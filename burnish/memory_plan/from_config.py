@@ -13,36 +13,107 @@ from pathlib import Path
 import torch
 
 from burnish.config.data import Source
-from burnish.config.engines import CHANGES_WEIGHTS
+from burnish.config.engines import WEIGHT_FAULTS
 from burnish.config.errors import UserError
 from burnish.config.model import Lora, Model
 from burnish.config.placement import Parallel
 from burnish.config.plugins import is_reference
-from burnish.config.preference import PreferConfig, Preference, RewardModel, RewardModelConfig
-from burnish.config.schema import Sft, SftConfig, TrainConfig
+from burnish.config.schema import PreferConfig, Preference, RewardModel, RewardModelConfig, Sft, SftConfig, TrainConfig
 from burnish.data.tasks.registry import alphabet_of
-from burnish.memory_plan.kv_cache import cache_plan, token_bytes
-from burnish.memory_plan.planner import CONTEXT, GIB, Plan, Setup, plan
-from burnish.memory_plan.reward_model_memory import judges_bytes, on_gpu, scorers_bytes
-from burnish.memory_plan.suggestions import check, line_of, text_of
-from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
-from burnish.models.lora.directory import base_of, is_adapter, read_lora
+from burnish.memory_plan.kv_cache import kv_token_bytes, plan_cache
+from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, PROCESS_BYTES, MemoryPlan, RunSetup, plan_memory
+from burnish.memory_plan.suggestions import check_plan, plan_line, plan_text
+from burnish.models.architecture import (
+    Architecture,
+    architecture_from_hf,
+    new_architecture,
+    read_config,
+    why_not_native,
+)
+from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
+from burnish.models.lora.peft_files import base_model_of, is_adapter, read_lora_config
 from burnish.models.policy import find_directory
-from burnish.models.quantization.fp8_cache import SCALE_BYTES
 from burnish.models.tokenizer import EOS, PAD
+from burnish.rewards.judge_options import JudgeOptions
+from burnish.rewards.reward_parts import JUDGE, MODEL, RewardModelOptions
+
+# --- What models of the reward take of the policy's device: scorers in its process, judges in processes of their own.
+
+# --- burnish.memory_plan.from_config
+
+JUDGE_CACHE_GIB = 2.0
+"""Of a judge on a GPU, unless its options say another size."""
+
+
+def scorers_bytes(config: TrainConfig, base: Path | None) -> int:
+    """The weights of reward models in the policy's process and on its device. One that a stage will make is not counted."""
+    total = 0
+    for index, part in enumerate(config.reward.parts):
+        if part.name == MODEL:
+            options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
+            if not is_reference(options.path) and _gpu_index(options.device) == _gpu_index(config.model.device):
+                directory = find_directory(options.path, base)
+                whole = base_model_of(directory) if is_adapter(directory) else directory
+                total += _model_bytes(whole, options.dtype, has_head=False)
+    return total
+
+
+def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
+    """What judges that are model directories take of the policy's device: weights, cache, and what a process takes before it has any.
+    One that a stage will make is not counted."""
+    total = 0
+    for index, part in enumerate(config.reward.parts):
+        if part.name != JUDGE:
+            continue
+        options = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
+        if (
+            options.path is None
+            or is_reference(options.path)
+            or _gpu_index(options.device) != _gpu_index(config.model.device)
+        ):
+            continue
+        directory = find_directory(options.path, base)
+        cache = options.cache_gib if options.cache_gib is not None else (JUDGE_CACHE_GIB if is_gpu else 0.0)
+        total += (
+            _model_bytes(directory, options.dtype)
+            + int(cache * GIB)
+            + (CUDA_CONTEXT_BYTES if is_gpu else PROCESS_BYTES)
+        )
+    return total
+
+
+def _model_bytes(directory: Path, dtype: str, has_head: bool = True) -> int:
+    """Bytes of a model: by its architecture, or by its files where that is not ours."""
+    config = read_config(directory)
+    if why_not_native(config) is None:
+        arch = architecture_from_hf(config, str(directory / "config.json"))
+        arch = arch if has_head else replace(arch, tied=True)
+        return arch.num_parameters * getattr(torch, dtype).itemsize
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def is_gpu_device(device: str) -> bool:
+    """Whether a device of a config is a GPU here."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _gpu_index(device: str) -> int | None:
+    """Which GPU; None is the CPU."""
+    return int(device.partition(":")[2] or 0) if is_gpu_device(device) else None
+
 
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
-VLLM_CACHE = 4 * GIB
+DEFAULT_VLLM_CACHE = 4 * GIB
 """Of vLLM in this process, unless the config says another size."""
-OWN_WEIGHTS = ("noise", "stale", "quantised", "never_loaded")
+FAULTS_WITH_OWN_WEIGHTS = ("noise", "stale", "quantised", "never_loaded")
 """Faults of a sampler that need a copy of the weights."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """What a run needs and what there is."""
 
-    stages: dict[str, Plan]
+    stages: dict[str, MemoryPlan]
     """In the order in which they come."""
     room: int | None
     """Bytes of the device; None where it is not here."""
@@ -57,7 +128,7 @@ class Planned:
         """What to tell the user; the error for what cannot fit."""
         if self.room is None:
             return []
-        found = [check(made, self.room, self.host_room) for made in self.stages.values()]
+        found = [check_plan(made, self.room, self.host_room) for made in self.stages.values()]
         return [text for text in found if text is not None]
 
     @property
@@ -79,60 +150,69 @@ class Planned:
             return f"memory: not planned, {self.reason}"
         if not self.is_gpu:
             largest = max(self.stages.values(), key=lambda made: made.total)
-            return line_of(largest, self.room)
-        texts = [text_of(made, self.room) for made in self.stages.values()]
+            return plan_line(largest, self.room)
+        texts = [plan_text(made, self.room) for made in self.stages.values()]
         if len(texts) == 1:
             return texts[0]
         return "\n".join(f"{name}: {text}" for name, text in zip(self.stages, texts, strict=True))
 
 
-def planned(config: AnyConfig, base: Path | None) -> Planned:
+def plan_run(config: AnyConfig, base: Path | None) -> PlannedRun:
     """The plan of a run."""
-    is_gpu = on_gpu(config.model.device)
-    room, host_room = _room(config.model.device, is_gpu), _host_memory()
+    is_gpu = is_gpu_device(config.model.device)
+    room, host_room = _device_bytes(config.model.device, is_gpu), _host_bytes()
     if isinstance(config, TrainConfig) and (taken := judges_bytes(config, is_gpu, base)):
         left = None if room is None else max(0, room - taken)
-        return replace(_planned(config, base, is_gpu, left, host_room), judges=taken)
-    return _planned(config, base, is_gpu, room, host_room)
+        return replace(_plan_stages(config, base, is_gpu, left, host_room), judges=taken)
+    return _plan_stages(config, base, is_gpu, room, host_room)
 
 
-def _planned(config: AnyConfig, base: Path | None, is_gpu: bool, room: int | None, host_room: int | None) -> Planned:
-    found = _architecture(config.model, _sources(config), config.seed, base)
+def _plan_stages(
+    config: AnyConfig, base: Path | None, is_gpu: bool, room: int | None, host_room: int | None
+) -> PlannedRun:
+    found = _architecture(config.model, _data_sources(config), config.seed, base)
     if isinstance(found, str):
-        return Planned({}, room, host_room, is_gpu, found)
+        return PlannedRun({}, room, host_room, is_gpu, found)
     arch, lora = found
     if isinstance(config, TrainConfig) and config.placement.name != "local":
-        return Planned(
+        return PlannedRun(
             {}, room, host_room, is_gpu, f"placement={config.placement.name} has the model on other processes"
         )
     if isinstance(config, SftConfig):
-        setup = _supervised(config.model, config.sft, arch, lora, is_gpu, "sft")
-        return Planned({"sft": _plan(config, _divided(setup, config.parallel))}, room, host_room, is_gpu)
+        setup = _sft_setup(config.model, config.sft, arch, lora, is_gpu, "sft")
+        return PlannedRun({"sft": _plan_setup(config, _per_process(setup, config.parallel))}, room, host_room, is_gpu)
     if isinstance(config, PreferConfig):
-        setup = _preferred(config, arch, lora, is_gpu)
-        return Planned({"preference": _plan(config, _divided(setup, config.parallel))}, room, host_room, is_gpu)
+        setup = _preference_setup(config, arch, lora, is_gpu)
+        return PlannedRun(
+            {"preference": _plan_setup(config, _per_process(setup, config.parallel))}, room, host_room, is_gpu
+        )
     if isinstance(config, RewardModelConfig):
-        return Planned({"reward model": _plan(config, _scored(config, arch, lora, is_gpu))}, room, host_room, is_gpu)
-    process = _process(config, arch, base)
+        return PlannedRun(
+            {"reward model": _plan_setup(config, _reward_model_setup(config, arch, lora, is_gpu))},
+            room,
+            host_room,
+            is_gpu,
+        )
+    process = _process_architecture(config, arch, base)
     if isinstance(process, str):
-        return Planned({}, room, host_room, is_gpu, process)
+        return PlannedRun({}, room, host_room, is_gpu, process)
     stages = {}
     if config.warm_start is not None:
-        supervised = _supervised(config.model, config.warm_start, arch, lora, is_gpu, "warm_start")
-        stages["warm start"] = _plan(config, supervised)
-    stages["training"] = _plan(config, _reinforced(config, arch, lora, process, is_gpu, room, base))
-    return Planned(stages, room, host_room, is_gpu)
+        supervised = _sft_setup(config.model, config.warm_start, arch, lora, is_gpu, "warm_start")
+        stages["warm start"] = _plan_setup(config, supervised)
+    stages["training"] = _plan_setup(config, _rl_setup(config, arch, lora, process, is_gpu, room, base))
+    return PlannedRun(stages, room, host_room, is_gpu)
 
 
-def _plan(config: AnyConfig, setup: Setup) -> Plan:
+def _plan_setup(config: AnyConfig, setup: RunSetup) -> MemoryPlan:
     """The plan, which advises nothing that the config would refuse."""
     is_cut = not isinstance(config, RewardModelConfig) and config.parallel.tensor > 1
     mismatch = config.rollout.mismatch if isinstance(config, TrainConfig) else None
-    is_changed = mismatch is not None and mismatch.name in CHANGES_WEIGHTS
-    return plan(replace(setup, may_quantise=config.model.adapter is None and not is_cut and not is_changed))
+    is_changed = mismatch is not None and mismatch.name in WEIGHT_FAULTS
+    return plan_memory(replace(setup, may_quantise=config.model.adapter is None and not is_cut and not is_changed))
 
 
-def _sources(config: AnyConfig) -> list[Source]:
+def _data_sources(config: AnyConfig) -> list[Source]:
     if isinstance(config, SftConfig):
         return config.sft.data
     if isinstance(config, RewardModelConfig):
@@ -148,34 +228,34 @@ def _architecture(
     """The shape of the policy and its adapters, or why it is not known."""
     try:
         if model.path is None and model.adapter is None:
-            return _new(model, sources, seed)
+            return _new_architecture(model, sources, seed)
         lora, path = model.lora, None if model.path is None else find_directory(model.path, base)
         if model.adapter is not None:
             adapter = find_directory(model.adapter, base)
-            lora, path = read_lora(adapter), path or base_of(adapter)
+            lora, path = read_lora_config(adapter), path or base_model_of(adapter)
         elif path is not None and is_adapter(path):
-            lora, path = read_lora(path), base_of(path)
+            lora, path = read_lora_config(path), base_model_of(path)
         assert path is not None
         config = read_config(path)
         reason = why_not_native(config)
         if reason is None and model.backend != "transformers":
-            return from_hf(config, str(path / "config.json")), lora
+            return architecture_from_hf(config, str(path / "config.json")), lora
     except UserError as error:  # whoever builds the policy says so too, and better
         return str(error)
     return f"the forward pass is transformers' own ({reason or 'model.backend=transformers'})"
 
 
-def _new(model: Model, sources: list[Source], seed: int) -> tuple[Architecture, None] | str:
+def _new_architecture(model: Model, sources: list[Source], seed: int) -> tuple[Architecture, None] | str:
     plain = [source.model_copy(update={"options": {}}) for source in sources]  # the characters depend on no option
     alphabet = alphabet_of(plain, seed)
     if alphabet is None or model.new is None:
         return "the characters of a new model's tokenizer are not known"
-    return from_nothing(model.new, len({PAD, EOS, *alphabet})), None
+    return new_architecture(model.new, len({PAD, EOS, *alphabet})), None
 
 
-def _supervised(model: Model, stage: Sft, arch: Architecture, lora: Lora | None, is_gpu: bool, section: str) -> Setup:
+def _sft_setup(model: Model, stage: Sft, arch: Architecture, lora: Lora | None, is_gpu: bool, section: str) -> RunSetup:
     longest = min(stage.max_tokens, arch.max_positions)
-    return Setup(
+    return RunSetup(
         arch,
         model.dtype,
         is_gpu,
@@ -189,25 +269,25 @@ def _supervised(model: Model, stage: Sft, arch: Architecture, lora: Lora | None,
     )
 
 
-def _preferred(config: PreferConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
+def _preference_setup(config: PreferConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> RunSetup:
     """A reference that is cached is nothing by the time of the first update."""
     alone = "off" if lora is not None and config.model.adapter is None else "copy"
-    setup = _of_pairs(config.preference, config.model.dtype, arch, lora, is_gpu)
+    setup = _pairs_setup(config.preference, config.model.dtype, arch, lora, is_gpu)
     return replace(setup, reference=alone if config.preference.reference == "live" else "none", section="preference")
 
 
-def _scored(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> Setup:
+def _reward_model_setup(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> RunSetup:
     """A model without output head."""
-    setup = _of_pairs(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
+    setup = _pairs_setup(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
     return replace(setup, scores=True, section="reward_model")
 
 
-def _of_pairs(
+def _pairs_setup(
     stage: Preference | RewardModel, dtype: str, arch: Architecture, lora: Lora | None, is_gpu: bool
-) -> Setup:
+) -> RunSetup:
     """Two sequences of each pair, which begin alike."""
     longest = min(stage.max_tokens, arch.max_positions)
-    return Setup(
+    return RunSetup(
         arch,
         dtype,
         is_gpu,
@@ -221,14 +301,14 @@ def _of_pairs(
     )
 
 
-def _divided(setup: Setup, parallel: Parallel) -> Setup:
+def _per_process(setup: RunSetup, parallel: Parallel) -> RunSetup:
     """The setup of one of the processes that a launcher started, if it did."""
     replicate, shard, sequence, tensor = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
     tokens = -(-setup.update_tokens // (replicate * shard))
     return replace(setup, update_tokens=tokens, shards=shard * sequence * tensor, slices=sequence)
 
 
-def _reinforced(
+def _rl_setup(
     config: TrainConfig,
     arch: Architecture,
     lora: Lora | None,
@@ -236,7 +316,7 @@ def _reinforced(
     is_gpu: bool,
     room: int | None,
     base: Path | None,
-) -> Setup:
+) -> RunSetup:
     training, rollout, algorithm = config.training, config.rollout, config.algorithm
     stages = rollout.all_stages()
     written = max(stage.max_tokens for stage in stages) * config.environment.max_turns
@@ -245,7 +325,7 @@ def _reinforced(
     samples = max(stage.n for stage in stages)
     sequences = max(stage.n * stage.prompts for stage in stages)
     back = 1.0 if algorithm.replay is None else 1.0 + algorithm.replay.share
-    setup = Setup(
+    setup = RunSetup(
         arch,
         config.model.dtype,
         is_gpu,
@@ -256,25 +336,25 @@ def _reinforced(
         activations=training.activations,
         lora=lora,
         spread=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
-        reference=_reference(config, lora),
-        teacher=_teacher(config, arch, base),
+        reference=_reference_kind(config, lora),
+        teacher=_teacher_parameters(config, arch, base),
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         process=None if algorithm.process is None else algorithm.process.optimizer,
         process_arch=process,
         scorers=scorers_bytes(config, base),
-        engine_copy=_samples_here(config)
+        engine_copy=_is_local_engine(config)
         and (
             rollout.engine == "vllm"
             or rollout.source.name != "sync"
-            or (rollout.mismatch is not None and rollout.mismatch.name in OWN_WEIGHTS)
+            or (rollout.mismatch is not None and rollout.mismatch.name in FAULTS_WITH_OWN_WEIGHTS)
         ),
         plain_copy=rollout.engine == "vllm",
     )
-    return replace(setup, cache=_cache(config, setup, sequences, room))
+    return replace(setup, cache=_cache_bytes(config, setup, sequences, room))
 
 
-def _reference(config: TrainConfig, lora: Lora | None) -> str:
+def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
     slot = config.algorithm.kl.reference
     if slot.name == "none" or (slot.name == "iterate" and slot.every == 1):
         return "none"
@@ -285,7 +365,7 @@ def _reference(config: TrainConfig, lora: Lora | None) -> str:
     return "ema" if slot.name == "ema" else "copy"
 
 
-def _teacher(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
+def _teacher_parameters(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
     """Parameters of the teacher, of one that a stage makes the policy's; 0 where there is none, or its shape is not known."""
     slot = config.algorithm.kl.reference
     if slot.name != "teacher" or slot.path is None:
@@ -296,7 +376,7 @@ def _teacher(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
     return 0 if isinstance(found, str) else found[0].num_parameters
 
 
-def _process(config: TrainConfig, arch: Architecture, base: Path | None) -> Architecture | str | None:
+def _process_architecture(config: TrainConfig, arch: Architecture, base: Path | None) -> Architecture | str | None:
     """The shape of a process reward model that has weights of its own, of one that a stage makes the policy's; or why it is not
     known. None where it has none."""
     process = config.algorithm.process
@@ -308,46 +388,46 @@ def _process(config: TrainConfig, arch: Architecture, base: Path | None) -> Arch
     return f"algorithm.process.path={process.path}: {found}" if isinstance(found, str) else found[0]
 
 
-def _cache(config: TrainConfig, setup: Setup, sequences: int, room: int | None) -> int:
+def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, room: int | None) -> int:
     """Bytes of the engine's cache: what the config says, or what every row at its longest needs, at most a share of a GPU."""
     arch, rollout = setup.arch, config.rollout
-    if not _samples_here(config):
+    if not _is_local_engine(config):
         return 0
     size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
     if rollout.engine == "vllm":
-        return size or VLLM_CACHE
-    each = (1, SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
-    token = token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
+        return size or DEFAULT_VLLM_CACHE
+    each = (1, FP8_SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
+    token = kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
     if not setup.on_gpu and size is None:
         return min(rollout.max_rows, sequences) * setup.longest * token
     held = [
         part.bytes
-        for part in plan(setup).resident
+        for part in plan_memory(setup).resident
         if part.name in ("weights", "reference", "teacher", "engine's weights", "reward models")
     ]
-    free = None if room is None else max(0, room - CONTEXT - sum(held))
-    return cache_plan(
+    free = None if room is None else max(0, room - CUDA_CONTEXT_BYTES - sum(held))
+    return plan_cache(
         token_bytes=token, max_rows=rollout.max_rows, longest=setup.longest, free_bytes=free, cache_bytes=size
     ).bytes
 
 
-def _samples_here(config: TrainConfig) -> bool:
+def _is_local_engine(config: TrainConfig) -> bool:
     """Whether the engine is in this process, and not a server's."""
     rollout = config.rollout
     return rollout.engine != "sglang" and not (rollout.vllm is not None and rollout.vllm.url is not None)
 
 
-def _room(device: str, is_gpu: bool) -> int | None:
+def _device_bytes(device: str, is_gpu: bool) -> int | None:
     """Bytes that a run may take of its device: all that nobody else has."""
     if not is_gpu:
-        return _host_memory()
+        return _host_bytes()
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(torch.device("cuda" if device == "auto" else device))
-    return int(min(total, free + CONTEXT))  # to ask is to make a context
+    return int(min(total, free + CUDA_CONTEXT_BYTES))  # to ask is to make a context
 
 
-def _host_memory() -> int | None:
+def _host_bytes() -> int | None:
     """Bytes of the machine, or of the container this runs in."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -12,57 +12,57 @@ from dataclasses import dataclass
 
 from burnish.config.errors import UserError
 
-PAGE = 16  # tokens a page
-PREFILL_TOKENS = 16384  # computed in one forward, at most
-FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # then every further 1024 rows
+BLOCK_SIZE = 16  # tokens a page
+MAX_PREFILL_TOKENS = 16384  # computed in one forward, at most
+MAX_FREE_SHARE = 0.4  # of the GPU memory that is free when the cache is made, at most
+GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # then every further 1024 rows
 GIB = 2**30
-FULL = 132 * 4  # programs that fill a large GPU
-MOST_SPLITS = 32
-MOST_PROGRAMS = 1 << 15  # each has a place for its sums, which take 96 MiB with six queries of 128 numbers
-LONG = 512  # keys that one program reads where there are programs enough
-UNEQUAL = 1.5  # the longest row over the mean, from which on long ones are cut
+PROGRAMS_TO_FILL_GPU = 132 * 4  # programs that fill a large GPU
+MAX_SPLITS = 32
+MAX_PROGRAMS = 1 << 15  # each has a place for its sums, which take 96 MiB with six queries of 128 numbers
+KEYS_PER_PROGRAM = 512  # keys that one program reads where there are programs enough
+UNEVEN_RATIO = 1.5  # the longest row over the mean, from which on long ones are cut
 
 
-def bucket(rows: int, most: int) -> int:
+def graph_batch_size(rows: int, most: int) -> int:
     """The number of rows a decode step is made for when so many are needed, and `most` can be there."""
-    larger = next((size for size in BUCKETS if size >= rows), -(-rows // 1024) * 1024)
+    larger = next((size for size in GRAPH_BATCH_SIZES if size >= rows), -(-rows // 1024) * 1024)
     return min(larger, most)
 
 
-def splits_for(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
+def num_splits(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
     """How many stretches the past of a row may be cut into in a decode step: a power of two, since each is a graph of its own.
 
     Enough programs for the chip where rows are few; and where some row is much longer than most, enough that it is not the one
     all others wait for.
     """
     longest = max(lengths, default=1)
-    is_unequal = longest * len(lengths) > UNEQUAL * sum(lengths)
-    return most_splits(rows, kv_heads, longest) if is_unequal else _fill(rows, kv_heads)
+    is_unequal = longest * len(lengths) > UNEVEN_RATIO * sum(lengths)
+    return max_splits(rows, kv_heads, longest) if is_unequal else _splits_to_fill(rows, kv_heads)
 
 
-def most_splits(rows: int, kv_heads: int, longest: int) -> int:
+def max_splits(rows: int, kv_heads: int, longest: int) -> int:
     """The same where the longest row is longer than most."""
-    long = -(-longest // least_stretch(rows, kv_heads))
-    room = max(1, min(MOST_SPLITS, MOST_PROGRAMS // (rows * kv_heads)))
-    return min(_power_below(room), max(_fill(rows, kv_heads), 1 << (long - 1).bit_length()))
+    long = -(-longest // min_split_keys(rows, kv_heads))
+    room = max(1, min(MAX_SPLITS, MAX_PROGRAMS // (rows * kv_heads)))
+    return min(_power_of_two_below(room), max(_splits_to_fill(rows, kv_heads), 1 << (long - 1).bit_length()))
 
 
-def least_stretch(rows: int, kv_heads: int) -> int:
+def min_split_keys(rows: int, kv_heads: int) -> int:
     """Keys that a stretch has at least."""
-    return max(64, LONG // _fill(rows, kv_heads))
+    return max(64, KEYS_PER_PROGRAM // _splits_to_fill(rows, kv_heads))
 
 
-def _fill(rows: int, kv_heads: int) -> int:
+def _splits_to_fill(rows: int, kv_heads: int) -> int:
     """The largest power of two of programs for each key head of a row that a large GPU runs at once."""
-    return _power_below(max(1, min(MOST_SPLITS, FULL // (rows * kv_heads))))
+    return _power_of_two_below(max(1, min(MAX_SPLITS, PROGRAMS_TO_FILL_GPU // (rows * kv_heads))))
 
 
-def _power_below(number: int) -> int:
+def _power_of_two_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, scale_bytes: int = 0) -> int:
+def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, scale_bytes: int = 0) -> int:
     """Bytes of one token's keys and values; `scale_bytes` stand beside each head's vector where it is quantised."""
     return 2 * num_layers * num_kv_heads * (head_dim * element_bytes + scale_bytes)
 
@@ -107,11 +107,11 @@ class CachePlan:
     @property
     def graphs(self) -> int:
         """Decode steps that may be captured, each when it is first needed: of a number of rows and of stretches each."""
-        sizes = {bucket(rows, self.max_rows) for rows in range(1, self.max_rows + 1)}
+        sizes = {graph_batch_size(rows, self.max_rows) for rows in range(1, self.max_rows + 1)}
         if self.kv_heads is None:
             return len(sizes)
         longest = self.width * self.page
-        stretches = [(_fill(rows, self.kv_heads), most_splits(rows, self.kv_heads, longest)) for rows in sizes]
+        stretches = [(_splits_to_fill(rows, self.kv_heads), max_splits(rows, self.kv_heads, longest)) for rows in sizes]
         return sum((most // few).bit_length() for few, most in stretches)
 
     @property
@@ -134,14 +134,14 @@ class CachePlan:
             )
 
 
-def cache_plan(
+def plan_cache(
     *,
     token_bytes: int,
     max_rows: int,
     longest: int,
     free_bytes: int | None = None,
     cache_bytes: int | None = None,
-    page: int = PAGE,
+    page: int = BLOCK_SIZE,
     kv_heads: int | None = None,
 ) -> CachePlan:
     """The cache for `max_rows` rows of up to `longest` tokens; `kv_heads` as in the plan.
@@ -154,5 +154,5 @@ def cache_plan(
     if cache_bytes is not None:
         num_pages = cache_bytes // page_bytes
     elif free_bytes is not None:
-        num_pages = min(num_pages, int(free_bytes * FREE_SHARE) // page_bytes)
+        num_pages = min(num_pages, int(free_bytes * MAX_FREE_SHARE) // page_bytes)
     return CachePlan(token_bytes, page, num_pages, max_rows, longest, free_bytes, kv_heads)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
-from burnish.models.kernels.cpu.c_library import expected
-from burnish.models.kernels.cpu.cpu_ops import LONGEST
-from burnish.models.weight_layout import targets
+from burnish.models.kernels.cpu.c_library import c_kernels_expected
+from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH
+from burnish.models.weight_layout import lora_targets
 
-SHORT = 256
+EXPLICIT_SCORES_LENGTH = 256
 """Up to this length attention on a CPU has explicit scores (`ops/attention.py`), where there are no C kernels."""
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ActivationBytes:
     """For each row that goes through the layers, and for each token of the packing: with shared beginnings there are more of those."""
 
     row: int
@@ -30,7 +30,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ActivationEstimate:
     """What the tensors of a forward pass depend on, besides the number of tokens."""
 
     arch: Architecture
@@ -60,15 +60,15 @@ class Forward:
 
     # --- a layer -------------------------------------------------------------------------------------------------------
 
-    def layer(self, policy: str) -> Bytes:
+    def layer(self, policy: str) -> ActivationBytes:
         """Kept of one layer until it is differentiated."""
         if policy == "keep":
             return self._keep()
         if policy == "selective":
             return self._selective()
-        return Bytes(self.arch.hidden_size * self.element if policy == "recompute" else 0)
+        return ActivationBytes(self.arch.hidden_size * self.element if policy == "recompute" else 0)
 
-    def _keep(self) -> Bytes:
+    def _keep(self) -> ActivationBytes:
         h, q, k, m = self.widths
         norms = (4 if self.arch.out_norms else 2) * self._norm(h, 1)
         inputs = self._input("qkv", h) + self._input("gate_up", h) + self._input("down", m)
@@ -80,13 +80,13 @@ class Forward:
             norms += self._norm(0 if self.is_half else q + k, self.arch.num_heads + self.arch.num_kv_heads)
         turned = (q + k) * self.element if self._by_kernel else 0
         rows = norms + inputs + raw * has_raw + turned + attention.row + self._gate() + self._adapters()
-        return Bytes(rows, attention.token)
+        return ActivationBytes(rows, attention.token)
 
-    def _selective(self) -> Bytes:
+    def _selective(self) -> ActivationBytes:
         h, q, k, m = self.widths
         attention = self._attention()
         rows = (2 * h + q + 2 * k + 2 * m) * self.element + attention.row + self._adapters()
-        return Bytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token)
+        return ActivationBytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token)
 
     def _norm(self, width: int, scales: int) -> int:
         """A norm keeps its input or, in wide types, its result before the weight; and a scale for each vector."""
@@ -99,41 +99,45 @@ class Forward:
 
     @property
     def _adapted(self) -> set[str]:
-        return set() if self.lora is None else {target.module for target in targets(self.arch, self.lora)}
+        return set() if self.lora is None else {target.module for target in lora_targets(self.arch, self.lora)}
 
     def _adapters(self) -> int:
         """What adapters keep besides: A x."""
-        return 0 if self.lora is None else len(targets(self.arch, self.lora)) * self.lora.rank * self.element
+        return 0 if self.lora is None else len(lora_targets(self.arch, self.lora)) * self.lora.rank * self.element
 
     @property
     def _by_kernel(self) -> bool:
         """Whether attention keeps views of what it is given."""
-        return (self.on_gpu and self.is_half) or (self.length > SHORT and not self.on_gpu) or self._attends_in_c
+        return (
+            (self.on_gpu and self.is_half)
+            or (self.length > EXPLICIT_SCORES_LENGTH and not self.on_gpu)
+            or self._attends_in_c
+        )
 
     @property
     def in_c(self) -> bool:
         """Whether the C kernels run."""
-        return not self.on_gpu and not self.is_half and expected()
+        return not self.on_gpu and not self.is_half and c_kernels_expected()
 
     @property
     def _attends_in_c(self) -> bool:
-        return self.in_c and self.length <= LONGEST
+        return self.in_c and self.length <= MAX_C_ATTENTION_LENGTH
 
-    def _attention(self) -> Bytes:
+    def _attention(self) -> ActivationBytes:
         """Kept by attention, besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
         out = q * element
         if self._attends_in_c:  # beginnings that sequences share are read where they are
-            return Bytes(out + heads * element)
+            return ActivationBytes(out + heads * element)
         if self._by_kernel:
-            return Bytes(out + 4 * heads, 2 * k * element if self.is_shared else 0)
+            return ActivationBytes(out + 4 * heads, 2 * k * element if self.is_shared else 0)
         result = out if self.lora is None or "out" in self._adapted else 0
         if not self.on_gpu:
             stacked = (q + 2 * k + heads * self.length) * element
         else:  # in a wide type torch repeats keys and values for every query head, and keeps scores and weights
             stacked = (4 * q + 2 * heads * self.length) * element
-        return Bytes(result, stacked) if self.is_shared else Bytes(result + stacked)
+        return ActivationBytes(result, stacked) if self.is_shared else ActivationBytes(result + stacked)
 
     def _gate(self) -> int:
         """The gated activation keeps its input, and the activated gate where it is no kernel."""
@@ -142,24 +146,24 @@ class Forward:
 
     # --- all of it -----------------------------------------------------------------------------------------------------
 
-    def layers(self, policy: str) -> Bytes:
+    def layers(self, policy: str) -> ActivationBytes:
         """Kept of all layers when the backward pass begins."""
         one = self.layer(policy)
         if policy == "offload":
-            one = Bytes(2 * self.arch.hidden_size * self.element)  # the last inputs have not left yet
+            one = ActivationBytes(2 * self.arch.hidden_size * self.element)  # the last inputs have not left yet
             return one
-        return Bytes(one.row * self.arch.num_layers, one.token * self.arch.num_layers)
+        return ActivationBytes(one.row * self.arch.num_layers, one.token * self.arch.num_layers)
 
-    def again(self, policy: str) -> Bytes:
+    def again(self, policy: str) -> ActivationBytes:
         """Made again for the one layer that is being differentiated, besides what was kept."""
         if policy not in ("recompute", "offload"):
-            return Bytes(0)
+            return ActivationBytes(0)
         kept = self._keep()
         # In C the first norm keeps its input, which is the layer's and waits already.
         is_there = policy == "recompute" and self.in_c
-        return Bytes(kept.row - self.arch.hidden_size * self.element, kept.token) if is_there else kept
+        return ActivationBytes(kept.row - self.arch.hidden_size * self.element, kept.token) if is_there else kept
 
-    def around(self) -> Bytes:
+    def around(self) -> ActivationBytes:
         """Kept outside the layers for each row: the final norm's input, rotations."""
         tables = 1 if self.arch.local_theta is None else 2
-        return Bytes(self._norm(self.arch.hidden_size, 1) + 2 * tables * self.arch.head_dim * self.element)
+        return ActivationBytes(self._norm(self.arch.hidden_size, 1) + 2 * tables * self.arch.head_dim * self.element)

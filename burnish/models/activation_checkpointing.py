@@ -39,18 +39,18 @@ from burnish.models.kernels.shared_prefix import Attend
 # torch.utils.checkpoint does the former too, but imports the compiler for it, seconds of every start, and always runs
 # everything that comes before the last tensor needed.
 
-Inputs = Callable[[], tuple[Any, ...]]
+InputsGetter = Callable[[], tuple[Any, ...]]
 """The inputs of a stretch, from wherever they wait."""
 
 
-class _Enough(Exception):
+class _AllRecomputed(Exception):
     """All tensors that were saved have been made again."""
 
 
-class _Stretch:
+class _Recomputation:
     """A function run once in the forward pass, and again in the backward pass for what it saved and gave."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: Inputs) -> None:
+    def __init__(self, function: Callable[..., Tensor], inputs: InputsGetter) -> None:
         self.function, self.inputs = function, inputs
         self.num_saved = 0
         self.is_lent = False
@@ -82,7 +82,7 @@ class _Stretch:
             found.append(tensor.detach())
             # Formulas save what they read before they compute: after the last one nothing is worth computing.
             if len(found) == self.num_saved and not self.is_lent:
-                raise _Enough
+                raise _AllRecomputed
 
         def unpack(nothing: None) -> Tensor:
             raise RuntimeError("the graph of a forward that runs again has no backward")
@@ -91,33 +91,33 @@ class _Stretch:
             with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
                 result = self.function(*self.inputs())
             self.result = result.detach() if self.is_lent else None
-        except _Enough:
+        except _AllRecomputed:
             pass
         if len(found) != self.num_saved:
             raise RuntimeError(f"a forward saved {self.num_saved} tensors, and {len(found)} when it ran again")
         self.saved = found
 
 
-def as_leaf(x: Any) -> Any:
+def detached_leaf(x: Any) -> Any:
     """A tensor without its history, which asks for a gradient if it did; anything else as it is."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Any, held: Inputs | None = None) -> Tensor:
+def checkpointed(function: Callable[..., Tensor], *inputs: Any, held: InputsGetter | None = None) -> Tensor:
     """function(*inputs), of which the backward pass keeps the inputs alone, or what `held` gives for them."""
     if held is None:
-        leaves = tuple(as_leaf(x) for x in inputs)
+        leaves = tuple(detached_leaf(x) for x in inputs)
         held = lambda: leaves  # noqa: E731
-    stretch = _Stretch(function, held)
+    stretch = _Recomputation(function, held)
     with saved_tensors_hooks(stretch.pack, stretch.unpack):
         return function(*inputs)
 
 
 @contextmanager
-def lent(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
+def recomputed_output(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
     """function(*inputs) for the operations of a `with` block, which do not keep it: it is made again when they need it."""
-    leaves = tuple(as_leaf(x) for x in inputs)
-    stretch = _Stretch(function, lambda: leaves)
+    leaves = tuple(detached_leaf(x) for x in inputs)
+    stretch = _Recomputation(function, lambda: leaves)
     stretch.is_lent = True
     with saved_tensors_hooks(stretch.pack, stretch.unpack):
         result = function(*inputs)
@@ -159,10 +159,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Waiting:
+class OffloadedTensor:
     """A tensor in host memory; `before` is the one that went before it, and will be wanted after it."""
 
-    def __init__(self, tensor: Tensor, before: Waiting | None) -> None:
+    def __init__(self, tensor: Tensor, before: OffloadedTensor | None) -> None:
         self._before = None if before is None else weakref.ref(before)
         self._source: Tensor | None = None
         self._coming: Tensor | None = None
@@ -213,45 +213,45 @@ class Waiting:
         self._arrived = side.record_event()
 
 
-class Queue:
+class OffloadQueue:
     """Where tensors go to wait, one after the other; each knows the one before it."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Waiting] | None = None
+        self._last: weakref.ref[OffloadedTensor] | None = None
 
-    def put(self, tensor: Tensor) -> Waiting:
-        waiting = Waiting(tensor, None if self._last is None else self._last())
+    def put(self, tensor: Tensor) -> OffloadedTensor:
+        waiting = OffloadedTensor(tensor, None if self._last is None else self._last())
         self._last = weakref.ref(waiting)
         return waiting
 
 
-Around = Callable[..., Any]
+CheckpointFunction = Callable[..., Any]
 """(forward of a layer, its input, anything else) -> its output."""
 
 
-def selective(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def selective_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
     """The layer's forward; what is cheap is made again when it is needed."""
-    with lent(layer.attention_norm, x) as normed:
+    with recomputed_output(layer.attention_norm, x) as normed:
         qk, v = layer.heads(layer.qkv(normed))
-    with lent(layer.rotated, qk, cos, sin) as turned:
+    with recomputed_output(layer.rotated, qk, cos, sin) as turned:
         mixed = layer.mix(turned, v, attend)
     x = x + layer.attended(mixed)
-    with lent(layer.mlp_norm, x) as normed:
+    with recomputed_output(layer.mlp_norm, x) as normed:
         gate_up = layer.gate_up(normed)
-    with lent(layer.gated, gate_up) as activated:
+    with recomputed_output(layer.gated, gate_up) as activated:
         return x + layer.computed(activated)
 
 
-class Offload:
+class OffloadedCheckpoint:
     """`recomputed` with the layer's first input in host memory; one of these for all layers of a model."""
 
     def __init__(self) -> None:
-        self.queue = Queue()
+        self.queue = OffloadQueue()
 
     def __call__(self, function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
         waiting, asks = self.queue.put(x.detach()), x.requires_grad
-        rest = tuple(as_leaf(other) for other in others)
-        return recomputed(function, x, *others, held=lambda: (waiting.get().requires_grad_(asks), *rest))
+        rest = tuple(detached_leaf(other) for other in others)
+        return checkpointed(function, x, *others, held=lambda: (waiting.get().requires_grad_(asks), *rest))
 
 
 def check_activations(model: nn.Module, policy: str) -> None:
@@ -262,37 +262,47 @@ def check_activations(model: nn.Module, policy: str) -> None:
         raise UserError(
             "activations=selective needs the native decoder, and this model runs through transformers: use recompute, offload or keep"
         )
-    if not _of_transformers(model):
+    if not _transformers_layers(model):
         raise UserError(f"activations={policy}: transformers does not say what the layers of this model are: use keep")
 
 
 def set_activations(model: nn.Module, policy: str) -> None:
     """Have every layer of the model keep its activations by a policy: keep, selective, recompute or offload."""
     check_activations(model, policy)
-    ways: dict[str, Around] = {"recompute": recomputed, "offload": Offload()}
+    ways: dict[str, CheckpointFunction] = {"recompute": checkpointed, "offload": OffloadedCheckpoint()}
     around = ways.get(policy)
     for module in model.modules():
         if isinstance(module, Decoder):
             module.activations = policy
         if isinstance(module, Layer):
-            module.policy = selective if policy == "selective" else None if around is None else partial(_native, around)
-    for layer in _of_transformers(model):
+            module.policy = (
+                selective_forward
+                if policy == "selective"
+                else None
+                if around is None
+                else partial(_checkpoint_native_layer, around)
+            )
+    for layer in _transformers_layers(model):
         vars(layer).pop("forward", None)
         if around is not None:
-            layer.forward = partial(_transformers, around, layer.forward)
+            layer.forward = partial(_checkpoint_transformers_layer, around, layer.forward)
 
 
-def _native(around: Around, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def _checkpoint_native_layer(
+    around: CheckpointFunction, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+) -> Tensor:
     return around(layer.run, x, cos, sin, attend)
 
 
-def _transformers(around: Around, forward: Callable[..., Any], hidden: Tensor, *others: Any, **options: Any) -> Any:
+def _checkpoint_transformers_layer(
+    around: CheckpointFunction, forward: Callable[..., Any], hidden: Tensor, *others: Any, **options: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(hidden, *others, **options)
     return around(partial(forward, **options), hidden, *others)
 
 
-def _of_transformers(model: nn.Module) -> list[nn.Module]:
+def _transformers_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that transformers itself would checkpoint.
 
     Its own way acts in training mode only, in which some models drop out: the log-probs would not be those sampled from.

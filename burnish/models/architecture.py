@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, hub_hint
 from burnish.config.yaml_text import read_json_object
-from burnish.models.families import FAMILIES
+from burnish.models.model_families import FAMILIES
 
 if TYPE_CHECKING:
     from burnish.config.model import NewModel
@@ -27,7 +27,7 @@ ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """The gates of our decoder, with their names in a config.json."""
 MAX_LAYERS = 4096
 """The deepest published decoders have a few hundred; a wrong number would be built layer by layer before anything is compared."""
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+REQUIRED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_scorable(directory: Path) -> None:
+def check_score_model_base(directory: Path) -> None:
     """Refuse a model that no reward model can be made of: its layers must be those of our decoder."""
     reason = why_not_native(read_config(directory))
     if reason is not None:
@@ -120,7 +120,7 @@ def _check_values(config: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: model_type should be text, got {family!r}")
     if family not in FAMILIES:
         return
-    for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for name in (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(name)
         if value is not None and not (isinstance(value, int) and value > 0):
             raise UserError(f"{path}: {name} should be a whole number of 1 or more, got {value!r}")
@@ -147,20 +147,20 @@ def why_not_native(config: dict[str, Any]) -> str | None:
         return "it mixes sliding-window and full attention layers"
     if config.get("quantization_config"):
         return "its weights are quantised"
-    if any(name not in config for name in SIZES):
+    if any(name not in config for name in REQUIRED_SIZES):
         return None  # `from_hf` says which
     reason = record.refuse(config)
     if reason is not None:
         return reason
-    scaling = _fields(config)["rope_scaling"] or {}
+    scaling = _optional_fields(config)["rope_scaling"] or {}
     if scaling.get("rope_type", "default") not in ROPE_TYPES:
         return f"rope type {scaling['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
     return None
 
 
-def from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
+def architecture_from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
     """The architecture of a native config.json; `where` names the file in errors."""
-    missing = [name for name in SIZES if not isinstance(config.get(name), int)]
+    missing = [name for name in REQUIRED_SIZES if not isinstance(config.get(name), int)]
     if missing:
         raise UserError(f"{where} gives no number for {missing[0]!r}, which a {config['model_type']} model needs")
     heads = config["num_attention_heads"]
@@ -172,20 +172,20 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         mlp_size=config["intermediate_size"],
-        **_fields(config),
+        **_optional_fields(config),
     )
 
 
-def positions_of(directory: Path) -> int | None:
+def max_positions_of(directory: Path) -> int | None:
     """Tokens of the longest sequence that a directory's model is made for; None where its config.json does not say."""
     config = read_config(directory)
     if why_not_native(config) is None:
-        return from_hf(config, str(directory / "config.json")).max_positions
+        return architecture_from_hf(config, str(directory / "config.json")).max_positions
     said = config.get("text_config", config).get("max_position_embeddings")
     return None if said is None else int(said)
 
 
-def _fields(config: dict[str, Any]) -> dict[str, Any]:
+def _optional_fields(config: dict[str, Any]) -> dict[str, Any]:
     """What follows from a config.json besides the sizes every one must name: the usual, then what the family says."""
     family = FAMILIES[config["model_type"]]
     theta, scaling = _rope(config)
@@ -200,7 +200,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     return {**usual, **family.read(config), **family.fixed}
 
 
-def from_nothing(new: NewModel, vocab_size: int) -> Architecture:
+def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
     """The architecture of `model.new`."""
     family = FAMILIES[new.family]
     if new.hidden_size % new.num_heads:
@@ -224,7 +224,7 @@ def from_nothing(new: NewModel, vocab_size: int) -> Architecture:
     )
 
 
-def to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...], pad_id: int | None) -> dict[str, Any]:
+def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...], pad_id: int | None) -> dict[str, Any]:
     """A config.json that transformers loads, for a model that did not come from one."""
     config: dict[str, Any] = {
         "architectures": [FAMILIES[arch.family].hf_class],

@@ -13,19 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from burnish.models.decoder import GATES, Decoder, Layer
+from burnish.models.decoder import GATED_ACTIVATIONS, Decoder, Layer
 from burnish.models.kernels.attention import window_of
-from burnish.models.kernels.cpu.c_library import kernels, num_threads
+from burnish.models.kernels.cpu.c_library import c_kernels, num_threads
 from burnish.models.kernels.elementwise import RMSNorm, exact_geglu, rms_norm
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits, exact_swiglu, token_logp
-from burnish.models.kernels.linear import gated_linear, partial_linear
-from burnish.models.kernels.paged_attention import add_norm, rotate_store
-from burnish.models.kernels.paged_layout import Norms, Placement
+from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
+from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
 from burnish.models.kernels.shared_prefix import Attend
-from burnish.models.quantization.fp8_cache import Cache
 
 EXACT_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
-PagedAttend = Callable[[int, Tensor, Norms | None, Any, Any], Tensor]
+PagedAttend = Callable[[int, Tensor, HeadNorms | None, Any, Any], Tensor]
 """(layer, fused projections [N, all heads * D], head norms, keys, values of the layer's `Pages`) -> [N, heads * D]; the new keys and
 values are in the pages afterwards."""
 
@@ -37,7 +35,7 @@ Project = Callable[[nn.Linear, Tensor], Tensor]
 def paged_forward(
     model: Decoder,
     tokens: Tensor,
-    cache: Cache,
+    cache: KVCache,
     attend: PagedAttend,
     linear: Project | None = None,
     which: Tensor | None = None,
@@ -49,7 +47,7 @@ def paged_forward(
     then everything is exact (`ops/exact.py`).
     """
     arch = model.arch
-    activate = GATES[arch.activation] if linear is None else EXACT_GATES[arch.activation]
+    activate = GATED_ACTIVATIONS[arch.activation] if linear is None else EXACT_GATES[arch.activation]
     is_exact = linear is not None
     # What is normed before it goes into the residual must be whole.
     into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
@@ -77,12 +75,12 @@ def paged_forward(
     return add_norm(x, delta, model.norm.weight, eps, shift)
 
 
-def head_norms(layer: Layer) -> Norms | None:
+def head_norms(layer: Layer) -> HeadNorms | None:
     """The norms of a layer's query and key heads, where it has any."""
     arch = layer.arch
     if not arch.qk_norm:
         return None
-    return Norms(layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps, arch.norm_shift, arch.query_scale)
+    return HeadNorms(layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps, arch.norm_shift, arch.query_scale)
 
 
 # --- One new token a row through the decoder on a CPU, without gradient.
@@ -94,17 +92,17 @@ def head_norms(layer: Layer) -> Norms | None:
 ProjectRows = Callable[[Tensor], Tensor]
 
 
-def step_of(model: Decoder) -> Callable[[Tensor, Tensor, Attend, int], Tensor]:
+def decode_step_of(model: Decoder) -> Callable[[Tensor, Tensor, Attend, int], Tensor]:
     """The forward pass of a model for one token a row: in fewer calls where it is the decoder's own."""
-    return Steps(model) if type(model).forward is Decoder.forward else model
+    return DecodeStep(model) if type(model).forward is Decoder.forward else model
 
 
-class Steps:
+class DecodeStep:
     """A model's forward pass, for as long as its modules are the same ones; weights may be written to in place."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
-        self.layers = [_LayerStep(cast(Layer, layer)) for layer in model.layers]
+        self.layers = [_LayerDecodeStep(cast(Layer, layer)) for layer in model.layers]
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden], as `Decoder.forward` gives them."""
@@ -119,7 +117,7 @@ class Steps:
         return _normed(model.norm, x)
 
 
-class _LayerStep:
+class _LayerDecodeStep:
     """A layer with its products at hand."""
 
     def __init__(self, layer: Layer) -> None:
@@ -159,44 +157,44 @@ def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
 # compute, and threads that meet in each of them wait for each other; here they meet once a step. The kernel reads copies of
 # the weights in an order of its own, so it is for models whose copy is small; it is made anew whenever weights were written.
 
-MOST_PARAMETERS = 1 << 24
+MAX_C_PARAMETERS = 1 << 24
 """Larger models gain nothing: their time is in the products, and a copy would cost memory."""
 
 Pointer, Long = ctypes.c_void_p, ctypes.c_long
 
 
-class _Linear(ctypes.Structure):
+class _CLinear(ctypes.Structure):
     _fields_ = [("weight", Pointer), ("bias", Pointer)]
 
 
-class _Layer(ctypes.Structure):
+class _CLayer(ctypes.Structure):
     _fields_ = [
         *((name, Pointer) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm")),
-        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _CLinear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, Pointer) for name in ("cos", "sin", "keys", "values")),
         ("window", Long),
     ]  # fmt: skip
 
 
-class _Decoder(ctypes.Structure):
+class _CDecoder(ctypes.Structure):
     _fields_ = [
         *((name, Long) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "is_gelu")),
         *((name, ctypes.c_double) for name in ("eps", "shift", "query_scale", "embedding_scale")),
-        ("embedding", Pointer), ("norm", Pointer), ("head", _Linear), ("layers", ctypes.POINTER(_Layer)),
+        ("embedding", Pointer), ("norm", Pointer), ("head", _CLinear), ("layers", ctypes.POINTER(_CLayer)),
     ]  # fmt: skip
 
 
-def fused_steps(model: Decoder) -> FusedSteps | None:
+def c_decode_step(model: Decoder) -> CDecodeStep | None:
     """The model's steps in one call each; None where it is too large, not all its own, or there is no kernel."""
     is_plain = type(model).forward is Decoder.forward and all(type(linear) is nn.Linear for linear in _linears(model))
     parameters = list(model.parameters())
-    is_small = sum(p.numel() for p in parameters) <= MOST_PARAMETERS
+    is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
     is_followed = not any(p.is_inference() for p in parameters)  # those do not tell whether they were written
-    library = kernels(*parameters) if is_plain and is_small and is_followed else None
-    return None if library is None else FusedSteps(model, library)
+    library = c_kernels(*parameters) if is_plain and is_small and is_followed else None
+    return None if library is None else CDecodeStep(model, library)
 
 
-class FusedSteps:
+class CDecodeStep:
     """A model's steps, for as long as its modules are the same ones; weights may be written to in place."""
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
@@ -205,9 +203,9 @@ class FusedSteps:
         self.panel = library.panel_width()
         self.packed: dict[int, Tensor] = {}
         self.parameters = list(model.parameters())
-        self.places = _places(model)
+        self.places = _parameter_addresses(model)
         self.seen = self._written()
-        self.layers = (_Layer * model.arch.num_layers)()
+        self.layers = (_CLayer * model.arch.num_layers)()
         self.decoder = self._describe()
         self.space = torch.empty(0, dtype=model.embedding.weight.dtype)
 
@@ -234,7 +232,7 @@ class FusedSteps:
     @property
     def is_current(self) -> bool:
         """Whether the model's parameters are those it was made of, and where they were."""
-        return _places(self.model) == self.places
+        return _parameter_addresses(self.model) == self.places
 
     def refresh(self) -> None:
         """Copy the weights again if any was written since."""
@@ -258,10 +256,10 @@ class FusedSteps:
         self.library.pack(Pointer(weight.data_ptr()), Pointer(into.data_ptr()), Long(outputs), Long(inputs))
         return into.data_ptr()
 
-    def _linear(self, linear: nn.Linear) -> _Linear:
-        return _Linear(self._pack(linear.weight), None if linear.bias is None else linear.bias.data_ptr())
+    def _linear(self, linear: nn.Linear) -> _CLinear:
+        return _CLinear(self._pack(linear.weight), None if linear.bias is None else linear.bias.data_ptr())
 
-    def _describe(self) -> _Decoder:
+    def _describe(self) -> _CDecoder:
         model, arch = self.model, self.model.arch
         for index, (entry, module) in enumerate(zip(self.layers, model.layers, strict=True)):
             layer = cast(Layer, module)
@@ -272,14 +270,14 @@ class FusedSteps:
                 setattr(entry, name, None if norm is None else norm.weight.data_ptr())
             entry.window = window_of(arch.windows, index) or 0
         scale = arch.hidden_size**0.5 if arch.scaled_embedding else 1.0
-        return _Decoder(
+        return _CDecoder(
             arch.num_layers, arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.mlp_size, arch.vocab_size,
             arch.activation == "gelu_tanh", arch.norm_eps, arch.norm_shift, arch.query_scale, scale,
-            model.embedding.weight.data_ptr(), model.norm.weight.data_ptr(), _Linear(self._pack(model.head_weight), None), self.layers,
+            model.embedding.weight.data_ptr(), model.norm.weight.data_ptr(), _CLinear(self._pack(model.head_weight), None), self.layers,
         )  # fmt: skip
 
 
-def _places(model: Decoder) -> list[tuple[int, int]]:
+def _parameter_addresses(model: Decoder) -> list[tuple[int, int]]:
     return [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
 
 
@@ -296,7 +294,7 @@ def _linears(model: Decoder) -> list[nn.Linear]:
 # bit for bit.
 
 PAGE = 16  # as the engine's: attention walks over keys page by page
-LOGITS = 1 << 25  # held at once
+MAX_LOGITS = 1 << 25  # held at once
 
 
 @torch.no_grad()
@@ -317,11 +315,11 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
     store = torch.zeros(2, *shape, dtype=model.embedding.weight.dtype, device=tokens.device)
     cache = store.expand(arch.num_layers, *store.shape)  # one layer's keys and values are done with before the next's
 
-    def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
         q = rotate_store(qkv, *model.rotations(longest, layer), place, norms, keys, values)
         return exact_attention(q, keys, values, place, window_of(arch.windows, layer))
 
     hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]
-    size = max(1, LOGITS // arch.vocab_size)
+    size = max(1, MAX_LOGITS // arch.vocab_size)
     parts = zip(hidden.split(size), tokens[wanted].split(size), strict=True)
     return torch.cat([token_logp(exact_logits(h, model.head_weight), t, temperature) for h, t in parts])

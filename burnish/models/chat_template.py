@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from burnish.config.errors import UserError
 
-MAX_STEPS, STEPS_A_MESSAGE = 1_000_000, 200
+MAX_STEPS, STEPS_PER_MESSAGE = 1_000_000, 200
 MAX_CHARS = 64 << 20
 """Characters of a rendering, and of any text made on the way."""
 MAX_ITEMS = 1 << 20
@@ -37,11 +37,11 @@ MAX_WIDTH = 10_000
 """Of padding and indentation."""
 MAX_SECONDS = 60.0
 """A second net below the counts, for steps that are slow each."""
-WIDE = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*:[^{}]*\d{5,}")
+WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*:[^{}]*\d{5,}")
 """A width of five digits in a format of either kind: `%10000d` or `{:>10000}`."""
-GIVEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
+DYNAMIC_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
 """A width that is one of the values to format: `%*d` or `{:{}}`."""
-SIZED = (str, bytes, list, tuple, dict, set, frozenset, range)
+SIZED_TYPES = (str, bytes, list, tuple, dict, set, frozenset, range)
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which messages carry thinking; templates read the first two."""
 
@@ -76,11 +76,11 @@ _budget: ContextVar[Budget] = ContextVar("budget")
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The text that a template writes for messages; the error of a template that fails or does not end."""
-    max_steps = MAX_STEPS + STEPS_A_MESSAGE * len(messages)
+    max_steps = MAX_STEPS + STEPS_PER_MESSAGE * len(messages)
     used = _budget.set(Budget(max_steps, time.monotonic() + MAX_SECONDS))
     try:
         given = {"tools": None, "documents": None, **variables, "messages": [_with_reasoning(m) for m in messages]}
-        return _compiled(source).render(given)
+        return _compiled_template(source).render(given)
     except (TemplateLimit, RecursionError, MemoryError, OverflowError) as error:
         said = str(error) if isinstance(error, TemplateLimit) else f"does not end ({type(error).__name__}: {error})"
         raise UserError(
@@ -104,7 +104,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
+def _compiled_template(source: str) -> Any:
     environment = BoundedEnvironment()
     return environment.from_string(source)
 
@@ -131,7 +131,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,
             extensions=[Generation, loopcontrols],
-            finalize=_written,
+            finalize=_count_output,
         )
         self.filters["tojson"] = _tojson
         self.filters = {name: _counted_filter(name, function) for name, function in self.filters.items()}
@@ -141,12 +141,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
-            loop.iter = _calls("items_of", loop.iter)
+            loop.iter = _method_call("items_of", loop.iter)
         for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
             for block in list(tree.find_all(kind)):
                 body: list[nodes.Node] = block.body  # type: ignore[attr-defined]  # of all three kinds
-                written = sum(len(data.data) for part in body for data in _data_in(part))
-                body.insert(0, nodes.ExprStmt(_calls("count", nodes.Const(written))))
+                written = sum(len(data.data) for part in body for data in _literal_text_nodes(part))
+                body.insert(0, nodes.ExprStmt(_method_call("count", nodes.Const(written))))
         _replace_concatenations(tree)
         return tree
 
@@ -156,13 +156,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def items_of(self, items: Any) -> Any:
         """What a loop goes over."""
-        _budget.get().step(len(items) if isinstance(items, SIZED) else 1)
+        _budget.get().step(len(items) if isinstance(items, SIZED_TYPES) else 1)
         return items
 
     def concatenate(self, *parts: Any) -> str:
         """The operator `~`."""
         texts = [str(part) for part in parts]
-        _room(sum(map(len, texts)))
+        _check_size(sum(map(len, texts)))
         return "".join(texts)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +173,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and isinstance(left, SIZED) and isinstance(right, SIZED):
-            _room(len(left) + len(right), not isinstance(left, str))
+        if operator == "+" and isinstance(left, SIZED_TYPES) and isinstance(right, SIZED_TYPES):
+            _check_size(len(left) + len(right), not isinstance(left, str))
         elif operator == "*":
             _check_product(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -184,11 +184,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _calls(method: str, *args: nodes.Node) -> nodes.Call:
+def _method_call(method: str, *args: nodes.Node) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), list(args), [], None, None)
 
 
-def _data_in(node: nodes.Node) -> list[nodes.TemplateData]:
+def _literal_text_nodes(node: nodes.Node) -> list[nodes.TemplateData]:
     own = [node] if isinstance(node, nodes.TemplateData) else []
     return own + list(node.find_all(nodes.TemplateData))
 
@@ -200,17 +200,17 @@ def _replace_concatenations(node: nodes.Node) -> None:
         for part in parts:
             if isinstance(part, nodes.Node):
                 _replace_concatenations(part)
-        measured = [_calls("concatenate", *p.nodes) if isinstance(p, nodes.Concat) else p for p in parts]
+        measured = [_method_call("concatenate", *p.nodes) if isinstance(p, nodes.Concat) else p for p in parts]
         setattr(node, name, measured if isinstance(value, list) else measured[0])
 
 
-def _written(value: Any) -> Any:
+def _count_output(value: Any) -> Any:
     """What `{{ ... }}` writes: jinja passes every such value through this function."""
     _budget.get().step(1, len(value) if isinstance(value, str) else 0)
     return value
 
 
-def _room(size: int, is_list: bool = False) -> None:
+def _check_size(size: int, is_list: bool = False) -> None:
     if size > (MAX_ITEMS if is_list else MAX_CHARS):
         raise TemplateLimit(f"makes {'a list of' if is_list else 'a text of'} {size:,}")
 
@@ -224,26 +224,26 @@ def _check_product(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() + right.bit_length())
     for many, times in ((left, right), (right, left)):
-        if isinstance(many, SIZED) and isinstance(times, int):
-            _room(len(many) * max(times, 0), not isinstance(many, str))
+        if isinstance(many, SIZED_TYPES) and isinstance(times, int):
+            _check_size(len(many) * max(times, 0), not isinstance(many, str))
 
 
 def _check_widths(form: str, args: Sequence[Any]) -> None:
     """Formats can ask for padding of any width. Values that are only written may be of any size."""
-    if WIDE.search(form):
+    if WIDE_FORMAT.search(form):
         raise TemplateLimit(f"formats with a width above {MAX_WIDTH:,}")
-    if GIVEN_WIDTH.search(form):
-        _check_numbers(args)
+    if DYNAMIC_WIDTH.search(form):
+        _check_padding(args)
 
 
 def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """A method of a text that makes a longer one."""
     if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-        _room(len(text) + text.count(args[0]) * len(args[1]))
-    elif name == "join" and args and isinstance(args[0], SIZED):
+        _check_size(len(text) + text.count(args[0]) * len(args[1]))
+    elif name == "join" and args and isinstance(args[0], SIZED_TYPES):
         _check_items(args[0], len(text))
     elif name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
-        _check_numbers([*args, *kwargs.values()])
+        _check_padding([*args, *kwargs.values()])
     elif name in ("format", "format_map"):
         values = [value for arg in args for value in (arg.values() if isinstance(arg, dict) else [arg])]
         _check_widths(text, [*values, *kwargs.values()])
@@ -251,7 +251,7 @@ def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[
         raise TemplateLimit("calls translate, which is not measured")
 
 
-def _check_numbers(args: Sequence[Any]) -> None:
+def _check_padding(args: Sequence[Any]) -> None:
     if any(isinstance(arg, int) and abs(arg) > MAX_WIDTH for arg in args):
         raise TemplateLimit(f"pads with a width above {MAX_WIDTH:,}")
 
@@ -259,7 +259,7 @@ def _check_numbers(args: Sequence[Any]) -> None:
 def _check_items(items: Any, between: int = 0) -> None:
     """Texts that are joined, or lists that are summed."""
     _budget.get().step(len(items))
-    _room(sum((len(item) if isinstance(item, SIZED) else 1) + between for item in items))
+    _check_size(sum((len(item) if isinstance(item, SIZED_TYPES) else 1) + between for item in items))
 
 
 PADDING_FILTERS = frozenset({"center", "indent", "tojson", "batch", "slice", "wordwrap", "xmlattr", "urlize"})
@@ -271,11 +271,11 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def counted(*args: Any, **kwargs: Any) -> Any:
         _budget.get().step()
         if name in PADDING_FILTERS:
-            _check_numbers([*args[1:], *kwargs.values()])
+            _check_padding([*args[1:], *kwargs.values()])
         if name == "replace":
             texts = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
             if len(texts) > 2:
-                _room(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
+                _check_size(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
         for arg in args:
             if name == "format" and isinstance(arg, str):
                 _check_widths(arg, args)

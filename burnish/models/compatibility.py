@@ -11,10 +11,10 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
-from burnish.models.architecture import from_hf, read_config, why_not_native
+from burnish.models.architecture import architecture_from_hf, read_config, why_not_native
 from burnish.models.tokenizer import TOKENIZER_FILES
 
-UNIMPORTANT = frozenset(
+IGNORED_CONFIG_KEYS = frozenset(
     [
         "_name_or_path",
         "architectures",
@@ -30,28 +30,28 @@ UNIMPORTANT = frozenset(
 """Keys of a config that say nothing of the function its weights are for."""
 
 
-def refuse_other_architecture(one: Path, other: Path) -> None:
+def check_same_architecture(one: Path, other: Path) -> None:
     """Raise where two configs describe different functions of their weights."""
     configs = [read_config(path) for path in (one, other)]
     if configs[0].get("model_type") != configs[1].get("model_type"):
         kinds = [config.get("model_type") for config in configs]
         raise UserError(f"the models differ in architecture: {one} is {kinds[0]!r}, {other} is {kinds[1]!r}")
     if any(why_not_native(config) for config in configs):
-        described: list[dict[str, Any]] = [_plain(config) for config in configs]
+        described: list[dict[str, Any]] = [_relevant_keys(config) for config in configs]
     else:  # read with the family's defaults, so that a key left out is no difference
         pairs = zip(configs, (one, other), strict=True)
-        described = [asdict(from_hf(config, str(path / "config.json"))) for config, path in pairs]
+        described = [asdict(architecture_from_hf(config, str(path / "config.json"))) for config, path in pairs]
     for name in sorted(described[0].keys() | described[1].keys()):
         mine, theirs = described[0].get(name), described[1].get(name)
         if mine != theirs:
             raise UserError(f"the models differ in architecture: {name} is {mine!r} in {one} and {theirs!r} in {other}")
 
 
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in UNIMPORTANT}
+def _relevant_keys(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
 
 
-def refuse_other_tokenizer(one: Path, other: Path) -> None:
+def check_same_tokenizer(one: Path, other: Path) -> None:
     """Raise where a token id means another text in two directories."""
     for name in TOKENIZER_FILES:
         files = [path / name for path in (one, other)]
@@ -60,12 +60,14 @@ def refuse_other_tokenizer(one: Path, other: Path) -> None:
             raise UserError(f"the models differ in their tokenizers: only {one if there[0] else other} has {name}")
         if not there[0] or files[0].read_bytes() == files[1].read_bytes():
             continue
-        difference = _difference(*map(read_json_object, files)) if name.endswith(".json") else "the files differ"
+        difference = (
+            _tokenizer_difference(*map(read_json_object, files)) if name.endswith(".json") else "the files differ"
+        )
         if difference is not None:
             raise UserError(f"the models differ in their tokenizers ({name} of {one} and {other}): {difference}")
 
 
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+def _tokenizer_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     """The first token that is not the same, or the first setting; None where only spelling differs."""
     ours, theirs = _vocabulary(one), _vocabulary(other)
     for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours.get(token, 1 << 62), token)):
@@ -96,16 +98,19 @@ def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, Any]:
 # --- What tells the content of one model directory from that of another, without reading all of its weights.
 
 MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
-CHUNK, NUM_CHUNKS = 1 << 14, 64  # of a large file: read all over it, since training may leave any part as it was
+SAMPLE_BYTES, NUM_SAMPLES = (
+    1 << 14,
+    64,
+)  # of a large file: read all over it, since training may leave any part as it was
 
 
 def model_digest(path: Path) -> str:
     """A digest of a model directory: its configs and tokenizer, and samples from all over its weights."""
     files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
-    return digest(part for file in files for part in (file.name.encode(), *_samples(file)))
+    return digest_parts(part for file in files for part in (file.name.encode(), *_sampled_bytes(file)))
 
 
-def digest(parts: Iterable[bytes]) -> str:
+def digest_parts(parts: Iterable[bytes]) -> str:
     """Of texts one after the other, each with its length: where one ends and the next begins counts too."""
     whole = hashlib.sha256()
     for part in parts:
@@ -114,10 +119,10 @@ def digest(parts: Iterable[bytes]) -> str:
     return whole.hexdigest()[:16]
 
 
-def _samples(path: Path) -> list[bytes]:
+def _sampled_bytes(path: Path) -> list[bytes]:
     size = path.stat().st_size
-    if size <= CHUNK * NUM_CHUNKS:
+    if size <= SAMPLE_BYTES * NUM_SAMPLES:
         return [path.read_bytes()]
     with path.open("rb") as file:
-        starts = [i * (size - CHUNK) // (NUM_CHUNKS - 1) for i in range(NUM_CHUNKS)]
-        return [str(size).encode(), *(os.pread(file.fileno(), CHUNK, start) for start in starts)]
+        starts = [i * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+        return [str(size).encode(), *(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)]

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from burnish.config.errors import UserError
 from burnish.models.decoder import Layer
-from burnish.models.kernels.elementwise import FORM, RMSNorm, rms_norm
+from burnish.models.kernels.elementwise import GELU_FORM, RMSNorm, rms_norm
 from burnish.models.kernels.shared_prefix import Attend
 
 
@@ -28,7 +28,7 @@ def compile_layers(model: nn.Module) -> None:
     check_compile(model)
     for module in model.modules():
         if isinstance(module, Layer):
-            module.body = compiled
+            module.body = compiled_forward
 
 
 def check_compile(model: nn.Module) -> None:
@@ -42,11 +42,11 @@ def check_compile(model: nn.Module) -> None:
         )
 
 
-def compiled(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def compiled_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
     """The layer's forward. An engine's steps of a few tokens are left as they are."""
     if torch.is_inference_mode_enabled():
         return layer.plain(x, cos, sin, attend)
-    before, after, mark = _pieces()
+    before, after, mark = _compiled_parts()
     for tensor in (x, cos, sin):
         mark(tensor, 0)
     turned, v = before(layer, x, cos, sin)
@@ -56,14 +56,18 @@ def compiled(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) 
 
 
 @cache
-def _pieces() -> tuple[Any, Any, Any]:
+def _compiled_parts() -> tuple[Any, Any, Any]:
     """Made when first needed: the compiler takes seconds to import."""
     from torch._dynamo import maybe_mark_dynamic
 
-    return torch.compile(_before, fullgraph=True), torch.compile(_after, fullgraph=True), maybe_mark_dynamic
+    return (
+        torch.compile(_before_attention, fullgraph=True),
+        torch.compile(_after_attention, fullgraph=True),
+        maybe_mark_dynamic,
+    )
 
 
-def _before(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _before_attention(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated query and key heads, value heads."""
     arch = layer.arch
     qk, v = layer.heads(layer.qkv(_normed(layer.attention_norm, x)))
@@ -74,12 +78,14 @@ def _before(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return qk * cos + torch.cat([high, low], -1) * sin, v
 
 
-def _after(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+def _after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
     has_out_norms = layer.arch.out_norms
     attended = layer.out(mixed)
     x = x + (_normed(layer.attention_out_norm, attended) if has_out_norms else attended)
     gate, up = layer.gate_up(_normed(layer.mlp_norm, x)).chunk(2, -1)
-    activated = functional.silu(gate) if layer.arch.activation == "silu" else functional.gelu(gate, approximate=FORM)
+    activated = (
+        functional.silu(gate) if layer.arch.activation == "silu" else functional.gelu(gate, approximate=GELU_FORM)
+    )
     computed = layer.down(activated * up)
     return x + (_normed(layer.mlp_out_norm, computed) if has_out_norms else computed)
 

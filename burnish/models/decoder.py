@@ -4,7 +4,7 @@ Pre-norm, grouped-query attention with rotary positions, gated MLP; what familie
 `Architecture`. It sees packed tokens [N] with their positions;
 who attends to whom is the business of the `attend` callable handed in, so the same layers serve training (packed
 sequences), prefill (packed, writing the cache) and decoding (one token a row against the cache). Query, key and
-value projections are one matrix, as are gate and up: fewer, larger matmuls. `models/weight_loading.py` maps them to
+value projections are one matrix, as are gate and up: fewer, larger matmuls. `models/weight_files.py` maps them to
 Hugging Face's names.
 """
 
@@ -21,13 +21,20 @@ from burnish.models.architecture import Architecture
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.elementwise import RMSNorm, geglu, inverse_frequencies, rotate, rotation_table, swiglu
 from burnish.models.kernels.logprob import Distribution, head_kl, head_logprob, head_statistics
-from burnish.models.kernels.shared_prefix import Attend, Cut, Split, Trunks, Uncut, rows_of
+from burnish.models.kernels.shared_prefix import (
+    Attend,
+    RowShard,
+    ShardRows,
+    SharedPrefixes,
+    UnshardedRows,
+    computed_rows,
+)
 
 if TYPE_CHECKING:
     from burnish.config.model import Lora
 
 LayerPolicy = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
 ExactLogprobs = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(tokens [N], offsets [S + 1], wanted [M], temperature) -> log-probs [M]."""
 
@@ -39,7 +46,7 @@ class Layer(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         heads = arch.num_heads + 2 * arch.num_kv_heads
-        self.gated = GATES[arch.activation]
+        self.gated = GATED_ACTIVATIONS[arch.activation]
         self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.qkv = nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
         self.out = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.out_bias)
@@ -122,7 +129,7 @@ class Decoder(nn.Module):
         """The adapters of its layers (`models/lora/adapters.py`), where they have any."""
         self.exact: ExactLogprobs | None = None
         """Where set, log-probs have the values it gives (`models/cached_forward.py`), and the gradient of the usual forward."""
-        self.split: Split | None = None
+        self.split: ShardRows | None = None
         """Where set, this process computes some rows of a micro-batch, and its peers the others."""
 
     @property
@@ -178,21 +185,25 @@ class Decoder(nn.Module):
             self._tables[is_local] = table = cos.to(weight.device), sin.to(weight.device)
         return table
 
-    def hidden(self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, trunks: Trunks | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, trunks: SharedPrefixes | None = None
+    ) -> Tensor:
         """Final hidden states of packed sequences, of all tokens or of those `at` [M]; beginnings in common are computed once."""
         everywhere = torch.arange(tokens.shape[0], device=tokens.device)
         return self.states(tokens, offsets, everywhere if at is None else at, trunks)[0]
 
-    def states(self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: Trunks | None = None) -> tuple[Tensor, Cut]:
+    def states(
+        self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: SharedPrefixes | None = None
+    ) -> tuple[Tensor, RowShard]:
         """Final hidden states [m] of those of the tokens `at` [M] that this process computes, and which those are."""
         lengths = offsets.diff()
         starts = torch.repeat_interleave(offsets[:-1], lengths)
         positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
-        rows = None if trunks is None else rows_of(offsets, trunks)
+        rows = None if trunks is None else computed_rows(offsets, trunks)
         attend = PackedAttention(offsets, self.arch.windows, rows)
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
-        cut = Uncut(at) if self.split is None else self.split(tokens.shape[0], at)
+        cut = UnshardedRows(at) if self.split is None else self.split(tokens.shape[0], at)
         hidden = self(cut.rows(tokens), cut.rows(positions), cut.attention(attend), int(lengths.max()))
         return hidden[cut.at], cut
 
@@ -207,7 +218,7 @@ class Decoder(nn.Module):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence), and entropies."""
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
@@ -222,7 +233,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def distribution(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
     ) -> Distribution:
         """What may stand at the `wanted` positions that this process computes, as hidden states and an output head, without gradient."""
         return Distribution(self.hidden(tokens, offsets, wanted - 1, trunks), self.head_weight)
@@ -234,7 +245,7 @@ class Decoder(nn.Module):
         wanted: Tensor,
         reference: Distribution,
         temperature: float = 1.0,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and the KL to a reference's distributions at the `wanted` positions, in one pass."""
         hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
@@ -250,7 +261,7 @@ class Decoder(nn.Module):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)

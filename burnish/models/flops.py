@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture, Windows
-from burnish.models.weight_layout import lora_parameters, targets
+from burnish.models.weight_layout import lora_targets, num_lora_parameters
 
-LAYER = ("qkv", "out", "gate_up", "down")
+LAYER_MATRICES = ("qkv", "out", "gate_up", "down")
 """The matrices of a layer in the order of the forward pass; attention comes after the first."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class ForwardCounts:
     """How much of everything a forward pass computes."""
 
     tokens: int = 0
@@ -35,8 +35,8 @@ class Counts:
     outputs: int = 0
     """Rows that go through the output head."""
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.tokens + other.tokens, self.pairs + other.pairs, self.outputs + other.outputs)
+    def __add__(self, other: ForwardCounts) -> ForwardCounts:
+        return ForwardCounts(self.tokens + other.tokens, self.pairs + other.pairs, self.outputs + other.outputs)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 def packed_counts(
     lengths: Sequence[int], num_outputs: int, windows: Windows = None, shared: Sequence[int] | None = None
-) -> Counts:
+) -> ForwardCounts:
     """Counts of packed sequences; the first `shared[s]` tokens of sequence s are another's, and computed there."""
     begun = [0] * len(lengths) if shared is None else shared
     tokens = sum(lengths) - sum(begun)
@@ -79,13 +79,13 @@ def packed_counts(
         return sum(causal_pairs(length, window) - causal_pairs(start, window) for length, start in spans)
 
     if not isinstance(windows, tuple):
-        return Counts(tokens, pairs(windows), num_outputs)
+        return ForwardCounts(tokens, pairs(windows), num_outputs)
     layers = Counter(windows)
     mean = sum(times * pairs(window) for window, times in layers.items()) / len(windows)
-    return Counts(tokens, mean, num_outputs)
+    return ForwardCounts(tokens, mean, num_outputs)
 
 
-def layer_weights(arch: Architecture) -> dict[str, int]:
+def matrix_sizes(arch: Architecture) -> dict[str, int]:
     """Weights of a layer that a token is multiplied with, by matrix."""
     hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
     return {
@@ -96,30 +96,34 @@ def layer_weights(arch: Architecture) -> dict[str, int]:
     }
 
 
-def forward(arch: Architecture, counts: Counts, head_size: int | None = None, lora: Lora | None = None) -> Flops:
+def forward_flops(
+    arch: Architecture, counts: ForwardCounts, head_size: int | None = None, lora: Lora | None = None
+) -> Flops:
     """One forward pass. `head_size` is the number of outputs a token has, if not the vocabulary: 1 for a critic."""
     size = arch.vocab_size if head_size is None else head_size
     return Flops(
-        matmul=2 * counts.tokens * arch.num_layers * sum(layer_weights(arch).values()),
+        matmul=2 * counts.tokens * arch.num_layers * sum(matrix_sizes(arch).values()),
         attention=2 * _pair_product(arch, counts),
         head=2 * counts.outputs * arch.hidden_size * size,
-        adapters=0 if lora is None else 2 * counts.tokens * lora_parameters(arch, lora),
+        adapters=0 if lora is None else 2 * counts.tokens * num_lora_parameters(arch, lora),
     )
 
 
-def backward(arch: Architecture, counts: Counts, head_size: int | None = None, lora: Lora | None = None) -> Flops:
+def backward_flops(
+    arch: Architecture, counts: ForwardCounts, head_size: int | None = None, lora: Lora | None = None
+) -> Flops:
     """The gradients of one forward pass: of every product's two factors, so twice the forward.
 
     Of weights that adapters leave frozen it is the gradient of the activations alone, and in the first layer none from the
     lowest adapter down: nothing below it learns.
     """
-    once = forward(arch, counts, head_size, lora)
+    once = forward_flops(arch, counts, head_size, lora)
     if lora is None:
         return once + once
-    adapted = targets(arch, lora)
-    lowest = next(name for name in LAYER if any(target.module == name for target in adapted))
-    weights = layer_weights(arch)
-    frozen = sum(weights[name] for name in LAYER[: LAYER.index(lowest) + 1])
+    adapted = lora_targets(arch, lora)
+    lowest = next(name for name in LAYER_MATRICES if any(target.module == name for target in adapted))
+    weights = matrix_sizes(arch)
+    frozen = sum(weights[name] for name in LAYER_MATRICES[: LAYER_MATRICES.index(lowest) + 1])
     inputs = sum(target.num_inputs for target in adapted if target.module == lowest)
     attended = arch.num_layers if lowest == "qkv" else arch.num_layers - 1
     return Flops(
@@ -130,9 +134,9 @@ def backward(arch: Architecture, counts: Counts, head_size: int | None = None, l
     )
 
 
-def recomputed(
+def recomputed_flops(
     arch: Architecture,
-    counts: Counts,
+    counts: ForwardCounts,
     head_size: int | None = None,
     lora: Lora | None = None,
     activations: str = "keep",
@@ -143,15 +147,15 @@ def recomputed(
     A layer that is recomputed is so up to the last tensor that its backward reads, the input of `down` (a layer with an
     adapter there, or a norm behind it, runs to its end). A critic's single output is kept; the logits of a vocabulary never are.
     """
-    whole, scores = forward(arch, counts, head_size, lora), _pair_product(arch, counts) * fused_attention
+    whole, scores = forward_flops(arch, counts, head_size, lora), _pair_product(arch, counts) * fused_attention
     head = whole.head if head_size is None else 0
     if activations in ("keep", "selective"):
         return Flops(attention=scores, head=head)
-    to_the_end = arch.out_norms or (lora is not None and any(t.module == "down" for t in targets(arch, lora)))
-    skipped = 0 if to_the_end else 2 * counts.tokens * arch.num_layers * layer_weights(arch)["down"]
+    to_the_end = arch.out_norms or (lora is not None and any(t.module == "down" for t in lora_targets(arch, lora)))
+    skipped = 0 if to_the_end else 2 * counts.tokens * arch.num_layers * matrix_sizes(arch)["down"]
     return Flops(whole.matmul - skipped, whole.attention + scores, head, whole.adapters)
 
 
-def _pair_product(arch: Architecture, counts: Counts) -> int:
+def _pair_product(arch: Architecture, counts: ForwardCounts) -> int:
     """One product over the pairs, such as the scores, in all layers."""
     return round(2 * counts.pairs * arch.num_layers * arch.num_heads * arch.head_dim)

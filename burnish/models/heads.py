@@ -19,40 +19,54 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.config.model import Base
-from burnish.core.sharded_tensors import gathered
-from burnish.models.architecture import Architecture, from_hf, read_config, to_hf, why_not_native
+from burnish.config.model import LoraBase
+from burnish.core.sharded_tensors import full_tensor
+from burnish.models.architecture import (
+    Architecture,
+    architecture_from_hf,
+    architecture_to_hf,
+    read_config,
+    why_not_native,
+)
 from burnish.models.decoder import Decoder
-from burnish.models.families import FAMILIES
-from burnish.models.kernels.shared_prefix import Trunks
-from burnish.models.lora.adapters import adapter_weights, merged_tensors, wrap_layers
-from burnish.models.lora.directory import adapter_contents, base_of, is_adapter, load_adapter, read_lora
-from burnish.models.quantization.nf4_decoder import quantise_layers, shapes_of
+from burnish.models.kernels.shared_prefix import SharedPrefixes
+from burnish.models.lora.adapters import adapter_weights, merged_tensors, wrap_with_lora
+from burnish.models.lora.peft_files import adapter_contents, base_model_of, is_adapter, load_adapter, read_lora_config
+from burnish.models.model_families import FAMILIES
+from burnish.models.nf4 import quantise_layers, weight_shapes
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
-from burnish.models.weight_layout import order_of
-from burnish.models.weight_loading import Block, blocks, fill, fill_blocks, stored_tensors, with_memory, without_memory
-from burnish.models.weight_saving import weight_contents
-from burnish.run.checkpoint.contents import Blob, Content, part_of
-from burnish.run.checkpoint.saving import HostCopy, Stage
+from burnish.models.weight_files import (
+    WeightBlock,
+    load_tensors,
+    load_weight_blocks,
+    materialise,
+    on_meta_device,
+    stored_tensors,
+    weight_blocks,
+    weight_contents,
+)
+from burnish.models.weight_layout import row_order_of
+from burnish.run.checkpoint.saver import HostCopy, TensorStaging
+from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
 
 
-def backbone_of(policy: Decoder | TransformersPolicy) -> Decoder | TransformersBackbone:
+def copy_backbone(policy: Decoder | TransformersPolicy) -> Decoder | TransformersBackbone:
     """A copy of a policy without its output head, of which no copy is ever made; an embedding tied to it stays.
 
     Of a policy with adapters these alone are copied: the frozen weights below are the policy's own tensors.
     """
     if isinstance(policy, TransformersPolicy):
         return TransformersBackbone(policy)
-    return headless(policy, policy.state_dict() if policy.lora is None else adapter_weights(policy))
+    return without_head(policy, policy.state_dict() if policy.lora is None else adapter_weights(policy))
 
 
-def headless(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
+def without_head(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
     """A decoder without output head on the very tensors of another, but for copies of those whose names are in `copied`."""
-    with without_memory():
+    with on_meta_device():
         copy = Decoder(replace(policy.arch, tied=True))
         if policy.lora is not None:
-            wrap_layers(copy, policy.lora)
+            wrap_with_lora(copy, policy.lora)
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("head.")}
     copy.load_state_dict({name: t.clone() if name in copied else t for name, t in state.items()}, assign=True)
     return copy
@@ -63,7 +77,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, policy: Decoder | TransformersPolicy) -> None:
         super().__init__()
-        self.backbone = backbone_of(policy)
+        self.backbone = copy_backbone(policy)
         out = policy.head_weight if isinstance(policy, Decoder) else policy.inner.get_output_embeddings().weight
         # In a half type values near 1 would be 2^-8 apart, and so would the targets' differences.
         wide = torch.promote_types(out.dtype, torch.float32)
@@ -74,7 +88,9 @@ class ValueModel(nn.Module):
         """The backbone's; None where it does not say."""
         return getattr(self.backbone, "attention_cost", None)
 
-    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
+    def token_values(
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+    ) -> Tensor:
         """[M] the value of the state before each `wanted` token (none may be first in its sequence)."""
         hidden, cut = self.backbone.states(tokens, offsets, wanted - 1, trunks)
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
@@ -88,8 +104,8 @@ class ValueModel(nn.Module):
 # padding; so does this one (`score_positions`), which matters where a tokenizer pads with its end token. With adapters
 # it is what peft saves of such a model: the adapters, and the head whole.
 
-HEAD = "score.weight"
-STATISTICS = "scores.json"
+SCORE_WEIGHT = "score.weight"
+SCORE_STATISTICS_FILE = "scores.json"
 """Beside a scorer's weights: where its scores of held-out answers lie."""
 
 
@@ -109,28 +125,35 @@ class ScoreModel(nn.Module):
         """The backbone's; None where it does not say."""
         return getattr(self.backbone, "attention_cost", None)
 
-    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
+    def token_values(
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+    ) -> Tensor:
         """[M] the score of the text up to each `wanted` token, that token included."""
         hidden, cut = self.backbone.states(tokens, offsets, wanted, trunks)
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
         return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
 
-    def contents(self, stage: Stage, source: Path | None, tokenizer: Tokenizer, merged: bool = False) -> list[Content]:
+    def contents(
+        self, stage: TensorStaging, source: Path | None, tokenizer: Tokenizer, merged: bool = False
+    ) -> list[Content]:
         """A Hugging Face directory for sequence classification, where the layers came from `source`; of a model that is spread
         over processes, this one's files. With adapters a PEFT directory, unless they shall be `merged` into the layers.
         """
         if self.backbone.lora is not None and not merged:
             return [*adapter_contents(self.backbone, stage, source, self.head), *tokenizer.contents()]
-        part = part_of(self.parameters())
+        part = writer_rank_of(self.parameters())
         if part.count > 1 and not isinstance(stage, HostCopy):
             stage = HostCopy()  # what is gathered is gone when the next parameter is
-        shapes = shapes_of(self.backbone)
-        sizes = [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in blocks(self.arch)]
-        sizes.append((HEAD, self.head.numel() * self.head.element_size()))
+        shapes = weight_shapes(self.backbone)
+        sizes = [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in weight_blocks(self.arch)]
+        sizes.append((SCORE_WEIGHT, self.head.numel() * self.head.element_size()))
         files: list[Content] = []
         if part.index == 0:
-            files += [Blob("config.json", json.dumps(self._config(source, tokenizer), indent=1)), *tokenizer.contents()]
-        tensors = chain(merged_tensors(self.backbone), [(HEAD, gathered(self.head))])
+            files += [
+                BytesFile("config.json", json.dumps(self._config(source, tokenizer), indent=1)),
+                *tokenizer.contents(),
+            ]
+        tensors = chain(merged_tensors(self.backbone), [(SCORE_WEIGHT, full_tensor(self.head))])
         return [*files, *weight_contents(tensors, sizes, stage, part)]
 
     def load_weights(self, directory: Path) -> None:
@@ -142,19 +165,23 @@ class ScoreModel(nn.Module):
             return
         tensors = ((n, t) for n, t in stored_tensors(directory) if not n.endswith("rotary_emb.inv_freq"))
         with torch.no_grad():
-            fill_blocks(
+            load_weight_blocks(
                 dict(self.named_parameters()),
-                _table(self.arch),
+                _score_model_blocks(self.arch),
                 tensors,
                 str(directory),
                 "config.json implies",
-                partial(order_of, self.backbone),
+                partial(row_order_of, self.backbone),
             )
 
     def _config(self, source: Path | None, tokenizer: Tokenizer) -> dict[str, Any]:
         """The config.json of the model it was made of, for another class of transformers."""
         dtype = str(self.backbone.embedding.weight.dtype).removeprefix("torch.")
-        config = to_hf(self.arch, dtype, tokenizer.eos_ids, tokenizer.pad_id) if source is None else read_config(source)
+        config = (
+            architecture_to_hf(self.arch, dtype, tokenizer.eos_ids, tokenizer.pad_id)
+            if source is None
+            else read_config(source)
+        )
         config.pop("torch_dtype", None)
         name = FAMILIES[self.arch.family].hf_class.replace("ForCausalLM", "ForSequenceClassification")
         labels = {"num_labels": 1, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "problem_type": "regression"}
@@ -170,11 +197,11 @@ def score_positions(tokens: Tensor, offsets: Tensor, pad_id: int) -> Tensor:
     return last.scatter_reduce_(0, ids, candidates, "amax")
 
 
-def new_scorer(policy: nn.Module, seed: int) -> ScoreModel:
+def new_score_model(policy: nn.Module, seed: int) -> ScoreModel:
     """A scorer that takes over a policy's layers, the very tensors and adapters: its scores begin near 0, and differ."""
     if not isinstance(policy, Decoder):
         raise UserError("a reward model needs the native decoder, and this model runs through transformers")
-    backbone = headless(policy)
+    backbone = without_head(policy)
     weight = backbone.embedding.weight
     # In a half type scores near 1 would be 2^-8 apart, which is more than many pairs differ by.
     wide, width = torch.promote_types(weight.dtype, torch.float32), policy.arch.hidden_size
@@ -182,10 +209,10 @@ def new_scorer(policy: nn.Module, seed: int) -> ScoreModel:
     return ScoreModel(backbone, (noise / math.sqrt(width + 1)).to(weight.device, wide))
 
 
-def load_scorer(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+def load_score_model(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
     """A scorer from a Hugging Face directory for sequence classification with one label, or from a PEFT directory of one."""
     if is_adapter(directory):
-        return _adapted(directory, dtype, device)
+        return _load_adapted_score_model(directory, dtype, device)
     config = read_config(directory)
     names = config.get("architectures") or ["?"]
     if not str(names[0]).endswith("ForSequenceClassification"):
@@ -198,47 +225,47 @@ def load_scorer(directory: Path, dtype: torch.dtype, device: torch.device) -> Sc
         raise UserError(
             f"{directory} gives {labels} numbers a text, and a reward is one: its config needs num_labels 1"
         )
-    model = _with_head(_empty(directory, config, dtype, device))
+    model = _with_zero_head(_empty_backbone(directory, config, dtype, device))
     model.load_weights(directory)
     return model
 
 
-def _adapted(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+def _load_adapted_score_model(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
     """The adapters and the head of a PEFT directory on the base it names: a language model, or a scorer whose head is not used."""
-    lora, base = read_lora(directory, scores=True), base_of(directory)
-    backbone = _empty(base, read_config(base), dtype, device, lora.base)
-    fill(backbone, ((name, tensor) for name, tensor in stored_tensors(base) if name != HEAD), str(base))
-    wrap_layers(backbone, lora)
-    model = _with_head(backbone)
+    lora, base = read_lora_config(directory, scores=True), base_model_of(directory)
+    backbone = _empty_backbone(base, read_config(base), dtype, device, lora.base)
+    load_tensors(backbone, ((name, tensor) for name, tensor in stored_tensors(base) if name != SCORE_WEIGHT), str(base))
+    wrap_with_lora(backbone, lora)
+    model = _with_zero_head(backbone)
     model.load_weights(directory)
     return model
 
 
-def _empty(
-    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, base: Base = "dtype"
+def _empty_backbone(
+    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, base: LoraBase = "dtype"
 ) -> Decoder:
     """A decoder of a directory's shape without output head, its numbers to come."""
     reason = why_not_native(config)
     if reason is not None:
         raise UserError(f"{directory} cannot run on the native decoder, which scores: {reason}")
-    with without_memory():
-        backbone = Decoder(replace(from_hf(config, str(directory / "config.json")), tied=True))
+    with on_meta_device():
+        backbone = Decoder(replace(architecture_from_hf(config, str(directory / "config.json")), tied=True))
         quantise_layers(backbone, base)
-    with_memory(backbone, dtype, device)
+    materialise(backbone, dtype, device)
     return backbone
 
 
-def _with_head(backbone: Decoder) -> ScoreModel:
+def _with_zero_head(backbone: Decoder) -> ScoreModel:
     weight = backbone.embedding.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
     return ScoreModel(backbone, torch.zeros(1, backbone.arch.hidden_size, dtype=wide, device=weight.device))
 
 
-def _table(arch: Architecture) -> list[Block]:
+def _score_model_blocks(arch: Architecture) -> list[WeightBlock]:
     """Our parameters under transformers' names: those of the layers, and the head."""
-    return [*_backbone(arch), Block(HEAD, "head")]
+    return [*_backbone(arch), WeightBlock(SCORE_WEIGHT, "head")]
 
 
-def _backbone(arch: Architecture) -> Iterator[Block]:
-    for block in blocks(arch):
+def _backbone(arch: Architecture) -> Iterator[WeightBlock]:
+    for block in weight_blocks(arch):
         yield replace(block, ours=f"backbone.{block.ours}")

@@ -11,18 +11,30 @@ from torch import Tensor
 
 from burnish.config.errors import UserError, hub_hint
 from burnish.config.model import Lora, Model
-from burnish.core.sharded_tensors import gathered
-from burnish.models.architecture import Architecture, from_hf, from_nothing, read_config, why_not_native
+from burnish.core.sharded_tensors import full_tensor
+from burnish.models.architecture import (
+    Architecture,
+    architecture_from_hf,
+    new_architecture,
+    read_config,
+    why_not_native,
+)
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.lora.adapters import add_lora, merged_tensors, wrap_layers
-from burnish.models.lora.directory import adapter_contents, base_of, describe, is_adapter, load_adapter, read_lora
+from burnish.models.lora.adapters import add_lora, merged_tensors, wrap_with_lora
+from burnish.models.lora.peft_files import (
+    adapter_contents,
+    base_model_of,
+    describe_lora,
+    is_adapter,
+    load_adapter,
+    read_lora_config,
+)
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
-from burnish.models.weight_layout import lora_parameters
-from burnish.models.weight_loading import fill, load_decoder, stored_tensors
-from burnish.models.weight_saving import decoder_contents, save_decoder
-from burnish.run.checkpoint.contents import Content, Part, part_of, write_contents
-from burnish.run.checkpoint.saving import Stage, leave
+from burnish.models.weight_files import decoder_contents, load_decoder, load_tensors, save_decoder, stored_tensors
+from burnish.models.weight_layout import num_lora_parameters
+from burnish.run.checkpoint.saver import TensorStaging, keep_in_place
+from burnish.run.checkpoint.snapshot import Content, WriterRank, write_contents, writer_rank_of
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,9 @@ class PolicyModel:
 
     def save(self, directory: Path) -> None:
         """Weights, configs and tokenizer as a Hugging Face directory; of a model with adapters those, as PEFT saves them."""
-        write_contents(directory, self.contents(leave))
+        write_contents(directory, self.contents(keep_in_place))
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         """The same as files to be; of a model that is spread over processes, those that this one writes."""
         tokenizer, is_first = self.tokenizer, self.part.index == 0
         if isinstance(self.module, Decoder) and self.module.lora is None:
@@ -89,16 +101,16 @@ class PolicyModel:
         return [*whole, *tokenizer.contents()] if is_first else []
 
     @property
-    def part(self) -> Part:
+    def part(self) -> WriterRank:
         """Which of the processes that hold the model this is."""
-        return part_of(self.module.parameters())
+        return writer_rank_of(self.module.parameters())
 
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of a saved directory into the module in place; tensors keep their addresses."""
         if isinstance(self.module, Decoder) and self.module.lora is not None:
             load_adapter(self.module, directory)
         elif isinstance(self.module, Decoder):
-            fill(self.module, stored_tensors(directory), str(directory))
+            load_tensors(self.module, stored_tensors(directory), str(directory))
         else:
             self.module.load_weights(directory)
 
@@ -107,7 +119,7 @@ AnyPolicy = PolicyModel | PolicyOutline
 """What checks of tokens and lengths take: a policy with or without its weights."""
 
 
-def whole_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
+def full_hf_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The weights under Hugging Face's names, with adapters added in: what any other engine of the model takes. If `wide`, what
     is a sum with adapters is in float32."""
     if isinstance(policy.module, Decoder):
@@ -117,7 +129,7 @@ def whole_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[str
     for name, tensor in policy.module.inner.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:  # a tied tensor has two names, and its files one
             seen.add(id(tensor))
-            yield name, gathered(tensor)
+            yield name, full_tensor(tensor)
 
 
 def save_merged(policy: PolicyModel, directory: Path) -> None:
@@ -147,7 +159,7 @@ def check_finite(policy: PolicyModel, tokens: Sequence[int] = ()) -> None:
     raise UserError(f"{policy.source or 'the model'} gives no probabilities (NaN): {why}")
 
 
-def pick_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """`auto` is the GPU when there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,9 +182,9 @@ def outline_policy(
     """The policy of a config before its weights are loaded, and the error for one that cannot be. The arguments are those of `load_policy`."""
     if adapter is None and path is not None and is_adapter(path):
         adapter = path
-        path = base_of(path)
+        path = base_model_of(path)
     if adapter is not None and path is None:
-        path = base_of(adapter)
+        path = base_model_of(adapter)
     if path is None:
         return _outline_new(config, alphabet)
     said = read_config(path)
@@ -185,7 +197,7 @@ def outline_policy(
             raise UserError(f"adapters need the native decoder, and {path} runs through transformers ({why})")
         positions = said.get("text_config", said).get("max_position_embeddings")
         return PolicyOutline(Tokenizer.load(path), positions, None, path, None, why)
-    arch = from_hf(said, str(path / "config.json"))
+    arch = architecture_from_hf(said, str(path / "config.json"))
     tokenizer = Tokenizer.load(path)
     _check_embeddings(tokenizer, arch.vocab_size, path)
     return PolicyOutline(tokenizer, arch.max_positions, arch, path, adapter)
@@ -198,7 +210,7 @@ def load_policy(
 
     With `adapter`, a PEFT directory, or a `path` that is one, it has those adapters; with `model.lora` new ones.
     """
-    dtype, device = getattr(torch, config.dtype), pick_device(config.device)
+    dtype, device = getattr(torch, config.dtype), resolve_device(config.device)
     outline = outline_policy(config, path, alphabet, adapter)
     tokenizer, source = outline.tokenizer, outline.source
     if source is None:
@@ -213,23 +225,25 @@ def load_policy(
         other = TransformersPolicy.load(source, dtype, device)
         _check_embeddings(tokenizer, other.inner.get_input_embeddings().num_embeddings, source)
         return PolicyModel(other, tokenizer, source, note)
-    lora = config.lora if outline.adapter is None else read_lora(outline.adapter)
+    lora = config.lora if outline.adapter is None else read_lora_config(outline.adapter)
     module = load_decoder(source, dtype, device, "dtype" if lora is None else lora.base)
-    note = f"native decoder, {module.arch.num_parameters:,} parameters{_adapt(module, lora, outline.adapter, seed)}"
+    note = (
+        f"native decoder, {module.arch.num_parameters:,} parameters{_add_adapters(module, lora, outline.adapter, seed)}"
+    )
     return PolicyModel(module, tokenizer, source, note)
 
 
-def _adapt(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:
+def _add_adapters(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:
     """Give a model the adapters of a directory, or new ones, or none; what to say of it."""
     if lora is None:
         return ""
     if adapter is not None:
-        wrap_layers(module, lora)
+        wrap_with_lora(module, lora)
         load_adapter(module, adapter)
     else:
         add_lora(module, lora, seed)
     come = f" from {adapter}" if adapter is not None else ""
-    return f", {describe(lora)}{come} ({lora_parameters(module.arch, lora):,} parameters)"
+    return f", {describe_lora(lora)}{come} ({num_lora_parameters(module.arch, lora):,} parameters)"
 
 
 def _check_embeddings(tokenizer: Tokenizer, num_embeddings: int, path: Path) -> None:
@@ -251,7 +265,7 @@ def _outline_new(config: Model, alphabet: str | None) -> PolicyOutline:
             "model.new needs a task that names its characters (sort_digits, addition, countdown); give model.path for other data"
         )
     tokenizer = Tokenizer.from_characters(alphabet)
-    arch = from_nothing(config.new, tokenizer.vocab_size)
+    arch = new_architecture(config.new, tokenizer.vocab_size)
     return PolicyOutline(tokenizer, arch.max_positions, arch)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
 from burnish.models import chat_template
-from burnish.models.families import FAMILIES
-from burnish.run.checkpoint.contents import Blob, Content, write_contents
+from burnish.models.model_families import FAMILIES
+from burnish.run.checkpoint.snapshot import BytesFile, Content, write_contents
 
 # --- Text is text: what keeps `<|im_end|>` in a user's message from becoming the token that ends a turn.
 #
@@ -37,7 +37,7 @@ from burnish.run.checkpoint.contents import Blob, Content, write_contents
 ESCAPE, HIDDEN, OWN = "\ufdd0", "\ufdd1", "\ufdd2"
 MARK = ESCAPE + HIDDEN
 MARKUP, TAG = re.compile(r"<\S+>|\[\S+\]"), re.compile(r"</?[A-Za-z][\w-]*>")
-UNLIKELY = -1e6
+CONTROL_TOKEN_SCORE = -1e6
 """Score of a control token as a piece of text, in a unigram model."""
 
 
@@ -52,7 +52,7 @@ class ControlTokens:
         markup = {
             i: t.content for i, t in added.items() if MARKUP.fullmatch(t.content) and not TAG.fullmatch(t.content)
         }
-        ids |= {i for i, name in markup.items() if _quoted(name) in template}
+        ids |= {i for i, name in markup.items() if _json_escaped(name) in template}
         names = {i: added[i].content if i in added else inner.convert_ids_to_tokens(i) for i in ids}
         # A name of one character cannot be broken by a mark.
         self.ids = {i for i, name in names.items() if len(name) > 1}
@@ -84,7 +84,7 @@ class ControlTokens:
         """Token ids of a text with marks: control tokens are those without."""
         tokens: list[int] = self._unmarking.encode(text, add_special_tokens=False).ids
         if sum(token in self.ids for token in tokens) != len(self._pattern.findall(text)):
-            found = self._pattern.search(shown(text))
+            found = self._pattern.search(unmarked(text))
             raise UserError(
                 f"the text holds {found[0] if found else 'a name'!r}, a control token of this tokenizer, which cannot write it as plain "
                 "text; remove it from the text"
@@ -109,7 +109,9 @@ class ControlTokens:
                 token["normalized"] = False  # else it is looked for again behind the normalizer
         if state["model"].get("type") == "Unigram":
             pieces = state["model"]["vocab"]
-            state["model"]["vocab"] = [[text, UNLIKELY if text in names else score] for text, score in pieces]
+            state["model"]["vocab"] = [
+                [text, CONTROL_TOKEN_SCORE if text in names else score] for text, score in pieces
+            ]
         steps = [_replace(MARK, ""), _replace(ESCAPE + OWN, ESCAPE)]
         steps += [state["normalizer"]] if state["normalizer"] else []
         state["normalizer"] = {"type": "Sequence", "normalizers": steps}
@@ -122,7 +124,7 @@ def is_marked(text: str) -> bool:
     return ESCAPE in text
 
 
-def shown(text: str) -> str:
+def unmarked(text: str) -> str:
     """A text as it was before it was marked."""
     return text.replace(MARK, "").replace(ESCAPE + OWN, ESCAPE) if ESCAPE in text else text
 
@@ -131,7 +133,7 @@ def _replace(old: str, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": old}, "content": new}
 
 
-def _quoted(text: str) -> str:
+def _json_escaped(text: str) -> str:
     """A text as it stands inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -139,10 +141,10 @@ def _quoted(text: str) -> str:
 PAD, EOS = "<pad>", "<eos>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
-LONGEST_CHARACTER = 4
+REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder writes for bytes that are not yet a character
+MAX_CHARACTER_BYTES = 4
 """Bytes, and so tokens, of one character at most."""
-PATIENCE = 16
+MAX_PENDING_TOKENS = 16
 """Tokens that may wait for the end of a character: more of them are no text, and decoding them all for each new one would take ever longer."""
 
 
@@ -156,7 +158,7 @@ class Tokenizer:
         self._special_ids = frozenset(inner.all_special_ids) | {
             i for i, token in inner.added_tokens_decoder.items() if token.special
         }
-        self._before = [] if self._alphabet is not None else _before(inner)
+        self._before = [] if self._alphabet is not None else _prefix_ids(inner)
         if needs_bos and inner.bos_token_id is not None and self._before[:1] != [inner.bos_token_id]:
             self._before = [inner.bos_token_id, *self._before]
         self.eos_ids: tuple[int, ...] = _eos_ids(inner.eos_token_id, self._generation_config)
@@ -191,10 +193,13 @@ class Tokenizer:
         loader: Any = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         try:
             inner = loader.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False, **_no_false_alarm(directory, loader)
+                str(directory),
+                local_files_only=True,
+                trust_remote_code=False,
+                **_mistral_regex_option(directory, loader),
             )
         except Exception as error:  # files that others wrote, read by libraries that raise anything for a damaged one
-            refuse_code(directory, error)
+            check_remote_code(directory, error)
             raise UserError(f"the tokenizer in {directory} does not load: {_one_line(error)}") from error
         for word in ("fix_mistral_regex", "trust_remote_code"):  # to the loader, no part of the tokenizer that is saved
             inner.init_kwargs.pop(word, None)
@@ -232,10 +237,10 @@ class Tokenizer:
             with TemporaryDirectory() as folder:
                 self._inner.save_pretrained(folder)
                 files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-                self._contents = [Blob(str(path.relative_to(folder)), path.read_bytes()) for path in files]
+                self._contents = [BytesFile(str(path.relative_to(folder)), path.read_bytes()) for path in files]
             if self._generation_config:
                 text = json.dumps(self._generation_config, indent=2) + "\n"
-                self._contents.append(Blob(GENERATION_CONFIG, text, if_absent=True))
+                self._contents.append(BytesFile(GENERATION_CONFIG, text, if_absent=True))
         return self._contents
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -244,9 +249,9 @@ class Tokenizer:
         Names of control tokens become these tokens, except in what `literal` has marked. Text that a user, a data row or a model
         wrote goes through `literal` first.
         """
-        text = _checked(text)
+        text = _check_encodable(text)
         if self._alphabet is not None:
-            for character in shown(text):
+            for character in unmarked(text):
                 if character not in self._alphabet:
                     raise UserError(
                         f"the character {character!r} in {text[:80]!r} is not in this tokenizer's alphabet "
@@ -262,7 +267,7 @@ class Tokenizer:
         """Token ids of a prompt that a user rendered: its control tokens are parsed, and BOS is added only where it has none."""
         if self._alphabet is not None:
             return self.encode(text)  # which names a character that it does not know
-        tokens: list[int] = self._inner.encode(_checked(text), add_special_tokens=False)
+        tokens: list[int] = self._inner.encode(_check_encodable(text), add_special_tokens=False)
         return tokens if tokens[: len(self._before)] == self._before else self._before + tokens
 
     def literal(self, text: str) -> str:
@@ -272,7 +277,7 @@ class Tokenizer:
     @staticmethod
     def shown(text: str) -> str:
         """What `literal` or `chat_text` made, as people should see it: without marks."""
-        return shown(text)
+        return unmarked(text)
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids, without tidying of spaces."""
@@ -291,8 +296,8 @@ class Tokenizer:
             before = self.decode(tokens[window:shown], skip_special)
             text = self.decode(tokens[window:end], skip_special)
             known = end
-            if text.endswith(UNFINISHED) and end < len(tokens):
-                known = end - LONGEST_CHARACTER if end - shown > PATIENCE else shown
+            if text.endswith(REPLACEMENT_CHARACTER) and end < len(tokens):
+                known = end - MAX_CHARACTER_BYTES if end - shown > MAX_PENDING_TOKENS else shown
                 part = self.decode(tokens[window:known], skip_special)
                 text, known = (part, known) if text.startswith(part) else (before, shown)
             pieces.append(text[len(before) :])
@@ -356,7 +361,7 @@ class Tokenizer:
         return self.encode(self.chat_text(messages, **kwargs))
 
 
-def refuse_code(directory: Path, error: BaseException) -> None:
+def check_remote_code(directory: Path, error: BaseException) -> None:
     """The error for a directory that wants to run code of its own, where that is why transformers did not load it."""
     for name in ("tokenizer_config.json", "config.json"):
         wanted = read_json_object(directory / name).get("auto_map") if (directory / name).is_file() else None
@@ -376,7 +381,7 @@ def _one_line(error: BaseException) -> str:
     return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
 
 
-def _checked(text: str) -> str:
+def _check_encodable(text: str) -> str:
     """A text that can be written as bytes; half of a surrogate pair (`\\ud800` in JSON) is no character."""
     try:
         text.encode()
@@ -398,7 +403,7 @@ def _alphabet(inner: Any) -> frozenset[str] | None:
     return frozenset(words) if all(len(w) == 1 for w in words) else None
 
 
-def _before(inner: Any) -> list[int]:
+def _prefix_ids(inner: Any) -> list[int]:
     """What the tokenizer puts before a text; what some put after it (an end token) has no place in a prompt."""
     bare: list[int] = inner.encode("a", add_special_tokens=False)
     full: list[int] = inner.encode("a", add_special_tokens=True)
@@ -416,7 +421,7 @@ def _first(*choices: int | None) -> int:
     return next(c for c in choices if c is not None)
 
 
-def _no_false_alarm(directory: Path, loader: Any) -> dict[str, bool]:
+def _mistral_regex_option(directory: Path, loader: Any) -> dict[str, bool]:
     """What keeps transformers from warning of Mistral's faulty pattern in a tokenizer of another family.
 
     It takes every directory whose config.json does not say its transformers version for one of Mistral's.

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.core.batch import from_padded, to_padded
-from burnish.core.sharded_tensors import gathered, local, shard_of
-from burnish.models.kernels.shared_prefix import Cut, Trunks, Uncut
-from burnish.models.tokenizer import refuse_code
-from burnish.models.weight_loading import weight_files
-from burnish.run.checkpoint.contents import Content, Sums, TensorBytes, file_sums, part_of
-from burnish.run.checkpoint.saving import HostCopy, Stage
+from burnish.core.sharded_tensors import full_tensor, local_shard, local_tensor
+from burnish.models.kernels.shared_prefix import RowShard, SharedPrefixes, UnshardedRows
+from burnish.models.tokenizer import check_remote_code
+from burnish.models.weight_files import weight_files
+from burnish.run.checkpoint.saver import HostCopy, TensorStaging
+from burnish.run.checkpoint.snapshot import Checksums, Content, TensorBytes, file_checksum, writer_rank_of
 
 
-def _read(directory: Path, dtype: torch.dtype) -> Any:
+def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
     """transformers' model of a directory, every weight in place; no code from it is run, no pickle is opened."""
     from transformers import AutoModelForCausalLM  # type: ignore[attr-defined]  # mypy leaves out transformers.models
 
@@ -43,7 +43,7 @@ def _read(directory: Path, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        refuse_code(directory, error)
+        check_remote_code(directory, error)
         raise UserError(f"transformers cannot load {directory}: {error}") from error
     inner, info = loaded
     # Of both, transformers would only warn and go on with random numbers in their place.
@@ -65,7 +65,7 @@ class TransformersPolicy(nn.Module):
     @staticmethod
     def load(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersPolicy:
         """From a local directory."""
-        policy = TransformersPolicy(_read(directory, dtype))
+        policy = TransformersPolicy(_load_pretrained(directory, dtype))
         policy.to(device)
         return policy
 
@@ -76,7 +76,7 @@ class TransformersPolicy(nn.Module):
         those of the module, and only transformers knows how to translate them.
         """
         own = self.inner.state_dict()
-        read = _read(directory, self.inner.dtype).state_dict()
+        read = _load_pretrained(directory, self.inner.dtype).state_dict()
         if own.keys() != read.keys():
             unexpected, missing = sorted(read.keys() - own.keys()), sorted(own.keys() - read.keys())
             raise UserError(f"{directory} does not fit the model: unexpected {unexpected[:3]}, missing {missing[:3]}")
@@ -86,9 +86,9 @@ class TransformersPolicy(nn.Module):
                 raise UserError(f"{directory} does not fit the model: {name} is {shapes}")
         with torch.no_grad():
             for name, tensor in own.items():
-                held = shard_of(tensor)
+                held = local_shard(tensor)
                 block = tuple(slice(start, start + size) for start, size in zip(held.offsets, held.sizes, strict=True))
-                local(tensor).copy_(read[name][block])
+                local_tensor(tensor).copy_(read[name][block])
 
     def token_logprobs(
         self,
@@ -97,7 +97,7 @@ class TransformersPolicy(nn.Module):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions, and entropies if asked; beginnings are not shared here."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -111,7 +111,7 @@ class TransformersPolicy(nn.Module):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -120,22 +120,22 @@ class TransformersPolicy(nn.Module):
 
     def _log_softmax(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float) -> Tensor:
         """[M, vocab] over what may stand at the `wanted` positions, in float32 at least."""
-        logits = _packed_call(self.inner, tokens, offsets).logits
+        logits = _padded_forward(self.inner, tokens, offsets).logits
         logits = from_padded(logits, offsets.diff())[0][wanted - 1]
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         return (logits / temperature).log_softmax(-1)
 
-    def contents(self, stage: Stage) -> Content:
+    def contents(self, stage: TensorStaging) -> Content:
         """A Hugging Face directory (weights and configs); of a model that is spread over processes the first's is whole."""
-        part = part_of(self.parameters())
+        part = writer_rank_of(self.parameters())
         if part.count > 1 and not isinstance(stage, HostCopy):
             stage = HostCopy()  # what is gathered is gone when the next tensor is
         held: dict[int, TensorBytes] = {}  # tied tensors stay one, or both would be written
         state: dict[str, TensorBytes] = {}
         for name, tensor in self.inner.state_dict(keep_vars=True).items():
             if id(tensor) not in held:
-                whole = gathered(tensor)
+                whole = full_tensor(tensor)
                 held[id(tensor)] = stage(whole if part.index == 0 else whole[:0])
             state[name] = held[id(tensor)]
         return PretrainedFiles(self.inner, state)
@@ -148,7 +148,7 @@ class PretrainedFiles:
     inner: Any
     state: Mapping[str, TensorBytes]
 
-    def write(self, folder: Path) -> Sums:
+    def write(self, folder: Path) -> Checksums:
         with TemporaryDirectory(dir=folder) as own:
             self.inner.save_pretrained(own, state_dict={name: held.tensor for name, held in self.state.items()})
             written = sorted(path for path in Path(own).rglob("*") if path.is_file())
@@ -156,7 +156,7 @@ class PretrainedFiles:
             for path, name in zip(written, names, strict=True):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 path.rename(folder / name)
-        return {name: file_sums(folder / name) for name in names}
+        return {name: file_checksum(folder / name) for name in names}
 
 
 class TransformersBackbone(nn.Module):
@@ -172,13 +172,15 @@ class TransformersBackbone(nn.Module):
             )
         self.inner = copy.deepcopy(base).eval()
 
-    def states(self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: Trunks | None = None) -> tuple[Tensor, Cut]:
+    def states(
+        self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: SharedPrefixes | None = None
+    ) -> tuple[Tensor, RowShard]:
         """Final hidden states of the tokens `at` of packed sequences; beginnings are not shared here, nor is work divided."""
-        hidden = from_padded(_packed_call(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
-        return hidden[at], Uncut(at)
+        hidden = from_padded(_padded_forward(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
+        return hidden[at], UnshardedRows(at)
 
 
-def _packed_call(inner: Any, tokens: Tensor, offsets: Tensor) -> Any:
+def _padded_forward(inner: Any, tokens: Tensor, offsets: Tensor) -> Any:
     """A model of transformers on packed sequences, right-padded for it."""
     padded = to_padded(tokens, offsets)
     real = torch.arange(padded.shape[1], device=tokens.device) < offsets.diff()[:, None]

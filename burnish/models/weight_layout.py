@@ -45,29 +45,29 @@ def projections(arch: Architecture) -> list[Projection]:
     ]
 
 
-def targets(arch: Architecture, lora: Lora) -> list[Projection]:
+def lora_targets(arch: Architecture, lora: Lora) -> list[Projection]:
     """The projections of one decoder layer that have an adapter."""
     return [projection for projection in projections(arch) if projection.name in lora.projections]
 
 
-def lora_parameters(arch: Architecture, lora: Lora) -> int:
+def num_lora_parameters(arch: Architecture, lora: Lora) -> int:
     """Parameters of the adapters: an A [rank, in] and a B [out, rank] for each target of each layer."""
-    widths = sum(projection.num_inputs + projection.num_outputs for projection in targets(arch, lora))
+    widths = sum(projection.num_inputs + projection.num_outputs for projection in lora_targets(arch, lora))
     return arch.num_layers * lora.rank * widths
 
 
 # --- The order of rows in matrices that hold several, when each of a number of ranks shall have one block of rows.
 #
 # Query, key and value rows are one matrix here, as are gate and up. A rank with some heads needs its rows of each to stand
-# together, so a model whose layers are cut (`training/parallel/tensor.py`) has them in another order than usual: all
+# together, so a model whose layers are cut (`training/parallel/tensor_parallel.py`) has them in another order than usual: all
 # of the first rank, then all of the second. Whoever takes weights out of such a model puts them back.
 
-FUSED = ("qkv", "gate_up")
-Order = Callable[[str], "Tensor | None"]
+FUSED_MODULES = ("qkv", "gate_up")
+RowOrder = Callable[[str], "Tensor | None"]
 """Of a parameter's name: the order its rows have; None is the usual one."""
 
 
-def heights(arch: Architecture, module: str) -> tuple[int, ...]:
+def fused_row_counts(arch: Architecture, module: str) -> tuple[int, ...]:
     """Rows of each matrix that a fused one holds."""
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     return (q, kv, kv) if module == "qkv" else (arch.mlp_size, arch.mlp_size)
@@ -84,22 +84,22 @@ def row_order(sizes: tuple[int, ...], parts: int) -> Tensor:
     return torch.cat(blocks)
 
 
-def num_parts(model: Decoder) -> int:
+def tensor_parallel_size(model: Decoder) -> int:
     """Into how many parts the layers of a model are cut: each knows the architecture of its own part."""
     return model.arch.num_heads // cast(Layer, model.layers[0]).arch.num_heads
 
 
-def order_of(model: Decoder, name: str) -> Tensor | None:
+def row_order_of(model: Decoder, name: str) -> Tensor | None:
     """The order that the rows of a parameter have in a model; None where it is the usual one."""
-    parts, (module, kind) = num_parts(model), ("", *name.split("."))[-2:]
-    if parts == 1 or module not in FUSED or kind == "lora_a":
+    parts, (module, kind) = tensor_parallel_size(model), ("", *name.split("."))[-2:]
+    if parts == 1 or module not in FUSED_MODULES or kind == "lora_a":
         return None
     if kind != "lora_b":
-        return row_order(heights(model.arch, module), parts)
+        return row_order(fused_row_counts(model.arch, module), parts)
     assert model.lora is not None, "a model with adapters"
-    return row_order(tuple(t.num_outputs for t in targets(model.arch, model.lora) if t.module == module), parts)
+    return row_order(tuple(t.num_outputs for t in lora_targets(model.arch, model.lora) if t.module == module), parts)
 
 
-def usual(whole: Tensor, order: Tensor | None) -> Tensor:
+def in_hf_order(whole: Tensor, order: Tensor | None) -> Tensor:
     """A whole parameter with its rows in the usual order, given the one they have."""
     return whole if order is None else whole[order.argsort().to(whole.device)]

@@ -21,7 +21,7 @@ from burnish.run.durable_files import atomic_write
 
 Point = tuple[int, float]
 
-CHARTS = (
+MAIN_CHARTS = (
     ("Reward", r"reward/(?!.*(timeout|fail|error|drop|std)).*"),
     ("Held-out accuracy", r"validation/[^/]+/accuracy"),
     ("Held-out reward", r"validation/[^/]+/reward_mean"),
@@ -51,7 +51,7 @@ class Chart:
     """What is said of each place when it is pointed at."""
 
 
-def series(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
+def metric_series(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
     """Each numeric metric as its (step, value) points, without non-finite values, in the order names first appear."""
     found: dict[str, list[Point]] = {}
     for row in rows:
@@ -61,11 +61,11 @@ def series(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
     return found
 
 
-def charts(rows: list[dict[str, Any]]) -> list[Chart]:
+def main_charts(rows: list[dict[str, Any]]) -> list[Chart]:
     """The charts that matter, as far as the run has their metrics."""
-    lines = series(rows)
+    lines = metric_series(rows)
     built = []
-    for title, pattern in CHARTS:
+    for title, pattern in MAIN_CHARTS:
         names = [name for name in lines if re.fullmatch(pattern, name) and not _is_accuracy_again(name, lines)]
         if names:
             built.append(Chart(title, {name: lines[name] for name in sorted(names, key=_mean_first)}))
@@ -81,10 +81,10 @@ def _is_accuracy_again(name: str, lines: dict[str, list[Point]]) -> bool:
 def other_charts(rows: list[dict[str, Any]], shown: Iterable[Chart]) -> list[Chart]:
     """One small chart for every metric that is in none of the others."""
     taken = {name for chart in shown for name in chart.series}
-    return [Chart(name, {name: points}) for name, points in sorted(series(rows).items()) if name not in taken]
+    return [Chart(name, {name: points}) for name, points in sorted(metric_series(rows).items()) if name not in taken]
 
 
-def thin(points: list[Point], limit: int) -> list[Point]:
+def thin_points(points: list[Point], limit: int) -> list[Point]:
     """At most about `limit` points: of each stretch the lowest and the highest, so that no spike disappears; and the last."""
     if len(points) <= limit:
         return points
@@ -101,8 +101,8 @@ def write_curves(run: Path) -> Path:
     """Write `<run>/curves.png` and return its path. A run without metrics is a `UserError`."""
     from matplotlib.figure import Figure
 
-    rows = metrics.read(run / "metrics.jsonl")
-    shown = charts(rows) or other_charts(rows, [])
+    rows = metrics.read_metrics(run / "metrics.jsonl")
+    shown = main_charts(rows) or other_charts(rows, [])
     if not shown:
         raise UserError(
             f"{run / 'metrics.jsonl'} has no numbers to draw: the run has not finished a step yet, or the file was cut or deleted"
@@ -142,10 +142,10 @@ def _mean_first(name: str) -> tuple[bool, str]:
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 26
-COLOURS = 6  # classes c0 to c5 in the style sheet
+NUM_COLOURS = 6  # classes c0 to c5 in the style sheet
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def axis_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """About `count` round numbers (1, 2 or 5 times a power of ten apart) inside [low, high]."""
     if not high > low:
         return [low]
@@ -157,7 +157,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [k * step for k in range(first, last + 1)]
 
 
-def bounds(values: list[float]) -> tuple[float, float]:
+def axis_range(values: list[float]) -> tuple[float, float]:
     """The range to draw: that of the values, widened where they are all the same."""
     low, high = min(values), max(values)
     if high - low > 1e-12 * max(abs(low), abs(high)):
@@ -166,14 +166,14 @@ def bounds(values: list[float]) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def draw(chart: Chart, limit: int, kept: int) -> tuple[str, dict[str, object]]:
+def draw_svg(chart: Chart, limit: int, kept: int) -> tuple[str, dict[str, object]]:
     """The SVG of a chart, and what the script needs to show values and to draw it anew: names, points, the place of the axes.
 
     The SVG has about `limit` points of each line, the script about `kept`, so that there is more to see where it zooms in.
     """
-    lines = {name: thin(points, limit) for name, points in chart.series.items()}
-    x_low, x_high = bounds([float(x) for points in lines.values() for x, _ in points])
-    y_low, y_high = bounds([y for points in lines.values() for _, y in points])
+    lines = {name: thin_points(points, limit) for name, points in chart.series.items()}
+    x_low, x_high = axis_range([float(x) for points in lines.values() for x, _ in points])
+    y_low, y_high = axis_range([y for points in lines.values() for _, y in points])
 
     def x_of(x: float) -> float:
         return round(LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT), 1)
@@ -182,21 +182,21 @@ def draw(chart: Chart, limit: int, kept: int) -> tuple[str, dict[str, object]]:
         return round(HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM), 1)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">']
-    for y in ticks(y_low, y_high):
+    for y in axis_ticks(y_low, y_high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y)}" y2="{y_of(y)}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y_of(y) + 4}" text-anchor="end">{y:.4g}</text>')
-    names = dict(enumerate(chart.places)) or {int(x): str(int(x)) for x in ticks(x_low, x_high, 5) if x == int(x)}
+    names = dict(enumerate(chart.places)) or {int(x): str(int(x)) for x in axis_ticks(x_low, x_high, 5) if x == int(x)}
     for at, name in names.items():
         parts.append(f'<text class="tick" x="{x_of(at)}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
     for index, points in enumerate(lines.values()):
-        colour = f"c{index % COLOURS}"
+        colour = f"c{index % NUM_COLOURS}"
         if len(points) > 1:
             path = " ".join(f"{x_of(x)},{y_of(y)}" for x, y in points)
             parts.append(f'<polyline class="line {colour}" points="{path}"/>')
         if len(points) <= 20:
             parts += [f'<circle class="dot {colour}" cx="{x_of(x)}" cy="{y_of(y)}" r="2.5"/>' for x, y in points]
     parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>')
-    shown = {n: [[x, float(f"{y:.6g}")] for x, y in thin(points, kept)] for n, points in chart.series.items()}
+    shown = {n: [[x, float(f"{y:.6g}")] for x, y in thin_points(points, kept)] for n, points in chart.series.items()}
     sizes = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "width": WIDTH, "height": HEIGHT}
     return "".join(parts), {
         "series": shown,
@@ -207,12 +207,12 @@ def draw(chart: Chart, limit: int, kept: int) -> tuple[str, dict[str, object]]:
     }
 
 
-def figure(chart: Chart, index: int, svg: str) -> str:
+def figure_html(chart: Chart, index: int, svg: str) -> str:
     """The SVG with its title, its legend where there is more than one line, and a place for the values."""
     legend = ""
     if len(chart.series) > 1:
         names = enumerate(chart.series)
-        legend = "".join(f'<span><i class="swatch c{i % COLOURS}"></i>{escape(name)}</span>' for i, name in names)
+        legend = "".join(f'<span><i class="swatch c{i % NUM_COLOURS}"></i>{escape(name)}</span>' for i, name in names)
     title = f"<figcaption>{escape(chart.title)}</figcaption>"
     kind = "chart several" if legend else "chart"
     return f'<figure class="{kind}" data-chart="{index}" tabindex="0">{title}{svg}<div class="legend">{legend}</div><output></output></figure>'

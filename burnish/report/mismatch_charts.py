@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from burnish.report.curves import Chart
-from burnish.run.samples import read
+from burnish.run.samples import read_worst_tokens
 
-PROFILE = r"mismatch/by_(position|probability)/([^/]+)/(abs|signed|tokens)"
-TITLES = {
+PROFILE_METRIC = r"mismatch/by_(position|probability)/([^/]+)/(abs|signed|tokens)"
+PROFILE_TITLES = {
     "position": "Mean log-prob gap by position in the completion",
     "probability": "Mean log-prob gap by the sampler's probability",
 }
-MAX_PLACES = 10  # names that fit under an axis
-TEXT = 120  # characters kept of what stands around a token
-HEAD = "step|prompt|sample|position|in context|token id|sampler|trainer|gap|weight"
-NOTE = (
+MAX_AXIS_LABELS = 10  # names that fit under an axis
+MAX_CONTEXT_CHARS = 120  # characters kept of what stands around a token
+TABLE_COLUMNS = "step|prompt|sample|position|in context|token id|sampler|trainer|gap|weight"
+TABLE_NOTE = (
     "The tokens on which sampler and trainer disagree most, in the first step that has any, in that of the largest gap and "
     "in the last: the log-prob each gave, and trainer less sampler. All steps are in samples/worst_tokens.jsonl."
 )
@@ -33,41 +33,43 @@ Row = dict[str, Any]
 
 def is_profile(name: str) -> bool:
     """Whether a metric is one bucket of a profile, which the charts here show."""
-    return re.fullmatch(PROFILE, name) is not None
+    return re.fullmatch(PROFILE_METRIC, name) is not None
 
 
 def profile_charts(rows: list[Row]) -> list[Chart]:
     """One chart for each profile: mean |gap| in each bucket, at the first and at the last step that has it."""
     charts = []
-    for kind, title in TITLES.items():
+    for kind, title in PROFILE_TITLES.items():
         found = [(row["step"], buckets) for row in rows if (buckets := _buckets(row, kind))]
         if not found:
             continue
         shown = dict((found[0], found[-1]))
         ends = sorted({end for buckets in shown.values() for end in buckets}, key=float)
         series = {
-            f"step {step}": [(ends.index(end), values["abs"]) for end, values in sorted(buckets.items(), key=_end)]
+            f"step {step}": [
+                (ends.index(end), values["abs"]) for end, values in sorted(buckets.items(), key=_bucket_start)
+            ]
             for step, buckets in shown.items()
         }
         last = found[-1][1]
-        hints = [f"{_range(kind, end)}: {last.get(end, {}).get('tokens', 0):,.0f} tokens" for end in ends]
-        charts.append(Chart(title, series, places=_places(ends), hints=hints))
+        hints = [f"{_bucket_text(kind, end)}: {last.get(end, {}).get('tokens', 0):,.0f} tokens" for end in ends]
+        charts.append(Chart(title, series, places=_axis_labels(ends), hints=hints))
     return charts
 
 
-def worst_table(path: Path) -> str:
+def worst_tokens_table(path: Path) -> str:
     """The worst tokens of the first step, of the step with the largest gap and of the last, as a table; or nothing."""
-    rows = read(path)
+    rows = read_worst_tokens(path)
     if not rows:
         return ""
     worst = max(rows, key=lambda row: abs(row["gap"]))
     chosen = {row["step"] for row in (rows[0], worst, rows[-1])}
-    lines = "".join(_line(row) for row in rows if row["step"] in chosen)
-    head = "".join(f"<th>{name}</th>" for name in HEAD.split("|"))
-    return f'<p class="dim">{NOTE}</p><div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
+    lines = "".join(_table_row(row) for row in rows if row["step"] in chosen)
+    head = "".join(f"<th>{name}</th>" for name in TABLE_COLUMNS.split("|"))
+    return f'<p class="dim">{TABLE_NOTE}</p><div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """Text on one line, its line breaks and control characters as a program would write them."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"')
 
@@ -76,21 +78,21 @@ def _buckets(row: Row, kind: str) -> dict[str, dict[str, float]]:
     """The buckets of one profile in one step's metrics, by their lower end."""
     found: dict[str, dict[str, float]] = {}
     for name, value in row.items():
-        if (match := re.fullmatch(PROFILE, name)) and match[1] == kind:
+        if (match := re.fullmatch(PROFILE_METRIC, name)) and match[1] == kind:
             found.setdefault(match[2], {})[match[3]] = value
     return found
 
 
-def _end(item: tuple[str, Any]) -> float:
+def _bucket_start(item: tuple[str, Any]) -> float:
     return float(item[0])
 
 
-def _places(ends: list[str]) -> list[str]:
+def _axis_labels(ends: list[str]) -> list[str]:
     """The buckets under the axis: every second one where all would not fit."""
-    return [end if len(ends) <= MAX_PLACES or k % 2 == 0 else "" for k, end in enumerate(ends)]
+    return [end if len(ends) <= MAX_AXIS_LABELS or k % 2 == 0 else "" for k, end in enumerate(ends)]
 
 
-def _range(kind: str, end: str) -> str:
+def _bucket_text(kind: str, end: str) -> str:
     """A bucket in words."""
     low = float(end)
     if kind == "position":
@@ -98,10 +100,10 @@ def _range(kind: str, end: str) -> str:
     return f"probability {low:g} to {10 * low:g}" if low else "probability below 1e-06"
 
 
-def _line(row: Row) -> str:
+def _table_row(row: Row) -> str:
     """A row of the table; what the model wrote is escaped."""
-    before, text, after = (visible(row[name] or "") for name in ("before", "text", "after"))
-    context = f"<code>{escape(before[-TEXT:])}<mark>{escape(text[:TEXT])}</mark>{escape(after[:TEXT])}</code>"
+    before, text, after = (visible_text(row[name] or "") for name in ("before", "text", "after"))
+    context = f"<code>{escape(before[-MAX_CONTEXT_CHARS:])}<mark>{escape(text[:MAX_CONTEXT_CHARS])}</mark>{escape(after[:MAX_CONTEXT_CHARS])}</code>"
     weight = "" if row["weight"] is None else f"{row['weight']:.3g}"
     cells = [
         *(escape(str(row[name])) for name in ("step", "group", "sample", "position")),

@@ -29,7 +29,7 @@ SCRIPTS = {
 }
 """The languages written in each script."""
 
-SMALL_WORDS = {
+STOP_WORDS = {
     "en": "the and of to in is that it for you was with on are this have be as not at from by they we his her an",
     "de": "der die das und ist nicht ich ein eine zu den mit von auf für sie wir es im dem des auch sich wie als",
     "fr": "le la les et est une des dans pour que qui vous pas sur avec ce au il nous je du plus sont mais",
@@ -57,37 +57,37 @@ SMALL_WORDS = {
 WORD = re.compile(r"[^\W\d_][\w\u0300-\u036f\u0900-\u0dff]*")
 
 
-def script_of(character: str) -> str:
+def letter_script(character: str) -> str:
     """The script of a letter by its Unicode name; the empty string for what is no letter."""
     return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
 
 
 def main_script(text: str) -> str | None:
     """The script most letters of a text are in; None for a text without letters."""
-    counts = Counter(script_of(character) for character in text)
+    counts = Counter(letter_script(character) for character in text)
     del counts[""]
     if counts["HIRAGANA"] + counts["KATAKANA"]:  # Japanese has more Chinese characters than its own
         return "HIRAGANA"
     return counts.most_common(1)[0][0] if counts else None
 
 
-def language_of(text: str) -> str | None:
+def detect_language(text: str) -> str | None:
     """The language of a text; None where nothing tells."""
     script = main_script(text)
     languages = SCRIPTS.get(script or "", "").split()
     if len(languages) < 2:
         return languages[0] if languages else None
     words = Counter(WORD.findall(unicodedata.normalize("NFC", text).lower()))
-    hits = {language: sum(words[word] for word in SMALL_WORDS[language].split()) for language in languages}
+    hits = {language: sum(words[word] for word in STOP_WORDS[language].split()) for language in languages}
     best = max(languages, key=lambda language: hits[language])
     return best if hits[best] else None
 
 
-def could_be(text: str, language: str) -> bool:
+def may_be_language(text: str, language: str) -> bool:
     """Whether a text may be in a language: it is what the text looks like, or nothing speaks against it."""
     if language not in {name for names in SCRIPTS.values() for name in names.split()}:
         raise ValueError(f"the language {language!r} is not one this can tell: {', '.join(SCRIPTS.values())}")
-    found = language_of(text)
+    found = detect_language(text)
     if found is None:
         script = main_script(text)
         return script is None or language in SCRIPTS.get(script, "").split()

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.algorithms.curriculum.prompt_selection import AGGREGATIONS
-from burnish.config.consistency import is_verdict, may_judge
+from burnish.algorithms.curriculum.prompt_selection import STEP_SCORE_AGGREGATIONS
+from burnish.config.consistency import gives_verdict, may_give_verdict
 from burnish.config.data import RewardPart
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin
 from burnish.data.row import Row
-from burnish.data.rows import VERL_MODEL, likely_answer
+from burnish.data.row_formats import VERL_MODEL_STYLE, likely_answer
 from burnish.rewards import verifiers
-from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.types import Result, Score, ScoreRequest, is_missing, out_of_range
-from burnish.rewards.user_rewards import UserScorer, load_scorer, required_columns
+from burnish.rewards.judge_options import JudgeOptions
+from burnish.rewards.score_types import PartResult, Score, ScoreRequest, is_missing, reward_problem
+from burnish.rewards.user_rewards import UserScorer, load_user_scorer, required_columns
 from burnish.rewards.verifiers import VERIFIERS, check_verifier
 
 # --- Whether a row has what its reward compares with, found before anything is sampled.
@@ -33,27 +33,27 @@ def check_row(row: Row, parts: Sequence[tuple[str, RewardPart]], answer_key: str
     `parts` are those, each with its place in the config. `answer_key` is how a user names the column of the answer,
     such as `data.train.answer_key=`.
     """
-    _check_style(row, [part for _, part in parts])
+    _check_verl_style(row, [part for _, part in parts])
     for where, part in parts:
         verifier = row.extra.get("verifier") if part.name == "row" else part.name
         if part.name == "row" and verifier == "math" and importlib.util.find_spec("math_verify") is None:
             raise UserError(
                 f"{row.place}: its verifier is math, which needs math-verify; install it with pip install 'burnish[math]'"
             )
-        if needs_answer(part, verifier, where) and is_missing(row.answer):
+        if part_needs_answer(part, verifier, where) and is_missing(row.answer):
             raise UserError(
-                f"{row.place}: the row has no answer, and {where} compares with one; {_advice(row, answer_key)}"
+                f"{row.place}: the row has no answer, and {where} compares with one; {_missing_answer_advice(row, answer_key)}"
             )
 
 
-def needs_answer(part: RewardPart, verifier: str | None, where: str) -> bool:
+def part_needs_answer(part: RewardPart, verifier: str | None, where: str) -> bool:
     """Whether a part compares a completion with the row's answer."""
     if part.name == "judge":
         return JudgeOptions.of(part.options, where).shows_expected
-    return verifier is not None and verifiers.needs_answer(verifier)
+    return verifier is not None and verifiers.verifier_needs_answer(verifier)
 
 
-def _advice(row: Row, answer_key: str) -> str:
+def _missing_answer_advice(row: Row, answer_key: str) -> str:
     likely = likely_answer(row.extra)
     if likely is not None:
         return f"column {likely!r} probably holds it: set {answer_key}{likely}"
@@ -64,9 +64,9 @@ def _advice(row: Row, answer_key: str) -> str:
     )
 
 
-def _check_style(row: Row, parts: Sequence[RewardPart]) -> None:
+def _check_verl_style(row: Row, parts: Sequence[RewardPart]) -> None:
     """Refuse a row that verl would have a reward model score, where no part of the reward can stand for it."""
-    if row.style != VERL_MODEL or any(part.name in ("model", "judge") or is_plugin(part.name) for part in parts):
+    if row.style != VERL_MODEL_STYLE or any(part.name in ("model", "judge") or is_plugin(part.name) for part in parts):
         return
     raise UserError(
         f"{row.place}: reward_model.style is 'model', so a reward model should score the row, and none of the reward's parts "
@@ -77,13 +77,13 @@ def _check_style(row: Row, parts: Sequence[RewardPart]) -> None:
 
 # --- What can be set of the reward part `model`, checked before a run starts.
 
-DTYPES = ("float32", "bfloat16", "float64")
-EACH = "each"
+REWARD_MODEL_DTYPES = ("float32", "bfloat16", "float64")
+EACH_STEP = "each"
 """The aggregation that leaves the score of every step where the step ends."""
 
 
 @dataclass(frozen=True)
-class ScorerOptions:
+class RewardModelOptions:
     """Options of the reward part `model`."""
 
     path: str
@@ -103,22 +103,24 @@ class ScorerOptions:
     """The score of an answer from those of its steps: last, min, prod, mean; or each, which rewards every step at its last token."""
 
     @staticmethod
-    def of(options: Mapping[str, Any], where: str) -> ScorerOptions:
+    def of(options: Mapping[str, Any], where: str) -> RewardModelOptions:
         """From the options of a part; the error for what is wrong with them."""
-        check_options(ScorerOptions, options, where)
+        check_options(RewardModelOptions, options, where)
         if not isinstance(options.get("path"), str):
             raise UserError(f"{where}: give options.path, the directory of a reward model")
-        made = ScorerOptions(**options)
-        if made.dtype not in DTYPES:
-            raise UserError(f"{where}: dtype {made.dtype!r} is not one of {', '.join(DTYPES)}")
+        made = RewardModelOptions(**options)
+        if made.dtype not in REWARD_MODEL_DTYPES:
+            raise UserError(f"{where}: dtype {made.dtype!r} is not one of {', '.join(REWARD_MODEL_DTYPES)}")
         if not isinstance(made.token_budget, int) or made.token_budget < 1:
             raise UserError(f"{where}: token_budget should be a whole number above 0, got {made.token_budget!r}")
         if made.clip is not None and not (isinstance(made.clip, int | float) and made.clip > 0):
             raise UserError(f"{where}: clip should be a number above 0, got {made.clip!r}")
         if made.delimiter is not None and not (isinstance(made.delimiter, str) and made.delimiter):
             raise UserError(f"{where}: delimiter should be a text, got {made.delimiter!r}")
-        if made.aggregate not in (*AGGREGATIONS, EACH):
-            raise UserError(f"{where}: aggregate {made.aggregate!r} is not one of {', '.join(AGGREGATIONS)}, {EACH}")
+        if made.aggregate not in (*STEP_SCORE_AGGREGATIONS, EACH_STEP):
+            raise UserError(
+                f"{where}: aggregate {made.aggregate!r} is not one of {', '.join(STEP_SCORE_AGGREGATIONS)}, {EACH_STEP}"
+            )
         if made.delimiter is None and "aggregate" in options:
             raise UserError(
                 f"{where}: aggregate has no effect without delimiter, by which an answer is divided into steps"
@@ -132,7 +134,7 @@ NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckedPart:
     """A checked part of the sum."""
 
     label: str  # its name in `Score.parts`
@@ -150,23 +152,23 @@ class Part:
 
 
 @dataclass
-class Open:
+class PendingScore:
     """A request some of whose parts are still being scored."""
 
     request: ScoreRequest
     missing: set[int]
-    results: dict[int, Result] = field(default_factory=dict)
+    results: dict[int, PartResult] = field(default_factory=dict)
     timed_out: bool = False
     errors: list[str] = field(default_factory=list)
 
 
-def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
+def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[CheckedPart]:
     """Everything that can be wrong with the parts before a run starts, found now."""
     if not parts:
         raise UserError(
             f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE}, path/to/file.py:function or package.module:function"
         )
-    checked: list[Part] = []
+    checked: list[CheckedPart] = []
     for index, part in enumerate(parts):
         where = f"reward.parts[{index}] ({part.name})"
         if part.sources is not None and not part.sources:
@@ -174,31 +176,31 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[Part]:
         user: UserScorer | None = None
         is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
         if is_plugin(part.name):
-            user = load_scorer(part.name, base, part.options, where)
+            user = load_user_scorer(part.name, base, part.options, where)
             is_batch, required = user.is_batch, required_columns(user, part.options)
         elif part.name in VERIFIERS:
             check_verifier(part.name, part.options, where)
         elif part.name == JUDGE:
             JudgeOptions.of(part.options, where)
         elif part.name == MODEL:
-            ScorerOptions.of(part.options, where)
+            RewardModelOptions.of(part.options, where)
         else:
-            raise unknown(
+            raise unknown_name_error(
                 "reward", part.name, [*VERIFIERS, MODEL, JUDGE, "path/to/file.py:function", "package.module:function"]
             )
         name = part.name.rpartition(":")[2]
         same = sum(p.config.name.rpartition(":")[2] == name for p in checked)
-        checked.append(Part(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), user))
+        checked.append(CheckedPart(f"{name}_{same + 1}" if same else name, part, is_batch, tuple(required), user))
     return checked
 
 
-def accuracy_of(part: RewardPart, result: Result) -> float | None:
+def accuracy_of(part: RewardPart, result: PartResult) -> float | None:
     """Whether a part calls an answer correct; None where its value is graded, so that no value of it means correct.
 
     A threshold in the config decides first, then what the part itself says. The built-in verifiers give 1 to correct answers alone. The
     scale of a user's function is not known: a 1 may be the best or the worst of it.
     """
-    if result.value is None or not may_judge(part):
+    if result.value is None or not may_give_verdict(part):
         return None
     if result.timed_out:
         return 0.0
@@ -206,10 +208,10 @@ def accuracy_of(part: RewardPart, result: Result) -> float | None:
         return float(result.value >= part.correct_at)
     if result.accuracy is not None:
         return result.accuracy
-    return float(result.value >= 1) if is_verdict(part) else None
+    return float(result.value >= 1) if gives_verdict(part) else None
 
 
-def combine(parts: Sequence[Part], done: Open) -> Score:
+def combine_parts(parts: Sequence[CheckedPart], done: PendingScore) -> Score:
     """The score of a request all of whose parts have an outcome; sums in the order of the config."""
     values: dict[str, float] = {}
     details: dict[str, str] = {}
@@ -229,7 +231,7 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
             continue
         num_values += 1
         values |= {part.label: result.value, **logged}
-        if wrong := out_of_range(result.value):
+        if wrong := reward_problem(result.value):
             errors.append(f"reward part {part.label!r} of row {done.request.id!r}: {wrong}")
             continue
         reward += part.config.weight * result.value
@@ -238,7 +240,7 @@ def combine(parts: Sequence[Part], done: Open) -> Score:
             accuracy = accuracy_of(part.config, result)
     if not num_values and not errors:
         errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
-    elif not errors and (wrong := out_of_range(reward)):
+    elif not errors and (wrong := reward_problem(reward)):
         errors = [f"the weighted sum of row {done.request.id!r}: {wrong} (reward.parts.*.weight)"]
     if errors:
         return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details, extra=extra)

@@ -24,41 +24,49 @@ from typing import Protocol, cast
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.data.row import Row
-from burnish.rewards.code import check_sandbox, read_tests
-from burnish.rewards.judge.endpoint import Asker
-from burnish.rewards.judge.judge import Judge
-from burnish.rewards.judge.options import JudgeOptions
-from burnish.rewards.reward_parts import JUDGE, MODEL, Open, Part, check_parts, check_row, combine
-from burnish.rewards.types import Failure, HandedIn, PartSpec, Result, Score, ScoreRequest, is_missing
+from burnish.rewards.code_reward import check_sandbox, parse_tests
+from burnish.rewards.judge_endpoint import JudgeBackend
+from burnish.rewards.judge_options import JudgeOptions
+from burnish.rewards.llm_judge import Judge
+from burnish.rewards.reward_parts import JUDGE, MODEL, CheckedPart, PendingScore, check_parts, check_row, combine_parts
+from burnish.rewards.score_types import (
+    LocalScorer,
+    PartResult,
+    PartSpec,
+    Score,
+    ScoreRequest,
+    ScoringFailure,
+    is_missing,
+)
 from burnish.rewards.user_rewards import (
-    ANSWERS,
+    ANSWER_COLUMNS,
     OPENRLHF,
     ROW_COLUMNS,
     VERL,
     VERL_BATCH,
     Convention,
-    own,
     reserved_columns,
+    row_value,
 )
-from burnish.rewards.worker import Call, Setup
-from burnish.rewards.worker_pool import Outcome, Outcomes, Pool
+from burnish.rewards.worker import ScoringCall, WorkerSetup
+from burnish.rewards.worker_pool import CallOutcome, OutcomeQueue, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 64  # requests in one call of a batch function
+MAX_REQUESTS_PER_CALL = 64  # requests in one call of a batch function
 SHOWN_CHARS = 400
 
 
-GIVES_ANSWER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
+ANSWER_PARAMETER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
 """The parameter of a convention that is always there, with or without an expected answer."""
 
 
-class AnyPool(Protocol):
+class ScoringPool(Protocol):
     """Who computes calls; `Pool` says what each method means."""
 
     counters: dict[str, int]
 
-    def submit(self, calls: Sequence[Call]) -> None: ...
+    def submit(self, calls: Sequence[ScoringCall]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -79,17 +87,17 @@ class Rewards:
         if any(part.config.name == "code" for part in self._parts):
             self._check_sandbox()
         self._by_source: dict[str, list[int]] = {}
-        self._outcomes: Outcomes = queue.SimpleQueue()
-        self._open: dict[int, Open] = {}
+        self._outcomes: OutcomeQueue = queue.SimpleQueue()
+        self._open: dict[int, PendingScore] = {}
         self._done: dict[int, Score] = {}
         self._next_ticket = 0
         self._broken: BaseException | None = None
         self._is_closed = False
         self._counters = {"answer_timeout": 0, "scorer_failed": 0}
-        self._handed_in: dict[int, HandedIn] = {}  # by the index of their part
+        self._handed_in: dict[int, LocalScorer] = {}  # by the index of their part
         self._waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}  # for those, by part: tickets and requests
-        self._pools: dict[str, Pool | Judge | AnyPool] = {}  # by place
-        self.setups: dict[str, Setup] = {}  # of the processes of a place
+        self._pools: dict[str, WorkerPool | Judge | ScoringPool] = {}  # by place
+        self.setups: dict[str, WorkerSetup] = {}  # of the processes of a place
         for place in sorted({part.place for part in self._parts if part.config.name != MODEL}):
             parts = {i: p.config for i, p in enumerate(self._parts) if p.place == place}
             if place not in ("verifiers", "users"):
@@ -99,10 +107,10 @@ class Rewards:
             specs = {i: PartSpec(part.name, part.options) for i, part in parts.items()}
             folder = None if base is None else str(Path(base).resolve())
             isolated = place == "verifiers"
-            setup = Setup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox, max_steps)
+            setup = WorkerSetup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox, max_steps)
             self.setups[place] = setup
             if not is_elsewhere:
-                self._pools[place] = Pool(setup, config.workers, self._outcomes)
+                self._pools[place] = WorkerPool(setup, config.workers, self._outcomes)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -123,16 +131,16 @@ class Rewards:
                 total[name] = total.get(name, 0) + count
         return total
 
-    def hand_in(self, scorers: Mapping[int, HandedIn | Asker]) -> None:
+    def hand_in(self, scorers: Mapping[int, LocalScorer | JudgeBackend]) -> None:
         """Take the models that compute the parts of these indexes, or answer for a judge; before anything is submitted."""
         for index, scorer in scorers.items():
             pool = self._pools.get(self._parts[index].place)
             if isinstance(pool, Judge):
-                pool.hand_in(cast(Asker, scorer))
+                pool.hand_in(cast(JudgeBackend, scorer))
             else:
-                self._handed_in[index] = cast(HandedIn, scorer)
+                self._handed_in[index] = cast(LocalScorer, scorer)
 
-    def employ(self, make: Callable[[Outcomes], AnyPool]) -> None:
+    def employ(self, make: Callable[[OutcomeQueue], ScoringPool]) -> None:
         """Have verifiers, users' functions and models computed by somebody else, who puts outcomes into the queue."""
         pool = make(self._outcomes)
         self._pools |= {part.place: pool for part in self._parts if part.config.name != JUDGE}
@@ -182,7 +190,7 @@ class Rewards:
         requests = [replace(r, completion=r.completion[-limit:], tokens=None, written=None) for r in requests]
         applying = [self._applying(request) for request in requests]
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
-        calls: dict[str, list[Call]] = {place: [] for place in self._pools}
+        calls: dict[str, list[ScoringCall]] = {place: [] for place in self._pools}
         waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}
         for index, part in enumerate(self._parts):
             if part.config.name == MODEL and not self._is_elsewhere:
@@ -191,24 +199,29 @@ class Rewards:
                 continue
             given = requests
             if part.config.name == MODEL:
-                given = [_whole(r) for r in whole]
+                given = [_with_plain_tokens(r) for r in whole]
             elif part.user is not None and part.user.wants_tokens:
-                given = [replace(_whole(w), completion=r.completion) for w, r in zip(whole, requests, strict=True)]
+                given = [
+                    replace(_with_plain_tokens(w), completion=r.completion)
+                    for w, r in zip(whole, requests, strict=True)
+                ]
             rows = [(t, r) for t, r, indexes in zip(tickets, given, applying, strict=True) if index in indexes]
-            size = CHUNK if part.is_batch or part.config.name == MODEL else 1
+            size = MAX_REQUESTS_PER_CALL if part.is_batch or part.config.name == MODEL else 1
             for at in range(0, len(rows), size):
                 some_tickets, some_requests = zip(*rows[at : at + size], strict=True)
-                calls[part.place].append(Call(index, some_tickets, _pickled(some_requests)))
+                calls[part.place].append(ScoringCall(index, some_tickets, _pickle_requests(some_requests)))
         # Nothing is queued before every row has passed its checks, so an error leaves nothing half submitted.
         self._next_ticket += len(requests)
-        self._open |= {t: Open(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)}
+        self._open |= {
+            t: PendingScore(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)
+        }
         for place, some_calls in calls.items():
             self._pools[place].submit(some_calls)
         for index, some in waiting.items():
             self._waiting.setdefault(index, []).extend(some)
         return tickets
 
-    def _model(self, index: int) -> HandedIn:
+    def _model(self, index: int) -> LocalScorer:
         if index not in self._handed_in:
             raise RuntimeError(f"reward part {self._parts[index].label!r} is a model, and nobody handed one in")
         return self._handed_in[index]
@@ -220,13 +233,13 @@ class Rewards:
             try:
                 results = self._model(index)([request for _, request in rows])
             except Exception:  # noqa: BLE001 - as of a scoring process: told with each sample, and counted
-                results = [Failure(traceback.format_exc())] * len(rows)
+                results = [ScoringFailure(traceback.format_exc())] * len(rows)
             for (ticket, _), result in zip(rows, results, strict=True):
-                call = Call(index, (ticket,), b"")
-                if isinstance(result, Failure):
-                    self._record(Outcome(call, error=result.error))
+                call = ScoringCall(index, (ticket,), b"")
+                if isinstance(result, ScoringFailure):
+                    self._record(CallOutcome(call, error=result.error))
                 else:
-                    self._record(Outcome(call, [result]))
+                    self._record(CallOutcome(call, [result]))
 
     def check(self, rows: Iterable[Row], answer_key: str = "data.train.answer_key=") -> None:
         """Whether each row has a part that applies to it and what that needs, before anything is sampled.
@@ -246,16 +259,16 @@ class Rewards:
             if "code" in names or ("row" in names and row.extra["verifier"] == "code"):
                 self._check_sandbox()
                 try:
-                    read_tests(row.answer)
+                    parse_tests(row.answer)
                 except ValueError as error:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
 
-    def _warn_of_none(self, part: Part, row: Row) -> None:
+    def _warn_of_none(self, part: CheckedPart, row: Row) -> None:
         """Log a line, once for each part, where a user's function is told None for an answer: it may have no use for one."""
-        name = None if part.user is None else GIVES_ANSWER.get(part.user.convention)
+        name = None if part.user is None else ANSWER_PARAMETER.get(part.user.convention)
         if part.user is None or name is None or not part.user.wants(name) or part.label in self._has_warned_of:
             return
-        if is_missing(own(row, "ground_truth")):
+        if is_missing(row_value(row, "ground_truth")):
             self._has_warned_of.add(part.label)
             logger.warning(
                 "reward part %r: row %r has no expected answer, so %s is None there (it has: %s); where a column holds it, set answer_key "
@@ -292,9 +305,9 @@ class Rewards:
             self._by_source[source] = found
         for index in self._by_source[source]:
             part = self._parts[index]
-            missing = [name for name in part.required if not _has(request, name)]
+            missing = [name for name in part.required if not _has_column(request, name)]
             if missing:
-                made = [name for name in ROW_COLUMNS if name not in request.extra and _has(request, name)]
+                made = [name for name in ROW_COLUMNS if name not in request.extra and _has_column(request, name)]
                 available = ", ".join([*request.extra, *made])
                 hint = "; 'task' scores only rows of generated tasks" if missing == ["task"] else ""
                 raise UserError(
@@ -326,7 +339,7 @@ class Rewards:
         except queue.Empty:
             return
 
-    def _record(self, outcome: Outcome) -> None:
+    def _record(self, outcome: CallOutcome) -> None:
         index = outcome.call.part
         label = self._parts[index].label
         for at, ticket in enumerate(outcome.call.tickets):
@@ -340,38 +353,38 @@ class Rewards:
             elif outcome.timed_out:
                 self._counters["answer_timeout"] += 1
                 item.timed_out = True
-                item.results[index] = Result(0.0, timed_out=True)
+                item.results[index] = PartResult(0.0, timed_out=True)
             else:
                 self._counters["scorer_failed"] += 1
                 shown = item.request.completion[-SHOWN_CHARS:]
                 item.errors.append(
-                    f"reward part {label!r} failed{_twice(self._parts[index])} on row {item.request.id!r} of {item.request.data_source!r}\n"
+                    f"reward part {label!r} failed{_retry_note(self._parts[index])} on row {item.request.id!r} of {item.request.data_source!r}\n"
                     f"{outcome.error}\nthe completion (its last {SHOWN_CHARS} characters): {shown!r}"
                 )
             if not item.missing:
-                self._done[ticket] = combine(self._parts, self._open.pop(ticket))
+                self._done[ticket] = combine_parts(self._parts, self._open.pop(ticket))
 
 
-def _has(request: ScoreRequest | Row, name: str) -> bool:
+def _has_column(request: ScoreRequest | Row, name: str) -> bool:
     """Whether a function can be given a column of a row."""
     if name in request.extra or name in ("data_source", "truncated"):
         return True
-    return name in ANSWERS and not is_missing(request.answer)
+    return name in ANSWER_COLUMNS and not is_missing(request.answer)
 
 
-def _whole(request: ScoreRequest) -> ScoreRequest:
+def _with_plain_tokens(request: ScoreRequest) -> ScoreRequest:
     """A request with its tokens as plain numbers, as it travels to a model or to a function that asks for tokens."""
     tokens = None if request.tokens is None else [int(token) for token in request.tokens]
     written = None if request.written is None else [bool(one) for one in request.written]
     return replace(request, tokens=tokens, written=written)
 
 
-def _twice(part: Part) -> str:
+def _retry_note(part: CheckedPart) -> str:
     """Workers are tried again; a judge and a model have their own ways, and say what they did."""
     return "" if part.config.name in (MODEL, JUDGE) else " twice"
 
 
-def _pickled(requests: Sequence[ScoreRequest]) -> bytes:
+def _pickle_requests(requests: Sequence[ScoreRequest]) -> bytes:
     try:
         return pickle.dumps(list(requests))
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
-from burnish.rewards.types import Result, ScoreRequest
+from burnish.rewards.score_types import PartResult, ScoreRequest
 
 if TYPE_CHECKING:
     import asyncio
 
     from burnish.data.row import Row
 
-ANSWERS = ("answer", "ground_truth")
+ANSWER_COLUMNS = ("answer", "ground_truth")
 """Columns that every row with an expected answer has."""
-ROW_COLUMNS = (*ANSWERS, "data_source", "truncated")
+ROW_COLUMNS = (*ANSWER_COLUMNS, "data_source", "truncated")
 """Columns that are made for a row that has none of that name."""
 MAX_LOGGED_CHARS = 4_000
 """Longer texts of `log_extra` are cut: they travel with every sample."""
@@ -87,7 +87,7 @@ OPENRLHF = Convention(
 CONVENTIONS = (VERL, VERL_BATCH, TRL, OPENRLHF)
 
 
-class TrainerState(NamedTuple):
+class TrlTrainerState(NamedTuple):
     """What TRL calls the trainer's state, as far as a reward may go by it. Outside of training it is that of a finished run of one step."""
 
     global_step: int = 1
@@ -122,7 +122,7 @@ class UserScorer(NamedTuple):
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_scorer(spec: str, base: Path | None, options: Mapping[str, Any], where: str) -> UserScorer:
+def load_user_scorer(spec: str, base: Path | None, options: Mapping[str, Any], where: str) -> UserScorer:
     """The function that a plug-in names, with its convention recognised from its signature and its options checked."""
     function = load_plugin(spec, base)
     if not callable(function):
@@ -138,7 +138,7 @@ def load_scorer(spec: str, base: Path | None, options: Mapping[str, Any], where:
         if key in convention.gives:
             raise UserError(f"{where}: option {key!r} is filled in by the program; remove it")
     check_options(function, options, where)
-    if not convention.has_columns and (missing := _needed(function, convention.gives, options)):
+    if not convention.has_columns and (missing := _required_parameters(function, convention.gives, options)):
         raise UserError(
             f"{where}: {spec!r} needs the parameter {missing[0]!r}, which {convention.name} does not give "
             f"({', '.join(convention.gives)}); set it in the part's options"
@@ -150,7 +150,7 @@ def required_columns(scorer: UserScorer, options: Mapping[str, Any]) -> list[str
     """The columns of a row that a function cannot do without."""
     if not scorer.convention.has_columns:
         return []
-    return _needed(scorer.function, (*scorer.convention.gives, "data_source", "truncated"), options)
+    return _required_parameters(scorer.function, (*scorer.convention.gives, "data_source", "truncated"), options)
 
 
 def reserved_columns(scorer: UserScorer) -> list[str]:
@@ -158,7 +158,7 @@ def reserved_columns(scorer: UserScorer) -> list[str]:
     return [name for name in scorer.convention.gives if scorer.convention.has_columns and scorer.wants(name)]
 
 
-def _needed(function: Callable[..., Any], given: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+def _required_parameters(function: Callable[..., Any], given: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Parameters without a default that nothing fills in."""
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -168,93 +168,95 @@ def _needed(function: Callable[..., Any], given: Sequence[str], options: Mapping
 # --- calling ---------------------------------------------------------------------------------------------------------
 
 
-def score(
+def call_user_scorer(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int = 0
-) -> list[Result]:
+) -> list[PartResult]:
     """One call of a function; of one that takes one sample a call, `requests` is that one."""
     call = {VERL: _score_single, VERL_BATCH: _score_verl_batch, TRL: _score_trl, OPENRLHF: _score_openrlhf}
     return call[scorer.convention](scorer, requests, options, max_steps)
 
 
-def _call(scorer: UserScorer, table: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def _call_function(scorer: UserScorer, table: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """What the function returns for the arguments it takes; an option stands in place of a column of its name."""
     arguments = {name: value for name, value in table.items() if scorer.wants(name) and name not in options}
     returned = scorer.function(**arguments, **options)
-    return _loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
+    return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _event_loop() -> asyncio.AbstractEventLoop:
     """One event loop for the life of the process: clients kept in a user's module belong to the loop they were made in."""
     import asyncio  # a quarter of what a worker imports, and few functions are async
 
     return asyncio.new_event_loop()
 
 
-def own(request: ScoreRequest | Row, name: str) -> Any:
+def row_value(request: ScoreRequest | Row, name: str) -> Any:
     """A column of the row where it has one that is not null, or what every request has under that name (`ROW_COLUMNS`).
 
     Keys of verl's `extra_info` are no columns: there `answer` is often a worked solution, and `ground_truth` stands elsewhere.
     """
     if request.extra.get(name) is not None and name not in request.nested:
         return request.extra[name]
-    return getattr(request, "answer" if name in ANSWERS else name)
+    return getattr(request, "answer" if name in ANSWER_COLUMNS else name)
 
 
 def _score_single(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
-) -> list[Result]:
+) -> list[PartResult]:
     """verl's convention, one sample a call."""
-    return [_said(_call(scorer, _verl_arguments(request), options), "the score") for request in requests]
+    return [
+        _verl_result(_call_function(scorer, _verl_arguments(request), options), "the score") for request in requests
+    ]
 
 
 def _verl_arguments(request: ScoreRequest) -> dict[str, Any]:
     return {
         "data_source": request.data_source,
         "solution_str": request.completion,
-        "ground_truth": own(request, "ground_truth"),
+        "ground_truth": row_value(request, "ground_truth"),
         "extra_info": {"truncated": request.truncated, **request.extra},
     }
 
 
 def _score_verl_batch(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
-) -> list[Result]:
+) -> list[PartResult]:
     """verl's convention for many samples a call: the same names in the plural."""
     rows = [_verl_arguments(request) for request in requests]
     names = zip(VERL_BATCH.gives, VERL.gives, strict=True)
     table = {plural: [row[singular] for row in rows] for plural, singular in names}
-    returned = _listed(_call(scorer, table, options), len(requests), "scores")
-    return [_said(value, f"score {i}") for i, value in enumerate(returned)]
+    returned = _one_per_sample(_call_function(scorer, table, options), len(requests), "scores")
+    return [_verl_result(value, f"score {i}") for i, value in enumerate(returned)]
 
 
-def _said(returned: Any, what: str) -> Result:
+def _verl_result(returned: Any, what: str) -> PartResult:
     """A result in verl's form: a number, or a dict with "score", perhaps "acc", numbers to log and other things to show."""
     if not isinstance(returned, Mapping):
-        return Result(_finite(returned, what), verdict(returned))
+        return PartResult(_finite_number(returned, what), accuracy_from_bool(returned))
     if "score" not in returned:
         raise ValueError(f"the dict returned has no 'score', only {', '.join(map(repr, returned)) or 'nothing'}")
     others = {str(key): value for key, value in returned.items() if key not in ("score", "acc")}
-    accuracy = returned.get("acc", verdict(returned["score"]))
-    return Result(
-        _finite(returned["score"], "'score'"),
-        None if accuracy is None else _share(accuracy, "'acc'"),
+    accuracy = returned.get("acc", accuracy_from_bool(returned["score"]))
+    return PartResult(
+        _finite_number(returned["score"], "'score'"),
+        None if accuracy is None else _fraction(accuracy, "'acc'"),
         {key: float(value) for key, value in others.items() if _is_number(value)},
-        extra={key: _shown(value) for key, value in others.items() if not _is_number(value)},
+        extra={key: _loggable_value(value) for key, value in others.items() if not _is_number(value)},
     )
 
 
-def columns(scorer: UserScorer, requests: Sequence[ScoreRequest]) -> dict[str, list[Any]]:
+def requested_columns(scorer: UserScorer, requests: Sequence[ScoreRequest]) -> dict[str, list[Any]]:
     """The columns of the rows that a function takes; one that no row has is left out, for its default."""
     there = dict.fromkeys(key for r in requests for key in r.extra)
-    made = {name: [own(r, name) for r in requests] for name in ROW_COLUMNS}
+    made = {name: [row_value(r, name) for r in requests] for name in ROW_COLUMNS}
     made = {name: values for name, values in made.items() if name in there or any(v is not None for v in values)}
     table = {name: [r.extra.get(name) for r in requests] for name in there} | made
     return {name: values for name, values in table.items() if scorer.wants(name)}
 
 
 @dataclass
-class _Logs:
+class _TrlLogs:
     """What a function of TRL's convention logs in one call."""
 
     count: int
@@ -269,30 +271,32 @@ class _Logs:
 
     def log_extra(self, column: str, values: Any) -> None:
         """Something to show beside each sample."""
-        self.extra[str(column)] = [_shown(value) for value in _listed(values, self.count, f"values of {column!r}")]
+        self.extra[str(column)] = [
+            _loggable_value(value) for value in _one_per_sample(values, self.count, f"values of {column!r}")
+        ]
 
 
 def _score_trl(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
-) -> list[Result]:
+) -> list[PartResult]:
     """TRL's convention: completions to chat prompts are messages too; None means that the function does not apply to a sample."""
-    logs = _Logs(len(requests))
-    table = columns(scorer, requests) | {
+    logs = _TrlLogs(len(requests))
+    table = requested_columns(scorer, requests) | {
         "prompts": [r.prompt for r in requests],
         "completions": [
             r.completion if isinstance(r.prompt, str) else [{"role": "assistant", "content": r.completion}]
             for r in requests
         ],
         "completion_ids": [_completion_ids(r) for r in requests] if scorer.wants_tokens else [],
-        "trainer_state": TrainerState(requests[0].step - 1, max_steps) if max_steps else TrainerState(),
+        "trainer_state": TrlTrainerState(requests[0].step - 1, max_steps) if max_steps else TrlTrainerState(),
         "log_extra": logs.log_extra,
         "log_metric": logs.log_metric,
     }
-    returned = _listed(_call(scorer, table, options), len(requests), "scores")
+    returned = _one_per_sample(_call_function(scorer, table, options), len(requests), "scores")
     return [
-        Result(
-            None if value is None else _finite(value, f"score {i}"),
-            verdict(value),
+        PartResult(
+            None if value is None else _finite_number(value, f"score {i}"),
+            accuracy_from_bool(value),
             logs.numbers,
             extra={column: values[i] for column, values in logs.extra.items()},
         )
@@ -309,34 +313,38 @@ def _completion_ids(request: ScoreRequest) -> list[int]:
 
 def _score_openrlhf(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
-) -> list[Result]:
+) -> list[PartResult]:
     """OpenRLHF's convention: `scores`, which it filters prompts by, say how right an answer is, from 0 to 1."""
-    from burnish.data.template import joined
+    from burnish.data.template import prompt_as_text
 
-    prompts = [joined(r.prompt) for r in requests]
-    table = columns(scorer, requests) | {
+    prompts = [prompt_as_text(r.prompt) for r in requests]
+    table = requested_columns(scorer, requests) | {
         "queries": [prompt + r.completion for prompt, r in zip(prompts, requests, strict=True)],
         "prompts": prompts,
-        "labels": [own(r, "ground_truth") for r in requests],
+        "labels": [row_value(r, "ground_truth") for r in requests],
     }
-    returned = _call(scorer, table, options)
+    returned = _call_function(scorer, table, options)
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
     if "rewards" not in returned:
         raise ValueError(f"the dict returned has no 'rewards', only {', '.join(map(repr, returned)) or 'nothing'}")
-    rewards = _listed(returned["rewards"], len(requests), "rewards")
-    scores = None if returned.get("scores") is None else _listed(returned["scores"], len(requests), "scores")
+    rewards = _one_per_sample(returned["rewards"], len(requests), "rewards")
+    scores = None if returned.get("scores") is None else _one_per_sample(returned["scores"], len(requests), "scores")
     logged: dict[str, list[Any]] = {}
     for name, values in (returned.get("extra_logs") or {}).items():
         logged[str(name)] = (
-            [values] * len(requests) if _is_number(values) else _listed(values, len(requests), f"values of {name!r}")
+            [values] * len(requests)
+            if _is_number(values)
+            else _one_per_sample(values, len(requests), f"values of {name!r}")
         )
     return [
-        Result(
-            _finite(value, f"reward {i}"),
-            verdict(value) if scores is None else min(1.0, max(0.0, _finite(scores[i], f"score {i}"))),
+        PartResult(
+            _finite_number(value, f"reward {i}"),
+            accuracy_from_bool(value)
+            if scores is None
+            else min(1.0, max(0.0, _finite_number(scores[i], f"score {i}"))),
             {name: float(values[i]) for name, values in logged.items() if _is_number(values[i])},
-            extra={name: _shown(values[i]) for name, values in logged.items() if not _is_number(values[i])},
+            extra={name: _loggable_value(values[i]) for name, values in logged.items() if not _is_number(values[i])},
         )
         for i, value in enumerate(rewards)
     ]
@@ -345,7 +353,7 @@ def _score_openrlhf(
 # --- what comes back -------------------------------------------------------------------------------------------------
 
 
-def _listed(values: Any, count: int, what: str) -> list[Any]:
+def _one_per_sample(values: Any, count: int, what: str) -> list[Any]:
     """One value for each sample, of a list, an array or a tensor."""
     if (
         not hasattr(values, "__len__")
@@ -364,8 +372,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) or is_scalar_array
 
 
-def _share(value: Any, what: str) -> float:
-    share = _finite(value, what)
+def _fraction(value: Any, what: str) -> float:
+    share = _finite_number(value, what)
     if not 0 <= share <= 1:
         raise ValueError(
             f"{what} says how right an answer is, from 0 to 1, and is {share:g}; give other numbers another name"
@@ -373,13 +381,13 @@ def _share(value: Any, what: str) -> float:
     return share
 
 
-def verdict(value: Any) -> float | None:
+def accuracy_from_bool(value: Any) -> float | None:
     """The accuracy that a value states by its type: a truth value (Python's, numpy's or a tensor's) is a verdict, a number is none."""
     is_truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     return float(value) if is_truth else None
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite_number(value: Any, what: str) -> float:
     if not _is_number(value):
         raise ValueError(f"{what} must be a number, got {value!r}")
     number = float(value)
@@ -388,7 +396,7 @@ def _finite(value: Any, what: str) -> float:
     return number
 
 
-def _shown(value: Any) -> Any:
+def _loggable_value(value: Any) -> Any:
     """A value as it can be sent and written down: a number, a truth value, null, or a text."""
     if value is None or isinstance(value, bool):
         return value

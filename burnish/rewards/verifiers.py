@@ -22,19 +22,19 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from burnish.config.errors import UserError, nearest
-from burnish.rewards.code import SCORES, code, runner
-from burnish.rewards.instructions import MODES, ifeval
-from burnish.rewards.types import Result, require_answer
+from burnish.config.errors import UserError, did_you_mean
+from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
+from burnish.rewards.instruction_checks import MODES, ifeval
+from burnish.rewards.score_types import PartResult, require_answer
 
 # --- Short answers to questions of knowledge, compared as words: case, punctuation and articles do not count.
 #
 # The normalisation and the two measures are SQuAD's (Rajpurkar et al. 2016, 1606.05250).
 
-METRICS = ("em", "f1")
+QA_METRICS = ("em", "f1")
 
 
-def normal(text: str) -> list[str]:
+def normalized_words(text: str) -> list[str]:
     """The words of an answer, as they are compared; what has nothing else is its articles and punctuation ("The The", "!!!")."""
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", bare).split() or text.lower().split()
@@ -55,9 +55,9 @@ def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = 
     """
 
     require_answer(answer)
-    accepted = [normal(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+    accepted = [normalized_words(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
     block = answer_block(completion)
-    said = normal(block if block is not None else last_boxed(completion) or completion)
+    said = normalized_words(block if block is not None else last_boxed(completion) or completion)
     if metric == "em":
         return float(said in accepted)
     return max(token_f1(said, expected) for expected in accepted)
@@ -110,7 +110,7 @@ _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w)])-)?(?:\\[dt]?frac\{{(?P<top>-?{_DIGITS})\}}\{{(?P<bottom>-?{_DIGITS})\}}"
     rf"|(?P<plain>{_DIGITS})(?:\s?/\s?(?P<over>{_DIGITS}))?)"
 )
-_NOISE = re.compile(r"\\?[$%]|\\[,;! ]|(?<=\d)\{,\}(?=\d)")
+_NUMBER_NOISE = re.compile(r"\\?[$%]|\\[,;! ]|(?<=\d)\{,\}(?=\d)")
 _MAX_EXPONENT = 400  # past the range of a float; 1e999999999 would otherwise become a gigabyte of digits
 
 
@@ -123,7 +123,7 @@ def _exact_value(digits: str) -> Fraction:
 
 def last_number(text: str) -> Fraction | None:
     r"""The last number in a text, exactly: `1,234.50`, `-3/4`, `\frac{3}{4}`, `1e-3`; `$` and `%` are ignored."""
-    text = _NOISE.sub(lambda m: "," if m[0] == "{,}" else "", text.replace("−", "-"))
+    text = _NUMBER_NOISE.sub(lambda m: "," if m[0] == "{,}" else "", text.replace("−", "-"))
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
@@ -158,30 +158,30 @@ def number(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
 
 # In running text a lone `a` or `I` is a word more often than a choice: a lower-case letter must close its clause.
 _LETTER = r"(?:\(([A-Ja-j])\)|(I(?!['’]|\s+[a-z])|[A-HJ])(?![A-Za-z'’])|([a-j])(?=\s*(?:[.,;:!)*\n]|$)))"
-_SAID = re.compile(rf"(?i:answer|choice|option)(?:\s+(?i:is))?\s*[:=]?\s*\**\s*{_LETTER}")
-_PARENTHESISED = re.compile(r"\(([A-Ja-j])\)")
-_ALONE = re.compile(r"(?:\\text\{|\\mathrm\{|\\textbf\{)?\W*([A-Ja-j])\W*")
-_LED = re.compile(r"\**\(?([A-J])[.):]\**\s")
+_STATED_LETTER = re.compile(rf"(?i:answer|choice|option)(?:\s+(?i:is))?\s*[:=]?\s*\**\s*{_LETTER}")
+_PARENTHESISED_LETTER = re.compile(r"\(([A-Ja-j])\)")
+_LONE_LETTER = re.compile(r"(?:\\text\{|\\mathrm\{|\\textbf\{)?\W*([A-Ja-j])\W*")
+_LEADING_LETTER = re.compile(r"\**\(?([A-J])[.):]\**\s")
 
 
 def chosen_letter(text: str) -> str | None:
     r"""The letter A to J a text chooses: `\boxed{B}`, `answer is B`, `(B)`, `B` alone, `B. Paris`; the last of its kind."""
     text = (answer_block(text) or text).strip()
-    alone = _ALONE.fullmatch(last_boxed(text) or text)
+    alone = _LONE_LETTER.fullmatch(last_boxed(text) or text)
     if alone:
         return alone[1].upper()
-    for pattern in (_SAID, _PARENTHESISED):
+    for pattern in (_STATED_LETTER, _PARENTHESISED_LETTER):
         matches = pattern.findall(text)
         if matches:
             return "".join(matches[-1]).upper()
-    led = _LED.match(text)
+    led = _LEADING_LETTER.match(text)
     return led[1] if led else None
 
 
 def choice(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     """1 if the letter chosen is the expected one; case and parentheses do not matter."""
     require_answer(answer)
-    expected = _ALONE.fullmatch(str(answer).strip())
+    expected = _LONE_LETTER.fullmatch(str(answer).strip())
     if expected is None:
         raise ValueError(f"the expected answer {answer!r} is no choice letter from A to J")
     return float(chosen_letter(completion) == expected[1].upper())
@@ -209,7 +209,7 @@ def _expected_math(answer: str) -> list[Any]:
     return parsed
 
 
-def math(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+def math_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     """1 if math-verify finds the completion's expression equal to the expected one (Hugging Face, math-verify)."""
     from math_verify import verify
 
@@ -225,23 +225,23 @@ def math(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
 
 # --- format ----------------------------------------------------------------------------------------------------------
 
-_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
-R1_FORMAT = rf"\s*<think>(?=\s*(?!</think>)\S){_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
+_UNTAGGED = r"(?:(?!</?(?:think|answer)>).)*"
+R1_FORMAT = rf"\s*<think>(?=\s*(?!</think>)\S){_UNTAGGED}</think>\s*<answer>{_UNTAGGED}</answer>\s*"
 
 
-def format(completion: str, answer: Any, extra: Mapping[str, Any], *, pattern: str = R1_FORMAT) -> float:
+def format_verifier(completion: str, answer: Any, extra: Mapping[str, Any], *, pattern: str = R1_FORMAT) -> float:
     """1 if the whole completion matches; by default R1's thinking then answer, once each (DeepSeek-R1, 2501.12948)."""
     return float(re.compile(pattern, re.DOTALL).fullmatch(completion) is not None)
 
 
 def think_format(completion: str, answer: Any, extra: Mapping[str, Any], *, opened: bool = False) -> float:
     """1 if the completion is R1's thinking then answer, once each; `opened` if the prompt ends with `<think>` already."""
-    return format(f"<think>{completion}" if opened else completion, answer, extra)
+    return format_verifier(f"<think>{completion}" if opened else completion, answer, extra)
 
 
 # --- language --------------------------------------------------------------------------------------------------------
 
-LANGUAGES = {
+LANGUAGE_SCRIPTS = {
     "ar": {"ARABIC"},
     "el": {"GREEK"},
     "en": {"LATIN"},
@@ -253,9 +253,9 @@ LANGUAGES = {
     "th": {"THAI"},
     "zh": {"CJK"},
 }
-_ONE_A_WORD = {"CJK", "HIRAGANA", "KATAKANA"}  # written without spaces: every character counts
+_SCRIPTS_WITHOUT_SPACES = {"CJK", "HIRAGANA", "KATAKANA"}  # written without spaces: every character counts
 # Each alternative stops at its own next opening, so that openings nobody closes cost one pass, not one each.
-_NOT_PROSE = re.compile(
+_MARKUP = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)"
     r"|\\begin\{(?:(?!\\begin\{).)*?\\end\{\w+\*?\}|\\boxed\{[^{}]*\}|\\[A-Za-z]+|</?\w+>",
     re.DOTALL,
@@ -272,21 +272,21 @@ def _script(character: str) -> str:
     return {"IDEOGRAPHIC": "CJK", "MATHEMATICAL": ""}.get(script, script)
 
 
-def prose(text: str) -> str:
+def strip_markup(text: str) -> str:
     """A text without LaTeX, code and tags, which are in no language."""
-    return _NOT_PROSE.sub(" ", text)
+    return _MARKUP.sub(" ", text)
 
 
-def count_words(text: str) -> Counter[str]:
+def count_words_by_script(text: str) -> Counter[str]:
     """Words by script: a CJK character is one, and so is a run of letters of any other script.
 
     Digits, punctuation, LaTeX, code and tags are none.
     """
     words: Counter[str] = Counter()
     # A vowel sign is no letter, but it does not end the word it stands in.
-    letters = (c for c in prose(text) if unicodedata.category(c)[0] != "M")
+    letters = (c for c in strip_markup(text) if unicodedata.category(c)[0] != "M")
     for script, run in itertools.groupby(letters, _script):
-        words[script] += sum(1 for _ in run) if script in _ONE_A_WORD else 1
+        words[script] += sum(1 for _ in run) if script in _SCRIPTS_WITHOUT_SPACES else 1
     del words[""]
     return words
 
@@ -296,15 +296,15 @@ def language(completion: str, answer: Any, extra: Mapping[str, Any], *, target: 
 
     Languages are told apart by script, so `en` means Latin letters. Language consistency of DeepSeek-R1 (2501.12948).
     """
-    words = count_words(completion.partition("</think>")[0])
+    words = count_words_by_script(completion.partition("</think>")[0])
     total = sum(words.values())
-    return sum(words[script] for script in LANGUAGES[target]) / total if total else 1.0
+    return sum(words[script] for script in LANGUAGE_SCRIPTS[target]) / total if total else 1.0
 
 
 # --- totals of published rules ---------------------------------------------------------------------------------------
 
-RULES = ("simple_rl", "logic_rl", "deepscaler")
-CHECKERS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "choice": choice, "math": math}
+PUBLISHED_RULES = ("simple_rl", "logic_rl", "deepscaler")
+CHECKERS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "choice": choice, "math": math_verifier}
 
 
 def rule_total(rule: str, correct: bool, answered: bool, formatted: bool) -> float:
@@ -335,14 +335,14 @@ def rule_scores(completion: str, answer: Any, extra: Mapping[str, Any], *, rule:
 # --- generated tasks -------------------------------------------------------------------------------------------------
 
 
-def task(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+def task_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     """What the checker of the generated task that made the row says; `extra["task"]` is its name."""
     from burnish.data.tasks.registry import score_answer
 
     return float(score_answer(extra["task"], completion, answer, dict(extra)))
 
 
-def row(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | Result:
+def row_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | PartResult:
     """What the verifier that the row itself names says; `extra["verifier"]`, as `burnish data prepare` writes it."""
     name = extra["verifier"]
     if name not in VERIFIERS or name == "row":
@@ -350,20 +350,20 @@ def row(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | Resul
     return VERIFIERS[name](completion, answer, extra)
 
 
-VERIFIERS: dict[str, Callable[..., float | Result]] = {
+VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "exact": exact,
     "number": number,
     "choice": choice,
-    "math": math,
-    "format": format,
+    "math": math_verifier,
+    "format": format_verifier,
     "think_format": think_format,
     "language": language,
     "rule_scores": rule_scores,
-    "task": task,
+    "task": task_verifier,
     "qa": qa,
     "ifeval": ifeval,
     "code": code,
-    "row": row,
+    "row": row_verifier,
 }
 
 
@@ -371,23 +371,23 @@ NEEDS_ANSWER = frozenset({"exact", "number", "choice", "math", "rule_scores", "q
 """Verifiers that compare with the row's expected answer. `row` needs what the verifier named by the row needs."""
 
 
-def needs_answer(name: str) -> bool:
+def verifier_needs_answer(name: str) -> bool:
     """Whether a built-in verifier cannot score a row without an expected answer."""
     return name in NEEDS_ANSWER
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "target": tuple(LANGUAGES),
-    "rule": RULES,
+OPTION_CHOICES: dict[str, tuple[str, ...]] = {
+    "target": tuple(LANGUAGE_SCRIPTS),
+    "rule": PUBLISHED_RULES,
     "checker": tuple(CHECKERS),
-    "metric": METRICS,
+    "metric": QA_METRICS,
     "mode": MODES,
-    "score": SCORES,
+    "score": SCORE_MODES,
 }
 
 
-def _one_of(option: str) -> str:
-    return f" (one of: {', '.join(CHOICES[option])})" if option in CHOICES else ""
+def _choices_hint(option: str) -> str:
+    return f" (one of: {', '.join(OPTION_CHOICES[option])})" if option in OPTION_CHOICES else ""
 
 
 def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
@@ -397,13 +397,13 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
     for key in options:
         if key not in known:
             takes = f"takes: {', '.join(known)}" if known else "takes no options"
-            raise UserError(f"{where}: unknown option {key!r}{nearest(key, known)} ({takes})")
+            raise UserError(f"{where}: unknown option {key!r}{did_you_mean(key, known)} ({takes})")
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in options:
-            raise UserError(f"{where}: the option {parameter.name!r} is missing{_one_of(parameter.name)}")
-    for key, choices in CHOICES.items():
+            raise UserError(f"{where}: the option {parameter.name!r} is missing{_choices_hint(parameter.name)}")
+    for key, choices in OPTION_CHOICES.items():
         if key in options and options[key] not in choices:
-            raise UserError(f"{where}: {key} {options[key]!r} is unknown{_one_of(key)}")
+            raise UserError(f"{where}: {key} {options[key]!r} is unknown{_choices_hint(key)}")
     if "pattern" in options:
         try:
             re.compile(options["pattern"], re.DOTALL)
@@ -416,8 +416,8 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
 def warm_up(name: str) -> None:
     """Load what a verifier loads on first use, so that no answer pays for it out of its own deadline."""
     if name == "math" or (name in ("rule_scores", "row") and importlib.util.find_spec("math_verify") is not None):
-        math("\\boxed{\\frac{1}{2}}", "0.5", {})
+        math_verifier("\\boxed{\\frac{1}{2}}", "0.5", {})
     if name == "code":
-        runner().sandbox.start()
+        process_runner().sandbox.start()
     if name in ("task", "row"):
         import burnish.data.tasks.registry  # noqa: F401

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import burnish
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin
-from burnish.rewards import code, worker_limits
-from burnish.rewards.types import PartSpec, Result, ScoreRequest
-from burnish.rewards.user_rewards import load_scorer, score
+from burnish.rewards import code_reward, worker_limits
+from burnish.rewards.score_types import PartResult, PartSpec, ScoreRequest
+from burnish.rewards.user_rewards import call_user_scorer, load_user_scorer
 from burnish.rewards.verifiers import VERIFIERS, warm_up
 from burnish.sandbox.rpc import HEADER, frame
 
@@ -41,7 +41,7 @@ from burnish.sandbox.rpc import HEADER, frame
 MAX_REPLY_BYTES = 1 << 24
 
 
-class Setup(NamedTuple):
+class WorkerSetup(NamedTuple):
     """The first message to a worker: what it has to load and the limits it puts on itself."""
 
     parts: dict[int, PartSpec]  # by their index in the reward's list
@@ -53,7 +53,7 @@ class Setup(NamedTuple):
     max_steps: int = 0  # of the run, for functions that ask for the trainer's state; 0 outside of training
 
 
-class Frames:
+class FrameReader:
     """Cuts a stream of bytes back into messages; `feed` takes whatever has arrived and returns what is complete."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -77,26 +77,26 @@ class Frames:
         return bodies
 
 
-Scorer = Callable[[list[ScoreRequest]], list[Result]]
+PartScorer = Callable[[list[ScoreRequest]], list[PartResult]]
 MAX_TRACEBACK_CHARS = 8_000
 
 
-def load(part: PartSpec, base: str | None, max_steps: int = 0) -> Scorer:
+def load_part(part: PartSpec, base: str | None, max_steps: int = 0) -> PartScorer:
     """The function that scores the requests of one call: one request, or a chunk for a batch function."""
     if is_plugin(part.name):
         where = f"reward part {part.name!r}"
-        user = load_scorer(part.name, Path(base) if base is not None else None, part.options, where)
-        return functools.partial(score, user, options=part.options, max_steps=max_steps)
+        user = load_user_scorer(part.name, Path(base) if base is not None else None, part.options, where)
+        return functools.partial(call_user_scorer, user, options=part.options, max_steps=max_steps)
     warm_up(part.name)
     verifier = VERIFIERS[part.name]
-    return lambda requests: [_result(verifier(r.completion, r.answer, r.extra, **part.options)) for r in requests]
+    return lambda requests: [_as_result(verifier(r.completion, r.answer, r.extra, **part.options)) for r in requests]
 
 
-def _result(said: float | Result) -> Result:
-    return said if isinstance(said, Result) else Result(said)
+def _as_result(said: float | PartResult) -> PartResult:
+    return said if isinstance(said, PartResult) else PartResult(said)
 
 
-def answer(scorer: Scorer, payload: bytes) -> dict[str, Any]:
+def run_call(scorer: PartScorer, payload: bytes) -> dict[str, Any]:
     """One call: the results, or the traceback of whatever the scorer raised."""
     try:
         results = scorer(pickle.loads(payload))
@@ -109,15 +109,17 @@ def answer(scorer: Scorer, payload: bytes) -> dict[str, Any]:
         return {"error": text[-MAX_TRACEBACK_CHARS:]}
 
 
-def serve(channel: socket.socket, frames: Frames, scorers: dict[int, Scorer], setup: Setup) -> None:
+def serve_calls(
+    channel: socket.socket, frames: FrameReader, scorers: dict[int, PartScorer], setup: WorkerSetup
+) -> None:
     """Answer batches until the pool closes the connection."""
     while data := channel.recv(1 << 20):
         for body in frames.feed(data):
             for serial, part, payload in pickle.loads(body):
                 if setup.isolated:
-                    worker_limits.allow_cpu(setup.timeout_s)
+                    worker_limits.extend_cpu_limit(setup.timeout_s)
                 start = time.monotonic()
-                reply = answer(scorers[part], payload)
+                reply = run_call(scorers[part], payload)
                 reply |= {"serial": serial, "elapsed_s": time.monotonic() - start}
                 channel.sendall(frame(json.dumps(reply).encode()))
 
@@ -128,37 +130,37 @@ def main() -> None:
     for descriptor in (channel.fileno(), lifeline):
         os.set_inheritable(descriptor, False)  # a scorer's own children must not hold the pool's connection open
     worker_limits.die_with_parent(lifeline)
-    frames = Frames()
+    frames = FrameReader()
     bodies: list[bytes] = []
     while not bodies:
         data = channel.recv(1 << 20)
         if not data:
             return
         bodies = frames.feed(data)
-    setup: Setup = pickle.loads(bodies[0])
+    setup: WorkerSetup = pickle.loads(bodies[0])
     is_offline = setup.isolated and worker_limits.leave_network()
     worker_limits.limit_resources(setup.memory_gib)
-    code.set_up(setup.timeout_s, setup.memory_gib, setup.sandbox != "unsafe")
+    code_reward.configure_runner(setup.timeout_s, setup.memory_gib, setup.sandbox != "unsafe")
     try:
-        scorers = {index: load(part, setup.base, setup.max_steps) for index, part in setup.parts.items()}
+        scorers = {index: load_part(part, setup.base, setup.max_steps) for index, part in setup.parts.items()}
     except UserError as error:
         channel.sendall(frame(json.dumps({"failed": str(error)}).encode()))
         return
     if setup.isolated:
-        worker_limits.be_quiet()
+        worker_limits.silence_output()
     channel.sendall(frame(json.dumps({"ready": True, "offline": is_offline}).encode()))
-    serve(channel, frames, scorers, setup)
+    serve_calls(channel, frames, scorers, setup)
 
 
 # --- The pool's handle on one worker process: start, talk, kill. It never waits for a worker without a bound.
 
-START_S = 120.0  # a user's module may load a model before it is ready
-KILLED_S = 10.0  # to be gone after SIGKILL
-SEND_S = 10  # a worker that is ready reads at once
+START_TIMEOUT_S = 120.0  # a user's module may load a model before it is ready
+KILL_TIMEOUT_S = 10.0  # to be gone after SIGKILL
+SEND_TIMEOUT_S = 10  # a worker that is ready reads at once
 
 
 @dataclass
-class Call:
+class ScoringCall:
     """One call of one part's function: one request, or a chunk of them for a batch function."""
 
     part: int
@@ -178,8 +180,8 @@ class WorkerProcess:
     lifeline: int
     deadline: float
     is_ready: bool = False
-    calls: deque[tuple[int, Call]] = field(default_factory=deque)  # with their serial numbers
-    frames: Frames = field(default_factory=lambda: Frames(MAX_REPLY_BYTES))
+    calls: deque[tuple[int, ScoringCall]] = field(default_factory=deque)  # with their serial numbers
+    frames: FrameReader = field(default_factory=lambda: FrameReader(MAX_REPLY_BYTES))
 
     @property
     def is_waited_for(self) -> bool:
@@ -211,16 +213,16 @@ class WorkerProcess:
         self.channel.close()
         os.close(self.lifeline)
         try:
-            return self.process.wait(KILLED_S)
+            return self.process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # deep in the kernel (a network disk that is gone): it ends when it can
             return -signal.SIGKILL
 
 
-def start(number: int, setup: Setup, directory: str) -> WorkerProcess:
+def start_worker(number: int, setup: WorkerSetup, directory: str) -> WorkerProcess:
     """A new worker in its own session; it counts as ready once it says so."""
     ours, theirs = socket.socketpair()
     # A bound on sending that leaves receiving alone, which `settimeout` would not.
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
     lifeline_theirs, lifeline_ours = os.pipe()
     root = str(Path(burnish.__file__).parents[1])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -236,7 +238,7 @@ def start(number: int, setup: Setup, directory: str) -> WorkerProcess:
     )
     theirs.close()
     os.close(lifeline_theirs)
-    worker = WorkerProcess(number, process, ours, lifeline_ours, time.monotonic() + START_S)
+    worker = WorkerProcess(number, process, ours, lifeline_ours, time.monotonic() + START_TIMEOUT_S)
     with contextlib.suppress(OSError):  # it has ended already, which whoever reads from it will notice
         worker.send(pickle.dumps(setup))
     return worker

@@ -41,19 +41,19 @@ def die_with_parent(lifeline: int) -> None:
 def limit_resources(memory_gib: float) -> None:
     """Cap address space and open files, and write no core dumps."""
     size = int(memory_gib * 2**30)
-    _lower(resource.RLIMIT_AS, size)
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    _lower_limit(resource.RLIMIT_AS, size)
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
 
 
-def _lower(limit: int, value: int) -> None:
+def _lower_limit(limit: int, value: int) -> None:
     """Set a limit for good, keeping a stricter one that is there already."""
     hard = resource.getrlimit(limit)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
 
 
-def allow_cpu(seconds: float) -> None:
+def extend_cpu_limit(seconds: float) -> None:
     """Let this process use this much more CPU time, then get SIGXCPU.
 
     The pool's deadline comes first for this process; children that fled from its group inherit the limit.
@@ -83,7 +83,7 @@ def leave_network() -> bool:
     return True
 
 
-def be_quiet() -> None:
+def silence_output() -> None:
     """Send what is printed from here on to nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -31,63 +31,65 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.rewards.types import Result
-from burnish.rewards.worker import START_S, Call, Setup, WorkerProcess, describe_exit, start
+from burnish.rewards.score_types import PartResult
+from burnish.rewards.worker import START_TIMEOUT_S, ScoringCall, WorkerProcess, WorkerSetup, describe_exit, start_worker
 from burnish.run.supervisor.processes import is_stopped
 
 logger = logging.getLogger(__name__)
 
-BATCH = 32  # calls in a message: enough to make a message cheap, few enough to share the last ones out evenly
+MAX_CALLS_PER_MESSAGE = (
+    32  # calls in a message: enough to make a message cheap, few enough to share the last ones out evenly
+)
 MAX_FAILED_STARTS = 3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What became of a call: results (one a request), or a timeout, or the error of its second failure."""
 
-    call: Call
-    results: list[Result] | None = None
+    call: ScoringCall
+    results: list[PartResult] | None = None
     timed_out: bool = False
     error: str | None = None
 
 
-Outcomes = queue.SimpleQueue[Outcome | BaseException]
+OutcomeQueue = queue.SimpleQueue[CallOutcome | BaseException]
 
 
-def _result(
+def _parse_result(
     value: float | None,
     accuracy: float | None,
     parts: dict[str, float],
     details: str,
     timed_out: bool,
     extra: dict[str, Any],
-) -> Result:
+) -> PartResult:
     """A result as a worker sent it; ValueError or TypeError if it is none."""
     as_floats = {key: float(number) for key, number in parts.items()}
-    return Result(
+    return PartResult(
         None if value is None else float(value),
         None if accuracy is None else float(accuracy),
         as_floats,
         str(details),
         bool(timed_out),
-        extra={str(column): _plain(shown) for column, shown in extra.items()},
+        extra={str(column): _checked_log_value(shown) for column, shown in extra.items()},
     )
 
 
-def _plain(shown: Any) -> Any:
+def _checked_log_value(shown: Any) -> Any:
     """What a function logged beside a sample; ValueError for anything that is not a number, a truth value, null or a text."""
     if shown is not None and not isinstance(shown, bool | int | float | str):
         raise ValueError(f"a {type(shown).__name__} beside a sample")
     return shown
 
 
-class Pool:
+class WorkerPool:
     """Worker processes that have loaded the same parts; outcomes go to the queue it is given, in any order.
 
     A worker that cannot start is fatal: the error is put in that queue instead of an outcome, and the pool ends.
     """
 
-    def __init__(self, setup: Setup, num_workers: int, outcomes: Outcomes) -> None:
+    def __init__(self, setup: WorkerSetup, num_workers: int, outcomes: OutcomeQueue) -> None:
         self.counters = {"scorer_retried": 0, "worker_restarts": 0}
         self._setup = setup
         self._num_workers = num_workers
@@ -95,8 +97,8 @@ class Pool:
         self._directory = os.getcwd()
         self._numbers = itertools.count()
         self._serials = itertools.count()
-        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
+        self._inbox: queue.SimpleQueue[ScoringCall] = queue.SimpleQueue()
+        self._waiting: deque[ScoringCall] = deque()
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
         self._is_closing = False
@@ -108,7 +110,7 @@ class Pool:
         self._thread = threading.Thread(target=self._run, name="burnish-rewards", daemon=True)
         self._thread.start()
 
-    def submit(self, calls: Sequence[Call]) -> None:
+    def submit(self, calls: Sequence[ScoringCall]) -> None:
         """Queue calls; returns at once."""
         for call in calls:
             self._inbox.put(call)
@@ -150,7 +152,7 @@ class Pool:
             self._selector.close()
 
     def _start(self) -> None:
-        worker = start(next(self._numbers), self._setup, self._directory)
+        worker = start_worker(next(self._numbers), self._setup, self._directory)
         self._workers.append(worker)
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
 
@@ -163,7 +165,7 @@ class Pool:
         for worker in list(self._workers):
             if worker.is_waited_for or not self._waiting:
                 continue
-            share = min(BATCH, math.ceil(len(self._waiting) / (2 * self._num_workers)))
+            share = min(MAX_CALLS_PER_MESSAGE, math.ceil(len(self._waiting) / (2 * self._num_workers)))
             worker.calls.extend((next(self._serials), call) for call in self._take(share, worker))
             worker.deadline = time.monotonic() + self._setup.timeout_s
             try:
@@ -171,10 +173,10 @@ class Pool:
             except OSError:  # it died while idle: nothing it was given has run
                 self._replace(worker, blame=False)
 
-    def _take(self, share: int, worker: WorkerProcess) -> list[Call]:
+    def _take(self, share: int, worker: WorkerProcess) -> list[ScoringCall]:
         """The next calls for a worker, leaving those that failed on it to the others if there are others."""
-        taken: list[Call] = []
-        passed_over: list[Call] = []
+        taken: list[ScoringCall] = []
+        passed_over: list[ScoringCall] = []
         while self._waiting and len(taken) < share:
             call = self._waiting.popleft()
             avoids = call.avoid == worker.number and self._num_workers > 1
@@ -208,17 +210,17 @@ class Pool:
         if message["serial"] != serial:
             raise ValueError(f"answers call {message['serial']} while at {serial}")
         late = message["elapsed_s"] > self._setup.timeout_s
-        results = [_result(*r) for r in message["results"]] if "results" in message else None
+        results = [_parse_result(*r) for r in message["results"]] if "results" in message else None
         if results is not None and len(results) != len(call.tickets):
             raise ValueError(f"{len(results)} results for {len(call.tickets)} requests")
         worker.calls.popleft()
         worker.deadline = time.monotonic() + self._setup.timeout_s
         if late:  # finished just before the kill: the same verdict as just after it
-            self._outcomes.put(Outcome(call, timed_out=True))
+            self._outcomes.put(CallOutcome(call, timed_out=True))
         elif results is None:
             self._fail(call, worker, message["error"])
         else:
-            self._outcomes.put(Outcome(call, results))
+            self._outcomes.put(CallOutcome(call, results))
 
     def _enforce_deadlines(self) -> None:
         for worker in list(self._workers):
@@ -231,9 +233,11 @@ class Pool:
                         worker.calls.popleft()
                         self._fail(call, worker, "the scoring process was stopped by a signal during this call")
                 elif not worker.is_ready:
-                    raise UserError(f"a scoring process was not ready {START_S:.0f} s after its start: {self._names()}")
+                    raise UserError(
+                        f"a scoring process was not ready {START_TIMEOUT_S:.0f} s after its start: {self._names()}"
+                    )
                 else:
-                    self._outcomes.put(Outcome(worker.calls.popleft()[1], timed_out=True))
+                    self._outcomes.put(CallOutcome(worker.calls.popleft()[1], timed_out=True))
                 self._replace(worker, blame=False)
 
     # --- when things go wrong ----------------------------------------------------------------------------------------
@@ -254,17 +258,17 @@ class Pool:
         if blame and worker.calls:
             call = worker.calls.popleft()[1]
             if status == -signal.SIGXCPU:
-                self._outcomes.put(Outcome(call, timed_out=True))
+                self._outcomes.put(CallOutcome(call, timed_out=True))
             else:
                 self._fail(call, worker, reason or f"the scoring process {describe_exit(status)} during this call")
         self._waiting.extendleft(call for _, call in reversed(worker.calls))
         self.counters["worker_restarts"] += 1
         self._start()
 
-    def _fail(self, call: Call, worker: WorkerProcess, error: str) -> None:
+    def _fail(self, call: ScoringCall, worker: WorkerProcess, error: str) -> None:
         call.failures += 1
         if call.failures > 1:
-            self._outcomes.put(Outcome(call, error=error))
+            self._outcomes.put(CallOutcome(call, error=error))
             return
         self.counters["scorer_retried"] += 1
         call.avoid = worker.number

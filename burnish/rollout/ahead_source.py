@@ -15,31 +15,31 @@ from dataclasses import dataclass
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.async_source import staleness
-from burnish.rollout.runner import Driver, RolloutStopped
-from burnish.rollout.scoring import Progress, RolloutBatch, Scoring
+from burnish.rollout.async_source import staleness_metrics
+from burnish.rollout.runner import RolloutRunner, RolloutStopped
+from burnish.rollout.scoring import Progress, RolloutBatch, RoundBuilder
 from burnish.rollout.sync_source import (
-    Place,
-    Plans,
-    Recalled,
+    PendingDraw,
+    PlanForStep,
+    RecordedRound,
     RolloutPlan,
+    RoundKey,
     SyncSource,
-    Ticket,
-    collect,
-    generate,
+    collect_scores,
+    generate_round,
     group_id,
-    in_order,
+    split_by_kind,
 )
-from burnish.run.checkpoint.saving import Background
+from burnish.run.checkpoint.saver import BackgroundTask
 from burnish.run.journal import Journal
 
-LOOK_EVERY_S = 0.2
-CLOSING_S = 10.0
+POLL_INTERVAL_S = 0.2
+CLOSE_TIMEOUT_S = 10.0
 """How long a batch that is not needed any more may take to stop."""
 
 
 @dataclass(frozen=True)
-class _Made:
+class _CompletedRound:
     """A round that is complete."""
 
     trajectories: list[Trajectory]
@@ -48,15 +48,15 @@ class _Made:
 
 
 @dataclass
-class _Coming:
+class _NextRound:
     """The first round of the next step."""
 
     draws: list[PromptSample]
-    place: Place
-    made: _Made | None = None
-    scoring: Scoring | None = None
+    place: RoundKey
+    made: _CompletedRound | None = None
+    scoring: RoundBuilder | None = None
     """While it is made."""
-    recalled: Recalled | None = None
+    recalled: RecordedRound | None = None
     """What the journal had of it."""
 
 
@@ -68,17 +68,17 @@ class AheadSource(SyncSource):
     def __init__(
         self,
         stream: PromptStream,
-        driver: Driver,
+        driver: RolloutRunner,
         rewards: Rewards,
         journal: Journal,
-        plans: Plans,
+        plans: PlanForStep,
         progress: Progress,
         note: Callable[[str], None],
     ) -> None:
         super().__init__(stream, driver, rewards, journal)
         self.plans, self.progress, self.note = plans, progress, note
-        self._coming: _Coming | None = None
-        self._work: Background[_Made] = Background()
+        self._coming: _NextRound | None = None
+        self._work: BackgroundTask[_CompletedRound] = BackgroundTask()
         self._waited_s = 0.0
         self._said = ""
         """How far the batch on its way is, in the words of its thread."""
@@ -91,13 +91,13 @@ class AheadSource(SyncSource):
             made = self._complete()
         assert made is not None
         self._coming = None
-        return in_order(coming.draws, made.trajectories, made.rollout_s, made.reward_s)
+        return split_by_kind(coming.draws, made.trajectories, made.rollout_s, made.reward_s)
 
     def begin(self, step: int) -> None:
         plan = self.plans(step)
         if plan is not None:
             draws, place = self._draw(step, plan, 0)
-            self._start(_Coming(draws, place), plan)
+            self._start(_NextRound(draws, place), plan)
 
     def load(self, version: int) -> None:
         """Take new weights when the batch on its way is complete, also where the user has asked to stop.
@@ -110,22 +110,22 @@ class AheadSource(SyncSource):
 
     def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         waited_s, self._waited_s = self._waited_s, 0.0
-        return staleness(rollouts.trajectories, version) | {"time/rollout_wait_s": waited_s}
+        return staleness_metrics(rollouts.trajectories, version) | {"time/rollout_wait_s": waited_s}
 
-    def waiting(self) -> list[Ticket]:
+    def waiting(self) -> list[PendingDraw]:
         coming = self._coming
         return [] if coming is None else [[d.source, d.index, d.visit, coming.place.step] for d in coming.draws]
 
-    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+    def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
         if not tickets:
             return
         step = int(tickets[0][3])
         plan = self.plans(step)
         assert plan is not None, "the run would be complete"
         draws = [self.stream.recall(source, index, visit, step) for source, index, visit, _ in tickets]
-        place = Place(step, 0, [group_id(draw) for draw in draws])
+        place = RoundKey(step, 0, [group_id(draw) for draw in draws])
         self.journal.append("drawn", **place._asdict())  # what it said of steps after the checkpoint counts no more
-        self._start(_Coming(draws, place), plan)
+        self._start(_NextRound(draws, place), plan)
         if self._coming is not None and self._coming.recalled is None:
             self.memory.earlier.clear()  # which followed from them
             self.note(
@@ -137,37 +137,37 @@ class AheadSource(SyncSource):
         if not self._work.is_idle:
             with self.driver.stopping.allowed():
                 self.driver.stopping.request()
-                self._work.wait(CLOSING_S)
+                self._work.wait(CLOSE_TIMEOUT_S)
 
     # --- the batch on its way --------------------------------------------------------------------------------------------
 
-    def _start(self, coming: _Coming, plan: RolloutPlan) -> None:
+    def _start(self, coming: _NextRound, plan: RolloutPlan) -> None:
         """Take it from the journal, or have it made beside the main thread, which alone writes there."""
         self._coming = coming
         recalled = coming.recalled = self.memory.recall_round(coming.place)
         if recalled is not None and recalled.was_scored and not recalled.unscored:
-            coming.made = _Made(recalled.trajectories)
+            coming.made = _CompletedRound(recalled.trajectories)
             return
         kept = self.memory.recall_partial(coming.place) if recalled is None else []
-        scoring = coming.scoring = Scoring(self.driver, self.rewards, coming.draws, self._say, kept)
+        scoring = coming.scoring = RoundBuilder(self.driver, self.rewards, coming.draws, self._say, kept)
         self._work.start(lambda: self._make(scoring, plan, recalled), f"rollouts of step {coming.place.step}")
 
-    def _make(self, scoring: Scoring, plan: RolloutPlan, recalled: Recalled | None) -> _Made:
+    def _make(self, scoring: RoundBuilder, plan: RolloutPlan, recalled: RecordedRound | None) -> _CompletedRound:
         started = time.perf_counter()
         if recalled is None:
-            trajectories = generate(scoring, plan)
+            trajectories = generate_round(scoring, plan)
         else:
             trajectories = recalled.trajectories
             scoring.found += trajectories
             scoring.submit(recalled.unscored)
         generated = time.perf_counter()
-        collect(scoring, trajectories)
-        return _Made(trajectories, generated - started, time.perf_counter() - generated)
+        collect_scores(scoring, trajectories)
+        return _CompletedRound(trajectories, generated - started, time.perf_counter() - generated)
 
     def _say(self, text: str) -> None:
         self._said = text
 
-    def _complete(self, saves: int | None = None) -> _Made | None:
+    def _complete(self, saves: int | None = None) -> _CompletedRound | None:
         """Wait for the batch on its way and write it to the journal; None where there is none.
 
         `saves` is the step that can be saved then. How long that may take is up to the engine and the rewards: every request and every score has its own deadline.
@@ -176,7 +176,7 @@ class AheadSource(SyncSource):
         if coming is None or coming.made is not None:
             return None if coming is None else coming.made
         started, told, has_noted = time.perf_counter(), "", False
-        while not self._work.wait(LOOK_EVERY_S):
+        while not self._work.wait(POLL_INTERVAL_S):
             if told != self._said:  # a sign of life only where there is life
                 told = self._said
                 self.progress(f"step {coming.place.step} ahead: {told}")
@@ -188,7 +188,7 @@ class AheadSource(SyncSource):
                 )
         return self._collected(coming, time.perf_counter() - started)
 
-    def _collected(self, coming: _Coming, waited_s: float) -> _Made:
+    def _collected(self, coming: _NextRound, waited_s: float) -> _CompletedRound:
         """The batch that was made beside the main thread, now in the journal, or as much of it as there is."""
         try:
             made = coming.made = self._work.pick_up()

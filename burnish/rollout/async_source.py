@@ -28,16 +28,32 @@ from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.rewards.scoring import Rewards
 from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.pausable_thread import PausableThread
-from burnish.rollout.runner import Driver, RolloutStopped
-from burnish.rollout.scoring import GREEDY, Progress, RolloutBatch, apply_score, score_request, share_baseline
-from burnish.rollout.sync_source import Memory, Place, Plans, Recalled, RolloutPlan, Ticket, group_id, in_order
+from burnish.rollout.runner import RolloutRunner, RolloutStopped
+from burnish.rollout.scoring import (
+    GREEDY_SAMPLE,
+    Progress,
+    RolloutBatch,
+    apply_score,
+    attach_greedy_baseline,
+    score_request,
+)
+from burnish.rollout.sync_source import (
+    PendingDraw,
+    PlanForStep,
+    RecordedRound,
+    RolloutJournal,
+    RolloutPlan,
+    RoundKey,
+    group_id,
+    split_by_kind,
+)
 from burnish.run.journal import Journal
 
 # --- Groups that were drawn and not handed over yet: what of them is complete, which are waited for, which are too old.
 
 
 @dataclass(eq=False)
-class Group:
+class PendingGroup:
     """A prompt on its way, with all its samples."""
 
     draw: PromptSample
@@ -62,7 +78,7 @@ class Group:
     @property
     def samples(self) -> list[int]:
         """Which there shall be of the policy."""
-        return [*([GREEDY] if self.plan.greedy else []), *range(self.plan.n)]
+        return [*([GREEDY_SAMPLE] if self.plan.greedy else []), *range(self.plan.n)]
 
     @property
     def is_complete(self) -> bool:
@@ -73,28 +89,32 @@ class Group:
         return self.oldest is not None and version - self.oldest >= max_staleness
 
 
-def ready(groups: Sequence[Group], wanted: int, version: int, max_staleness: int) -> list[Group] | None:
+def ready_groups(
+    groups: Sequence[PendingGroup], wanted: int, version: int, max_staleness: int
+) -> list[PendingGroup] | None:
     """The groups for a step, in the order they were drawn; None while it must wait.
 
     The oldest that are complete; those that could not be used later come first, and are waited for.
     """
     due = [group for group in groups if group.is_due(version, max_staleness)][:wanted]
-    chosen = complete(groups, wanted, version, max_staleness)
+    chosen = completed_groups(groups, wanted, version, max_staleness)
     return chosen if len(chosen) == wanted and all(group.is_complete for group in due) else None
 
 
-def complete(groups: Sequence[Group], wanted: int, version: int, max_staleness: int) -> list[Group]:
+def completed_groups(
+    groups: Sequence[PendingGroup], wanted: int, version: int, max_staleness: int
+) -> list[PendingGroup]:
     """At most so many of those that are complete."""
     there = [group for group in groups if group.is_complete]
     there.sort(key=lambda group: (not group.is_due(version, max_staleness), group.number))
     return sorted(there[:wanted], key=lambda group: group.number)
 
 
-def of_groups(groups: Sequence[Group]) -> list[Trajectory]:
+def group_trajectories(groups: Sequence[PendingGroup]) -> list[Trajectory]:
     """All trajectories of complete groups: greedy answers first, then samples and demonstrations, in order."""
     found = [group.found[sample] for group in groups for sample in group.samples]
     found += [trajectory for group in groups for trajectory in group.demonstrations]
-    return sorted(found, key=lambda t: t.sample != GREEDY)
+    return sorted(found, key=lambda t: t.sample != GREEDY_SAMPLE)
 
 
 # --- How old tokens are: the steps between the weights that drew them and those that are trained.
@@ -106,7 +126,7 @@ def oldest_version(trajectory: Trajectory) -> int | None:
     return int(versions.min()) if versions.size else None
 
 
-def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """Of the tokens written, with the trainer at `version`: their mean and largest age, the share of every age, and the share of
     samples that were drawn by several versions."""
     ages = [version - _versions(t) for t in trajectories]
@@ -127,14 +147,14 @@ def _versions(trajectory: Trajectory) -> np.ndarray:
     return np.concatenate([s.version[s.action_mask & (s.version >= 0)] for s in trajectory.sequences])
 
 
-LOOK_EVERY_S = 0.02
-CLOSING_S = 10.0
+POLL_INTERVAL_S = 0.02
+CLOSE_TIMEOUT_S = 10.0
 
 
-def _share_baselines(trajectories: Sequence[Trajectory]) -> None:
+def _attach_baselines(trajectories: Sequence[Trajectory]) -> None:
     """Tell samples the reward of their prompt's greedy answer, where there is one."""
-    if greedy := [t for t in trajectories if t.sample == GREEDY]:
-        share_baseline([t for t in trajectories if t.sample != GREEDY], greedy)
+    if greedy := [t for t in trajectories if t.sample == GREEDY_SAMPLE]:
+        attach_greedy_baseline([t for t in trajectories if t.sample != GREEDY_SAMPLE], greedy)
 
 
 class AsyncSource:
@@ -145,10 +165,10 @@ class AsyncSource:
     def __init__(
         self,
         stream: PromptStream,
-        driver: Driver,
+        driver: RolloutRunner,
         rewards: Rewards,
         journal: Journal,
-        plans: Plans,
+        plans: PlanForStep,
         max_staleness: int,
         deadline_s: float,
         note: Callable[[str], None],
@@ -157,11 +177,11 @@ class AsyncSource:
         self.stream, self.driver, self.rewards, self.journal = stream, driver, rewards, journal
         self.plans, self.max_staleness, self.deadline_s, self.note = plans, max_staleness, deadline_s, note
         self.clock = clock
-        self.memory = Memory(journal)
+        self.memory = RolloutJournal(journal)
         self._kept = {(f"{t.prompt_id}#{t.visit}", t.sample): t for t in self.memory.recall_all_partial()}
         """Samples that had ended when the run was stopped, by their group and number."""
         self.version = 0
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, PendingGroup] = {}
         """Those in line, oldest first."""
         self.flight = InFlightTrajectories(driver)
         self.pump = PausableThread(self._sample, self._has_work, lambda: self.driver.engine.interrupt(), "rollouts")
@@ -185,14 +205,14 @@ class AsyncSource:
             except RolloutStopped:
                 self._keep_ended(step, plan, round)
                 raise
-            trajectories = of_groups(chosen)
-            _share_baselines(trajectories)
-            self.memory.keep_all(Place(step, round, [group.id for group in chosen]), trajectories)
+            trajectories = group_trajectories(chosen)
+            _attach_baselines(trajectories)
+            self.memory.keep_all(RoundKey(step, round, [group.id for group in chosen]), trajectories)
         with self.pump.changed:
             for group in chosen:
                 del self.groups[group.id]
         self._waited_s += time.perf_counter() - started
-        return in_order([group.draw for group in chosen], trajectories, self.pump.take_worked_s(), 0.0)
+        return split_by_kind([group.draw for group in chosen], trajectories, self.pump.take_worked_s(), 0.0)
 
     def begin(self, step: int) -> None:
         """Nothing more: whatever may be on its way is."""
@@ -216,10 +236,10 @@ class AsyncSource:
     def rest(self) -> None:
         while self._scoring:  # every call of a scorer has its own deadline
             self._take_scores()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
-        found = staleness(rollouts.trajectories, version) | {
+        found = staleness_metrics(rollouts.trajectories, version) | {
             "staleness/groups_waiting": float(len(self.groups)),
             "staleness/reissued": float(self._num_reissued),
             "time/rollout_wait_s": self._waited_s,
@@ -227,18 +247,18 @@ class AsyncSource:
         self._num_reissued, self._waited_s = 0, 0.0
         return found
 
-    def waiting(self) -> list[Ticket]:
+    def waiting(self) -> list[PendingDraw]:
         return [[g.draw.source, g.draw.index, g.draw.visit, g.step] for g in self.groups.values()]
 
-    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+    def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
         self.version = version
         for source, index, visit, step in tickets:
             plan = self.plans(step)
             assert plan is not None, "a step that was made"
-            self._line_up(Group(self.stream.recall(source, index, visit, step), plan, step, self._num_drawn))
+            self._line_up(PendingGroup(self.stream.recall(source, index, visit, step), plan, step, self._num_drawn))
 
     def close(self) -> None:
-        self.pump.close(CLOSING_S)
+        self.pump.close(CLOSE_TIMEOUT_S)
 
     # --- groups ----------------------------------------------------------------------------------------------------------
 
@@ -255,12 +275,12 @@ class AsyncSource:
         before = self.memory.earlier.pop(("drawn", step, round), None)
         self.stream.at(step)
         draws = self.stream.draw(max(0, wanted) if before is None else len(before["ids"]))
-        fresh = [Group(draw, plan, step, self._num_drawn + k) for k, draw in enumerate(draws)]
-        self.journal.append("drawn", **Place(step, round, [group.id for group in fresh])._asdict())
+        fresh = [PendingGroup(draw, plan, step, self._num_drawn + k) for k, draw in enumerate(draws)]
+        self.journal.append("drawn", **RoundKey(step, round, [group.id for group in fresh])._asdict())
         for group in fresh:
             self._line_up(group)
 
-    def _line_up(self, group: Group) -> None:
+    def _line_up(self, group: PendingGroup) -> None:
         self.groups[group.id] = group
         self._num_drawn += 1
         if group.id not in self._recorded():
@@ -270,7 +290,7 @@ class AsyncSource:
         """Groups that an earlier life of the run gave to steps that are to be made again."""
         return {name for (event, *_), e in self.memory.earlier.items() if event == "completed" for name in e["ids"]}
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, group: PendingGroup) -> None:
         group.is_begun = True
         group.demonstrations = self.driver.demonstrations(group.draw, group.plan.n)
         for trajectory in group.demonstrations:  # they have ended before they begin
@@ -284,20 +304,20 @@ class AsyncSource:
             self._ended(kept)
             group.oldest = min((v for v in (group.oldest, oldest) if v is not None), default=None)
 
-    def _issue(self, group: Group, sample: int) -> None:
+    def _issue(self, group: PendingGroup, sample: int) -> None:
         options, stream = group.plan.sampling, "train"
-        if sample == GREEDY:
+        if sample == GREEDY_SAMPLE:
             options, stream = replace(options, temperature=0.0), "baseline"
         failed = self.flight.add(group.draw, sample, options, stream, priority=-group.number)
         if failed is not None:
             self._ended(failed)
 
-    def _recalled(self, step: int, round: int) -> tuple[list[Group], list[Trajectory]]:
+    def _recalled(self, step: int, round: int) -> tuple[list[PendingGroup], list[Trajectory]]:
         """What an earlier life gave to this round, or nothing; then what it gave to later ones did not follow from this life."""
         record = self.memory.earlier.get(("completed", step, round))
         chosen = [self.groups[name] for name in record["ids"] if name in self.groups] if record is not None else []
         if record is not None and len(chosen) == len(record["ids"]):
-            place = Place(step, round, record["ids"])
+            place = RoundKey(step, round, record["ids"])
             recalled = self.memory.recall_round(place)
             if recalled is not None and recalled.was_scored:
                 self._score_again(place, chosen, recalled)
@@ -308,7 +328,7 @@ class AsyncSource:
                 self._begin(group)
         return [], []
 
-    def _score_again(self, place: Place, groups: Sequence[Group], recalled: Recalled) -> None:
+    def _score_again(self, place: RoundKey, groups: Sequence[PendingGroup], recalled: RecordedRound) -> None:
         """Wait for the scores of samples whose scorer failed in an earlier life."""
         if not recalled.unscored:
             return
@@ -317,8 +337,8 @@ class AsyncSource:
             self._submit(trajectory, draws[f"{trajectory.prompt_id}#{trajectory.visit}"])
         while any(trajectory in recalled.unscored for trajectory in self._scoring.values()):
             self._take_scores()
-            time.sleep(LOOK_EVERY_S)
-        _share_baselines(recalled.trajectories)
+            time.sleep(POLL_INTERVAL_S)
+        _attach_baselines(recalled.trajectories)
         self.memory.forget_after_new_scores(place, recalled)
         self.memory.keep_all(place, recalled.trajectories)
 
@@ -345,7 +365,7 @@ class AsyncSource:
 
     # --- waiting ---------------------------------------------------------------------------------------------------------
 
-    def _wait(self, step: int, wanted: int, progress: Progress) -> list[Group]:
+    def _wait(self, step: int, wanted: int, progress: Progress) -> list[PendingGroup]:
         """The groups of a step: all that it wants, or past the deadline those that are complete."""
         until = self.clock() + self.deadline_s
         is_second, told = False, ""
@@ -356,10 +376,10 @@ class AsyncSource:
             with self.pump.changed:
                 self.pump.check()
                 line = list(self.groups.values())
-                if (chosen := ready(line, wanted, self.version, self.max_staleness)) is not None:
+                if (chosen := ready_groups(line, wanted, self.version, self.max_staleness)) is not None:
                     return chosen
-                there = complete(line, wanted, self.version, self.max_staleness)
-                self.pump.changed.wait(LOOK_EVERY_S)
+                there = completed_groups(line, wanted, self.version, self.max_staleness)
+                self.pump.changed.wait(POLL_INTERVAL_S)
             text = f"rollout {len(there)}/{wanted} groups, {self._num_ended} samples in all"
             if text != told:  # a sign of life only where there is life
                 progress(text)
@@ -380,7 +400,7 @@ class AsyncSource:
             self._reissue()
             is_second, until = True, self.clock() + self.deadline_s
 
-    def _say_late(self, step: int, wanted: int, there: list[Group], line: list[Group]) -> None:
+    def _say_late(self, step: int, wanted: int, there: list[PendingGroup], line: list[PendingGroup]) -> None:
         late = [g for g in line if g.is_due(self.version, self.max_staleness) and not g.is_complete]
         again = f" ({len(late)} of them from the beginning, their tokens would be too old)" if late else ""
         self.note(
@@ -404,7 +424,7 @@ class AsyncSource:
         self._take_scores()
         groups = list(self.groups.values())
         found = [trajectory for group in groups for trajectory in group.found.values()]
-        self.memory.keep_partial(Place(step, round, [group.id for group in groups]), plan, found)
+        self.memory.keep_partial(RoundKey(step, round, [group.id for group in groups]), plan, found)
 
     # --- sampling and scoring --------------------------------------------------------------------------------------------
 

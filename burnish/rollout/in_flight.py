@@ -18,20 +18,20 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import sample_key
-from burnish.core.trajectory import Finish, TokenSequence, Trajectory, TurnSpan
+from burnish.core.trajectory import TokenSequence, Trajectory, TrajectoryFinish, TurnSpan
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import Done, Environment, Turn
-from burnish.rewards.types import out_of_range
+from burnish.rewards.score_types import reward_problem
 
 if TYPE_CHECKING:
-    from burnish.rollout.runner import Driver
+    from burnish.rollout.runner import RolloutRunner
 
-BROKEN = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """What a tokenizer writes for a character of which only some bytes are there."""
 
 
 @dataclass(eq=False, slots=True)
-class Running:
+class RunningTrajectory:
     """One trajectory on its way."""
 
     draw: PromptSample
@@ -92,14 +92,14 @@ class Running:
 class InFlightTrajectories:
     """The trajectories of a driver that are in its engine, and those set aside until `go_on`."""
 
-    def __init__(self, driver: Driver, is_continued: bool = False) -> None:
+    def __init__(self, driver: RolloutRunner, is_continued: bool = False) -> None:
         """`is_continued` says that other answers will begin with parts of these."""
         self.driver, self.is_continued = driver, is_continued
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningTrajectory] = {}
         """By the id of their request."""
-        self.aside: list[Running] = []
+        self.aside: list[RunningTrajectory] = []
 
-    def __iter__(self) -> Iterator[Running]:
+    def __iter__(self) -> Iterator[RunningTrajectory]:
         yield from self.running.values()
         yield from self.aside
 
@@ -110,13 +110,13 @@ class InFlightTrajectories:
         of its stream."""
         driver, row = self.driver, draw.prompt.row
         key = sample_key(driver.seed, stream, row.id, draw.visit, max(0, sample))
-        one = Running(draw, sample, key, sampling, priority)
+        one = RunningTrajectory(draw, sample, key, sampling, priority)
 
         def start() -> Turn | Done:
             one.environment = driver.make_environment(draw.prompt)
             return one.environment.start()
 
-        answer = _asked(start, "start", row.id)
+        answer = _call_environment(start, "start", row.id)
         if isinstance(answer, str):
             return self._trajectory(one, "error", error=answer)
         one.start = tuple(self._turn(one, answer, "start"))
@@ -161,7 +161,7 @@ class InFlightTrajectories:
 
     # --- one trajectory --------------------------------------------------------------------------------------------------
 
-    def _request(self, one: Running) -> Request:
+    def _request(self, one: RunningTrajectory) -> Request:
         again = f"~{one.issues}" if one.partial else ""
         name = f"{one.draw.prompt.row.id}#{one.draw.visit}.{one.label}/{len(one.turns)}{again}"
         self.running[name] = one
@@ -173,7 +173,7 @@ class InFlightTrajectories:
         tokens = one.start if len(one.context) == one.prompt_length else tuple(one.context)
         return Request(name, tokens, sampling, one.key, one.drawn, one.priority, goes_on)
 
-    def _observe(self, one: Running, completion: Completion) -> Trajectory | None:
+    def _observe(self, one: RunningTrajectory, completion: Completion) -> Trajectory | None:
         """The trajectory if this completion ended it."""
         self._record(one, completion)
         if completion.finish == "aborted":
@@ -187,14 +187,14 @@ class InFlightTrajectories:
             return self._trajectory(one, "length")
         environment, text = one.environment, self.driver.tokenizer.decode(tokens)
         assert environment is not None, "it gave the prompt"
-        answer = _asked(lambda: environment.observe(tokens, text), "observe", one.draw.prompt.row.id)
+        answer = _call_environment(lambda: environment.observe(tokens, text), "observe", one.draw.prompt.row.id)
         if isinstance(answer, str):
             return self._trajectory(one, "error", error=answer)
         if isinstance(answer, Done):
-            one.turns[-1] = TurnSpan(start, one.turns[-1].state, _reward(answer.reward or 0.0))
+            one.turns[-1] = TurnSpan(start, one.turns[-1].state, _checked_reward(answer.reward or 0.0))
             return self._trajectory(one, "stop", is_scored=answer.reward is not None)
         tokens = list(self._turn(one, answer, "observe"))
-        one.turns[-1] = TurnSpan(start, one.turns[-1].state, _reward(answer.reward))
+        one.turns[-1] = TurnSpan(start, one.turns[-1].state, _checked_reward(answer.reward))
         longest, most = self.driver.longest, one.sampling.max_tokens
         if longest is not None and len(one.context) + len(tokens) + most > longest:
             return self._trajectory(one, "length")  # there is no room for another turn
@@ -203,7 +203,7 @@ class InFlightTrajectories:
         one.append(tokens)
         return None
 
-    def _record(self, one: Running, completion: Completion) -> None:
+    def _record(self, one: RunningTrajectory, completion: Completion) -> None:
         """Put behind it what was drawn."""
         if not np.isfinite(completion.logp).all():
             raise UserError(
@@ -215,18 +215,18 @@ class InFlightTrajectories:
         one.drawn += len(tokens)
         one.partial += len(tokens)
 
-    def _cut(self, one: Running) -> None:
+    def _cut(self, one: RunningTrajectory) -> None:
         """Take back tokens that may be the beginning of a stop string: an engine looks for one in what it draws itself."""
         if not one.sampling.stop:
             return
         begun = tuple(text[:k] for text in one.sampling.stop for k in range(1, len(text) + 1))
         while one.partial:
             text = self.driver.tokenizer.decode(one.context[len(one.context) - one.partial :])
-            if not text.endswith((BROKEN, *begun)):
+            if not text.endswith((REPLACEMENT_CHARACTER, *begun)):
                 return
             one.forget(1)
 
-    def _turn(self, one: Running, answer: object, method: str) -> tuple[int, ...]:
+    def _turn(self, one: RunningTrajectory, answer: object, method: str) -> tuple[int, ...]:
         """The tokens of an environment's answer: anything else than a turn of known tokens would pass for one, or end in a crash."""
         if not isinstance(answer, Turn):
             expected = "Turn" if method == "start" else "Turn or Done"
@@ -248,7 +248,7 @@ class InFlightTrajectories:
         return answer.tokens
 
     def _trajectory(
-        self, one: Running, finish: Finish, is_scored: bool = False, error: str | None = None
+        self, one: RunningTrajectory, finish: TrajectoryFinish, is_scored: bool = False, error: str | None = None
     ) -> Trajectory:
         """What came of it; `is_scored` where the environment said at the end what it earned."""
         earned = math.fsum(span.reward for span in one.turns)
@@ -258,7 +258,7 @@ class InFlightTrajectories:
                 f"the environment gave turns of {one.draw.prompt.row.id} a reward and none at the end ({finish}): give Done a reward, and "
                 "for trajectories that are cut off the class `gives_rewards = True`"
             )
-        if wrong := out_of_range(earned):
+        if wrong := reward_problem(earned):
             raise UserError(f"the environment's rewards of {one.draw.prompt.row.id}, added up over its turns: {wrong}")
         reward = earned if is_scored else None
         sequence = TokenSequence(
@@ -289,7 +289,7 @@ def _accuracy(environment: object, reward: float | None) -> float | None:
     return None if reward is None or threshold is None else float(reward >= threshold)
 
 
-def _asked(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:
+def _call_environment(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:
     """What an environment answers; where it raises, what it raised, in words. A mistake that its author names ends the run."""
     try:
         return ask()
@@ -299,10 +299,10 @@ def _asked(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done
         return f"row {row}: the environment's {method}() raised {type(error).__name__}: {error}"
 
 
-def _reward(value: object) -> float:
+def _checked_reward(value: object) -> float:
     """A reward that an environment gave."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"the environment gave a turn the reward {value!r}; expected a finite number")
-    if wrong := out_of_range(float(value)):
+    if wrong := reward_problem(float(value)):
         raise UserError(f"the environment gave a turn a reward out of range: {wrong}")
     return float(value)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 class PausableThread:
@@ -40,7 +40,7 @@ class PausableThread:
             self._is_on = False
             while self._is_busy:
                 self._interrupt()
-                self.changed.wait(LOOK_EVERY_S)
+                self.changed.wait(POLL_INTERVAL_S)
         self.check()
 
     def check(self) -> None:

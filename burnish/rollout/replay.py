@@ -28,16 +28,16 @@ from burnish.core.random_keys import fold
 from burnish.core.trajectory import Trajectory
 from burnish.rollout.async_source import oldest_version
 from burnish.rollout.scoring import Progress, RolloutBatch, from_arrays, to_arrays
-from burnish.rollout.sync_source import RolloutPlan, Source, Ticket
-from burnish.run.checkpoint.contents import Blob, Content
+from burnish.rollout.sync_source import PendingDraw, RolloutPlan, RolloutSource
+from burnish.run.checkpoint.snapshot import BytesFile, Content
 
-FILE = "replay.safetensors"
-USE = "use"  # the key of `Trajectory.metadata` that says for which time its group comes back
-PICK = "replay"  # the name of the random picks
+REPLAY_FILE = "replay.safetensors"
+USE_KEY = "use"  # the key of `Trajectory.metadata` that says for which time its group comes back
+PICK_LABEL = "replay"  # the name of the random picks
 
 
 @dataclass
-class Entry:
+class ReplayGroup:
     """A group in the store."""
 
     trajectories: list[Trajectory]
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def id(self) -> str:
-        return group_of(self.trajectories[0].id)
+        return group_id_of(self.trajectories[0].id)
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +60,7 @@ class ReplayStore:
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self.settings, self.seed = settings, seed
-        self.entries: list[Entry] = []
+        self.entries: list[ReplayGroup] = []
         self._values: dict[str, float] = {}
 
     def take(self, step: int, wanted: int) -> list[Trajectory]:
@@ -68,13 +68,13 @@ class ReplayStore:
         version = step - 1
         able = [e for e in self.entries if version - e.oldest <= self.settings.max_age]
         if self.settings.pick == "random":
-            able.sort(key=lambda e: fold(self.seed, PICK, step, e.id))
+            able.sort(key=lambda e: fold(self.seed, PICK_LABEL, step, e.id))
         elif self.settings.pick == "newest":
             able.reverse()
         found = []
         for entry in able[:wanted]:
             for trajectory in entry.trajectories:
-                trajectory.metadata[USE] = entry.uses
+                trajectory.metadata[USE_KEY] = entry.uses
                 found.append(trajectory)
         return found
 
@@ -87,9 +87,9 @@ class ReplayStore:
         step was theirs all the same.
         """
         ids = list(used)
-        in_loss = {group_of(name) for name in ids}
-        may_stay = in_loss if unfinished is None else {group_of(name) for name in unfinished}
-        back = {group_of(t.id) for t in rollouts.replayed}
+        in_loss = {group_id_of(name) for name in ids}
+        may_stay = in_loss if unfinished is None else {group_id_of(name) for name in unfinished}
+        back = {group_id_of(t.id) for t in rollouts.replayed}
         ages = []
         for entry in self.entries:
             if entry.id not in back:
@@ -100,17 +100,17 @@ class ReplayStore:
                 entry.uses = self.settings.uses  # nothing of it is left to learn from
             if entry.id in in_loss:
                 ages.append(step - 1 - entry.oldest)
-        self.entries += _entries(rollouts.trajectories, may_stay)
+        self.entries += _new_groups(rollouts.trajectories, may_stay)
         self.entries = [e for e in self.entries if e.uses < self.settings.uses and self._has_time(e, step)]
         self.entries = self.entries[max(0, len(self.entries) - self.settings.capacity) :]
         self._values = {
             "replay/size": float(len(self.entries)),
             "replay/tokens": float(sum(e.num_tokens for e in self.entries)),
             "replay/groups": float(len(ages)),
-            "replay/fraction": sum(group_of(name) in back for name in ids) / max(1, len(ids)),
+            "replay/fraction": sum(group_id_of(name) in back for name in ids) / max(1, len(ids)),
         } | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
 
-    def _has_time(self, entry: Entry, step: int) -> bool:
+    def _has_time(self, entry: ReplayGroup, step: int) -> bool:
         """Whether the next step, which begins with weights `step`, could use it."""
         return step - entry.oldest <= self.settings.max_age
 
@@ -128,36 +128,36 @@ class ReplayStore:
         arrays = to_arrays(trajectories) if trajectories else {}
         rows = [[len(e.trajectories), e.oldest, e.uses] for e in self.entries]
         arrays["entries"] = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return [Blob(FILE, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))]
+        return [BytesFile(REPLAY_FILE, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))]
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint."""
         from safetensors.numpy import load_file
 
-        if not (folder / FILE).is_file():
+        if not (folder / REPLAY_FILE).is_file():
             raise UserError(
-                f"{folder} has no {FILE}, which algorithm.replay goes on from: it was saved by a run without replay; "
+                f"{folder} has no {REPLAY_FILE}, which algorithm.replay goes on from: it was saved by a run without replay; "
                 "start a run of another name"
             )
-        arrays = load_file(folder / FILE)
+        arrays = load_file(folder / REPLAY_FILE)
         trajectories = from_arrays(arrays) if "records" in arrays else []
         self.entries, at = [], 0
         for count, oldest, uses in arrays["entries"].tolist():
-            self.entries.append(Entry(trajectories[at : at + count], oldest, uses))
+            self.entries.append(ReplayGroup(trajectories[at : at + count], oldest, uses))
             at += count
 
 
 class ReplaySource:
     """Any source, whose steps also get groups back from a store."""
 
-    def __init__(self, inner: Source, store: ReplayStore, wanted: Callable[[int], int]) -> None:
+    def __init__(self, inner: RolloutSource, store: ReplayStore, wanted: Callable[[int], int]) -> None:
         self.inner, self.store, self.wanted = inner, store, wanted
         self.overlaps = inner.overlaps
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
         fresh = self.inner.next(step, plan, progress, round)
         for trajectory in fresh.trajectories:
-            trajectory.metadata[USE] = 0
+            trajectory.metadata[USE_KEY] = 0
         if round > 0:  # the first one brought them
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
@@ -186,30 +186,30 @@ class ReplaySource:
     def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         return self.inner.values(rollouts, version) | self.store.values()
 
-    def waiting(self) -> list[Ticket]:
+    def waiting(self) -> list[PendingDraw]:
         return self.inner.waiting()
 
-    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+    def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
         self.inner.restore(tickets, version)
 
     def close(self) -> None:
         self.inner.close()
 
 
-def group_of(trajectory_id: str) -> str:
+def group_id_of(trajectory_id: str) -> str:
     """The group of a trajectory, by its id."""
     return trajectory_id.rpartition(".")[0]
 
 
-def _entries(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[Entry]:
+def _new_groups(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[ReplayGroup]:
     """The new groups that may come back, whole: with all samples that count in their statistics."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        if trajectory.reward is not None and group_of(trajectory.id) in wanted:
-            groups.setdefault(group_of(trajectory.id), []).append(trajectory)
+        if trajectory.reward is not None and group_id_of(trajectory.id) in wanted:
+            groups.setdefault(group_id_of(trajectory.id), []).append(trajectory)
     found = []
     for samples in groups.values():
         versions = [v for v in map(oldest_version, samples) if v is not None]
         if versions:
-            found.append(Entry(samples, min(versions), 1))
+            found.append(ReplayGroup(samples, min(versions), 1))
     return found

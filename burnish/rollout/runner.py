@@ -16,13 +16,13 @@ from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import MakeEnvironment
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.in_flight import InFlightTrajectories
-from burnish.rollout.segment_rollouts import Beginning, Chain, ContinuedFlight, Tree, TreeFlight
+from burnish.rollout.segment_rollouts import AnswerPrefix, ChainPlan, ContinuedTrajectories, TreePlan, TreeTrajectories
 
-Branching = Chain | Tree
+Branching = ChainPlan | TreePlan
 """How the samples of a prompt come to have beginnings in common."""
 
 
-MAX_EMPTY = 3
+MAX_EMPTY_STREAMS = 3
 """Streams in a row that may end without a completion: one is interrupted by a request to stop that came late."""
 
 
@@ -30,7 +30,7 @@ class RolloutStopped(Exception):
     """The user asked to stop while the samples of a step were made. The samples that had ended were yielded before."""
 
 
-class Stopping:
+class StopRequest:
     """A request to end sampling early. Another thread may make it at any time; it acts only inside `allowed()`.
 
     So a measurement on held-out prompts, which uses the same engine, is never cut short.
@@ -66,12 +66,12 @@ class Stopping:
         return self.is_requested and self._num_allowed > 0
 
 
-def longest_episode(max_positions: int | None, max_tokens: int | None) -> int | None:
+def max_trajectory_tokens(max_positions: int | None, max_tokens: int | None) -> int | None:
     """The most tokens of a trajectory: what both the model and the environment allow. None: no limit."""
     return min((limit for limit in (max_positions, max_tokens) if limit is not None), default=None)
 
 
-class Driver:
+class RolloutRunner:
     """Turns draws of prompts into trajectories."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Driver:
         """A trajectory has at most as many tokens as the model has positions, and as its environment may take (`max_tokens`)."""
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
-        self.longest = longest_episode(max_positions, max_tokens)
-        self.stopping = Stopping(lambda: self.engine.interrupt())
-        self.demonstrations: Callable[[PromptSample, int], list[Trajectory]] = nobody
+        self.longest = max_trajectory_tokens(max_positions, max_tokens)
+        self.stopping = StopRequest(lambda: self.engine.interrupt())
+        self.demonstrations: Callable[[PromptSample, int], list[Trajectory]] = no_demonstrations
         """What joins the samples of a draw in training, numbered from so many on."""
 
     def run(
@@ -109,8 +109,8 @@ class Driver:
         the demonstrations of a draw come with its samples.
         """
         flight = (
-            TreeFlight(self, branching)
-            if isinstance(branching, Tree)
+            TreeTrajectories(self, branching)
+            if isinstance(branching, TreePlan)
             else InFlightTrajectories(self, branching is not None)
         )
         for draw in draws:
@@ -125,9 +125,9 @@ class Driver:
             yield from self.demonstrations(draw, n)
         yield from self._finish(flight)
 
-    def continue_all(self, beginnings: Iterable[Beginning], sampling: SamplingOptions) -> Iterator[Trajectory]:
+    def continue_all(self, beginnings: Iterable[AnswerPrefix], sampling: SamplingOptions) -> Iterator[Trajectory]:
         """An answer continued from each of the beginnings, as they finish."""
-        flight = ContinuedFlight(self)
+        flight = ContinuedTrajectories(self)
         for beginning in beginnings:
             flight.add_beginning(beginning, sampling)
         flight.go_on()
@@ -150,12 +150,12 @@ class Driver:
             if self.stopping.is_effective:
                 yield from flight.halt()
                 raise RolloutStopped
-            if num_empty > MAX_EMPTY:
+            if num_empty > MAX_EMPTY_STREAMS:
                 raise RuntimeError(
                     f"the engine ended its stream {num_empty} times with {len(flight.running)} requests unanswered"
                 )
 
 
-def nobody(draw: PromptSample, first: int) -> list[Trajectory]:
+def no_demonstrations(draw: PromptSample, first: int) -> list[Trajectory]:
     """The policy is on its own."""
     return []

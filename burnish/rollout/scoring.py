@@ -24,18 +24,18 @@ from burnish.core.trajectory import (
     Trajectory,
     TurnSpan,
 )
-from burnish.data.demonstrations import TracedTokens, Traces
+from burnish.data.demonstrations import DemonstrationTokens, PromptDemonstrations
 from burnish.data.prompt_stream import PromptSample
 from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.score_types import Score, ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.types import Score, ScoreRequest
-from burnish.rollout.runner import Branching, Driver, RolloutStopped
-from burnish.rollout.segment_rollouts import STATE, Chain, Tree, beginnings, cut
+from burnish.rollout.runner import Branching, RolloutRunner, RolloutStopped
+from burnish.rollout.segment_rollouts import BORDER_STATE, ChainPlan, TreePlan, border_prefixes, cut_into_segments
 
 Progress = Callable[[str], None]
-MESSAGE = 64  # trajectories sent to the reward workers at once: fewer, larger messages
-LOOK_EVERY_S = 0.2  # how often a wait for scores looks whether the user asked to stop
-GREEDY = -1  # the sample index of a prompt's greedy answer: no sampled one has it, so its id is its own
+SUBMIT_CHUNK = 64  # trajectories sent to the reward workers at once: fewer, larger messages
+POLL_INTERVAL_S = 0.2  # how often a wait for scores looks whether the user asked to stop
+GREEDY_SAMPLE = -1  # the sample index of a prompt's greedy answer: no sampled one has it, so its id is its own
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RolloutBatch:
         """Those with a reward: what a batch is packed from. Groups that come back are spread evenly among the new ones, so that
         every mini-batch has its share of them."""
         fresh = [t for t in self.grouped if t.reward is not None]
-        return interleaved(fresh, self.replayed) if self.replayed else fresh
+        return interleave_groups(fresh, self.replayed) if self.replayed else fresh
 
     @property
     def grouped(self) -> list[Trajectory]:
@@ -97,7 +97,7 @@ class RolloutBatch:
         )
 
 
-def interleaved(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> list[Trajectory]:
+def interleave_groups(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> list[Trajectory]:
     """Two lists of whole groups as one: each list in its order, the groups of the second evenly among those of the first."""
     placed = []
     for kind, trajectories in enumerate((fresh, replayed)):
@@ -107,10 +107,10 @@ def interleaved(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> 
 
 
 @dataclass
-class Scoring:
+class RoundBuilder:
     """One batch of rollouts on its way: `generate`, then `collect`."""
 
-    driver: Driver
+    driver: RolloutRunner
     rewards: Rewards
     draws: Sequence[PromptSample]
     progress: Progress
@@ -123,28 +123,28 @@ class Scoring:
         self, n: int, sampling: SamplingOptions, stream: str, branching: Branching | None = None
     ) -> list[Trajectory]:
         """All trajectories in order; the reward of each starts as soon as it ends."""
-        most = n * (branching.leaves if isinstance(branching, Tree) else 1) * len(self.draws)
-        kept = [t for t in self.kept if t.sample != GREEDY]
+        most = n * (branching.leaves if isinstance(branching, TreePlan) else 1) * len(self.draws)
+        kept = [t for t in self.kept if t.sample != GREEDY_SAMPLE]
         names = {(t.prompt_id, t.visit, t.sample) for t in kept}
         answers = self.driver.run(self.draws, n, sampling, stream, branching=branching, kept=names)
         return self._run(answers, most, "rollout", kept)
 
     def greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
         """Each draw's most likely answer, one token after the other (ReMax, 2310.10505), on its way to be scored."""
-        kept = [t for t in self.kept if t.sample == GREEDY]
+        kept = [t for t in self.kept if t.sample == GREEDY_SAMPLE]
         names = {(t.prompt_id, t.visit, 0) for t in kept}
         answers = self.driver.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline", kept=names)
-        numbered = (replace(answer, sample=GREEDY) for answer in answers)
+        numbered = (replace(answer, sample=GREEDY_SAMPLE) for answer in answers)
         return self._run(numbered, len(self.draws), "greedy answers", kept)
 
-    def values(self, samples: Sequence[Trajectory], chain: Chain, sampling: SamplingOptions) -> list[Trajectory]:
+    def values(self, samples: Sequence[Trajectory], chain: ChainPlan, sampling: SamplingOptions) -> list[Trajectory]:
         """The samples are cut into segments; the answers continued from the borders, on their way to be scored."""
-        cut(samples, chain)
-        starts = beginnings(samples, self.draws, chain, self.driver.seed)
+        cut_into_segments(samples, chain)
+        starts = border_prefixes(samples, self.draws, chain, self.driver.seed)
         states = {(b.draw.prompt.row.id, b.draw.visit, b.sample): b.state for b in starts}
         found = self._run(self.driver.continue_all(starts, sampling), len(starts), "values")
         for answer in found:
-            answer.metadata[STATE] = states[answer.prompt_id, answer.visit, answer.sample]
+            answer.metadata[BORDER_STATE] = states[answer.prompt_id, answer.visit, answer.sample]
         return found
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
@@ -159,7 +159,7 @@ class Scoring:
         while self.rewards.pending:
             if self.driver.stopping.is_effective:
                 raise RolloutStopped
-            if scores := self.rewards.poll(LOOK_EVERY_S):
+            if scores := self.rewards.poll(POLL_INTERVAL_S):
                 for score in scores:
                     apply_score(by_id[score.id], score)
                 self.progress(f"scoring, {self.rewards.pending} left")
@@ -183,14 +183,14 @@ class Scoring:
             if budget is not None:
                 trajectory.metadata["budget"] = budget
             found.append(trajectory)
-            if len(found) % MESSAGE == 0:
-                self.submit(found[-MESSAGE:])
+            if len(found) % SUBMIT_CHUNK == 0:
+                self.submit(found[-SUBMIT_CHUNK:])
             self.progress(f"{what} {len(kept) + len(found)}/{total}")
-        self.submit(found[len(found) - len(found) % MESSAGE :])
+        self.submit(found[len(found) - len(found) % SUBMIT_CHUNK :])
         return sorted([*kept, *found], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
 
 
-def share_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
+def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
     """Put the reward of each prompt's greedy answer into the metadata of its samples.
 
     Where the greedy answer could not be scored its samples have nothing to be compared with, and count as failed too.
@@ -206,7 +206,7 @@ def share_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) 
 
 
 def rollout_and_score(
-    driver: Driver,
+    driver: RolloutRunner,
     rewards: Rewards,
     draws: Sequence[PromptSample],
     n: int,
@@ -215,7 +215,7 @@ def rollout_and_score(
     progress: Progress,
 ) -> RolloutBatch:
     """`n` scored trajectories of each draw."""
-    scoring = Scoring(driver, rewards, draws, progress)
+    scoring = RoundBuilder(driver, rewards, draws, progress)
     started = time.perf_counter()
     trajectories = scoring.generate(n, sampling, stream)
     generated = time.perf_counter()
@@ -260,10 +260,10 @@ def apply_score(trajectory: Trajectory, score: Score) -> None:
 # them. Their log-prob under whoever did is 0 where nobody knows it: LUFFY (2504.14945) takes the author to be sure.
 
 
-class Demonstrations:
+class GroupDemonstrations:
     """Up to `each` of them for every draw. A prompt that has more shows others each time it is drawn."""
 
-    def __init__(self, traces: Traces, each: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, traces: PromptDemonstrations, each: int, tokenizer: Tokenizer) -> None:
         self.traces, self.each, self.tokenizer = traces, each, tokenizer
 
     def __call__(self, draw: PromptSample, first: int) -> list[Trajectory]:
@@ -272,7 +272,7 @@ class Demonstrations:
         chosen = [found[(draw.visit * self.each + k) % len(found)] for k in range(min(self.each, len(found)))]
         return [self._trajectory(draw, first + k, traced) for k, traced in enumerate(chosen)]
 
-    def _trajectory(self, draw: PromptSample, sample: int, traced: TracedTokens) -> Trajectory:
+    def _trajectory(self, draw: PromptSample, sample: int, traced: DemonstrationTokens) -> Trajectory:
         tokens, start = traced.tokens, traced.num_prompt
         written = np.arange(len(tokens)) >= start
         logp = np.zeros(len(tokens), dtype=np.float32)
@@ -292,18 +292,18 @@ class Demonstrations:
 # --- Trajectories and scores as arrays, for the journal: written when a step's rollouts are complete and again when they
 # are scored, read back on resume so that finished work is not done again.
 
-COLUMNS = ("tokens", "action_mask", "behaviour_logp", "version")
-SCORE = ("reward", "accuracy", "parts", "error", "metadata")
-FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "turns", *SCORE)
+TOKEN_COLUMNS = ("tokens", "action_mask", "behaviour_logp", "version")
+SCORE_FIELDS = ("reward", "accuracy", "parts", "error", "metadata")
+TRAJECTORY_FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "turns", *SCORE_FIELDS)
 
 
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """All tokens of all sequences, packed, and everything else as JSON."""
     sequences = [s for t in trajectories for s in t.sequences]
-    arrays = {name: np.concatenate([getattr(s, name) for s in sequences]) for name in COLUMNS}
+    arrays = {name: np.concatenate([getattr(s, name) for s in sequences]) for name in TOKEN_COLUMNS}
     arrays["lengths"] = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
     arrays["sequences"] = np.array([len(t.sequences) for t in trajectories], dtype=np.int64)
-    arrays["records"] = _to_bytes([{name: getattr(t, name) for name in FIELDS} for t in trajectories])
+    arrays["records"] = _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories])
     return arrays
 
 
@@ -311,7 +311,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
     """The inverse of `to_arrays`."""
     stops = np.cumsum(arrays["lengths"])
     bounds = zip((stops - arrays["lengths"]).tolist(), stops.tolist(), strict=True)
-    sequences = [TokenSequence(*(arrays[name][a:b].copy() for name in COLUMNS)) for a, b in bounds]
+    sequences = [TokenSequence(*(arrays[name][a:b].copy() for name in TOKEN_COLUMNS)) for a, b in bounds]
     result, at = [], 0
     for record, count in zip(_from_bytes(arrays["records"]), arrays["sequences"].tolist(), strict=True):
         record["turns"] = [TurnSpan(*span) for span in record.get("turns", ())]
@@ -322,19 +322,19 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
 
 def scores_to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """What scoring added to the trajectories."""
-    return {"scores": _to_bytes([{name: getattr(t, name) for name in SCORE} for t in trajectories])}
+    return {"scores": _to_bytes([{name: getattr(t, name) for name in SCORE_FIELDS} for t in trajectories])}
 
 
 def restore_scores(trajectories: Sequence[Trajectory], arrays: dict[str, np.ndarray]) -> None:
     """Write saved scores back into their trajectories."""
     for trajectory, score in zip(trajectories, _from_bytes(arrays["scores"]), strict=True):
-        for name in SCORE:
+        for name in SCORE_FIELDS:
             setattr(trajectory, name, score[name])
 
 
 def copy_score(scored: Trajectory, trajectory: Trajectory) -> None:
     """Give a trajectory the score of another copy of it."""
-    for name in SCORE:
+    for name in SCORE_FIELDS:
         setattr(trajectory, name, getattr(scored, name))
 
 

@@ -22,22 +22,31 @@ from burnish.core.batch import Batch
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
 from burnish.core.segments import offsets_from_lengths
-from burnish.core.trajectory import BORDER_VALUES, BORDERS, ENDS, NODES, SHARED_TOKENS, Finish, Trajectory, path_names
+from burnish.core.trajectory import (
+    SEGMENT_STARTS,
+    SEGMENT_VALUES,
+    SHARED_TOKENS,
+    TREE_NODE_ENDS,
+    TREE_NODES,
+    Trajectory,
+    TrajectoryFinish,
+    tree_node_names,
+)
 from burnish.data.prompt_stream import PromptSample
-from burnish.rollout.in_flight import InFlightTrajectories, Running
+from burnish.rollout.in_flight import InFlightTrajectories, RunningTrajectory
 
 if TYPE_CHECKING:
-    from burnish.rollout.runner import Driver
+    from burnish.rollout.runner import RolloutRunner
 
 
-STATES, STATE = "border_states", "state"
+BORDER_STATES, BORDER_STATE = "border_states", "state"
 """In the metadata: of a sample the names of the states before its segments, of an answer the state it was continued from."""
-FIRST = -2
+FIRST_CONTINUED_SAMPLE = -2
 """The sample index of the first answer continued for a value; the next ones count down, so that none is a sample's or the greedy one's."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainPlan:
     """How answers are cut and valued."""
 
     below: float
@@ -49,7 +58,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class AnswerPrefix:
     """The first tokens of an answer, to be continued."""
 
     draw: PromptSample
@@ -59,7 +68,7 @@ class Beginning:
     state: str
 
 
-def cut(samples: Sequence[Trajectory], chain: Chain) -> None:
+def cut_into_segments(samples: Sequence[Trajectory], chain: ChainPlan) -> None:
     """Write into each sample where its segments start and which states are before them."""
     sequences = [sample.sequences[-1] for sample in samples]
     columns = {
@@ -71,10 +80,10 @@ def cut(samples: Sequence[Trajectory], chain: Chain) -> None:
     bounds, firsts = starts.offsets.tolist(), offsets.tolist()
     for k, sample in enumerate(samples):
         places = [place - firsts[k] for place in starts.values[bounds[k] : bounds[k + 1]].tolist()]
-        sample.metadata |= {BORDERS: places, STATES: _states(sample, places)}
+        sample.metadata |= {SEGMENT_STARTS: places, BORDER_STATES: _border_states(sample, places)}
 
 
-def _states(sample: Trajectory, places: Sequence[int]) -> list[str]:
+def _border_states(sample: Trajectory, places: Sequence[int]) -> list[str]:
     """A name for the answer up to each of the places, equal for equal tokens."""
     tokens, at, digest = sample.sequences[-1].tokens, sample.metadata["prompt_length"], hashlib.blake2b(digest_size=8)
     names = []
@@ -85,31 +94,31 @@ def _states(sample: Trajectory, places: Sequence[int]) -> list[str]:
     return names
 
 
-def beginnings(
-    samples: Sequence[Trajectory], draws: Sequence[PromptSample], chain: Chain, seed: int
-) -> list[Beginning]:
+def border_prefixes(
+    samples: Sequence[Trajectory], draws: Sequence[PromptSample], chain: ChainPlan, seed: int
+) -> list[AnswerPrefix]:
     """What is to be continued for the values of all borders of the samples, every state of a prompt once."""
     of_draw = {(draw.prompt.row.id, draw.visit): draw for draw in draws}
-    found: list[Beginning] = []
+    found: list[AnswerPrefix] = []
     seen: dict[tuple[str, int], dict[str, None]] = {}
     for sample in samples:
         name = sample.prompt_id, sample.visit
         known, prompt = seen.setdefault(name, {}), sample.metadata["prompt_length"]
-        for place, state in zip(sample.metadata[BORDERS], sample.metadata[STATES], strict=True):
+        for place, state in zip(sample.metadata[SEGMENT_STARTS], sample.metadata[BORDER_STATES], strict=True):
             if state in known:
                 continue
-            number, known[state] = FIRST - chain.rollouts * len(known), None
+            number, known[state] = FIRST_CONTINUED_SAMPLE - chain.rollouts * len(known), None
             tokens = tuple(sample.sequences[-1].tokens[prompt:place].tolist())
             for k in range(chain.rollouts):
                 key = fold(sample_key(seed, "baseline", *name, k), int(state, 16))
-                found.append(Beginning(of_draw[name], number - k, tokens, key, state))
+                found.append(AnswerPrefix(of_draw[name], number - k, tokens, key, state))
     return found
 
 
-class ContinuedFlight(InFlightTrajectories):
+class ContinuedTrajectories(InFlightTrajectories):
     """Answers on their way whose first tokens are given."""
 
-    def add_beginning(self, beginning: Beginning, sampling: SamplingOptions) -> None:
+    def add_beginning(self, beginning: AnswerPrefix, sampling: SamplingOptions) -> None:
         """An answer that goes on from there, set aside; `sampling` is that of a whole answer."""
         failed = self.add(beginning.draw, beginning.sample, sampling, "baseline")
         assert failed is None, "the environment has started for the sample already"
@@ -119,20 +128,20 @@ class ContinuedFlight(InFlightTrajectories):
         one.drawn = one.partial = len(beginning.tokens)
 
 
-def share_values(samples: Sequence[Trajectory], continued: Sequence[Trajectory]) -> None:
+def attach_border_values(samples: Sequence[Trajectory], continued: Sequence[Trajectory]) -> None:
     """Write the values of its borders into each sample: the mean rewards of the answers continued from there.
 
     Where none of a border's could be scored the sample cannot be judged, and counts as failed too.
     """
     rewards: dict[tuple[str, int, str], list[float]] = {}
     for answer in continued:
-        of_state = rewards.setdefault((answer.prompt_id, answer.visit, answer.metadata[STATE]), [])
+        of_state = rewards.setdefault((answer.prompt_id, answer.visit, answer.metadata[BORDER_STATE]), [])
         if answer.reward is not None:
             of_state.append(answer.reward)
     for sample in samples:
-        found = [rewards[sample.prompt_id, sample.visit, state] for state in sample.metadata[STATES]]
+        found = [rewards[sample.prompt_id, sample.visit, state] for state in sample.metadata[BORDER_STATES]]
         if all(found):
-            sample.metadata[BORDER_VALUES] = [sum(values) / len(values) for values in found]
+            sample.metadata[SEGMENT_VALUES] = [sum(values) / len(values) for values in found]
         elif sample.reward is not None:
             failed = next(t for t in continued if t.reward is None)
             sample.reward = sample.accuracy = None
@@ -148,12 +157,12 @@ def share_values(samples: Sequence[Trajectory], continued: Sequence[Trajectory])
 # The children of a node are requests with equal prompts, submitted together: an engine computes what they begin with once. The
 # random key of an edge is folded from that of the edge above it and its place among its siblings: it follows from the path alone.
 
-LISTS = ("context", "action", "logp", "version", "turns", "ends")
+COPIED_LISTS = ("context", "action", "logp", "version", "turns", "ends")
 """What every child goes on with on its own."""
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreePlan:
     """The shape of a tree below the samples of a prompt."""
 
     branches: tuple[int, ...]
@@ -174,10 +183,10 @@ class Tree:
         return prod(self.branches)
 
 
-class TreeFlight(InFlightTrajectories):
+class TreeTrajectories(InFlightTrajectories):
     """Answers on their way that branch."""
 
-    def __init__(self, driver: Driver, tree: Tree) -> None:
+    def __init__(self, driver: RolloutRunner, tree: TreePlan) -> None:
         super().__init__(driver)
         self.tree = tree
 
@@ -191,22 +200,26 @@ class TreeFlight(InFlightTrajectories):
         self.aside += [self._child(one, k) for k in range(self.tree.branches[len(one.path)])]
         return None
 
-    def _child(self, one: Running, number: int) -> Running:
-        lists: dict[str, Any] = {name: list(getattr(one, name)) for name in LISTS}
+    def _child(self, one: RunningTrajectory, number: int) -> RunningTrajectory:
+        lists: dict[str, Any] = {name: list(getattr(one, name)) for name in COPIED_LISTS}
         return replace(one, key=fold(one.key, number), path=(*one.path, number), **lists)
 
-    def _request(self, one: Running) -> Request:
+    def _request(self, one: RunningTrajectory) -> Request:
         request = super()._request(one)
         goes_on = len(one.path) < len(self.tree.branches)
         if goes_on and self.tree.segment < request.sampling.max_tokens:
             request = replace(request, sampling=replace(request.sampling, max_tokens=self.tree.segment))
         return replace(request, goes_on=goes_on)
 
-    def _trajectory(self, one: Running, finish: Finish, *args: Any, **options: Any) -> Trajectory:
+    def _trajectory(self, one: RunningTrajectory, finish: TrajectoryFinish, *args: Any, **options: Any) -> Trajectory:
         trajectory = super()._trajectory(one, finish, *args, **options)
         starts, ends = [one.prompt_length, *one.ends], [*one.ends, len(one.context)]
         # What all children of a node begin with is counted with the path of its first child.
         shared = [end - start for k, (start, end) in enumerate(zip(starts, ends, strict=True)) if any(one.path[k:])]
         trajectory.sample = self.tree.leaf(one.sample, one.path)
-        trajectory.metadata |= {NODES: path_names(one.sample, one.path), ENDS: ends, SHARED_TOKENS: sum(shared)}
+        trajectory.metadata |= {
+            TREE_NODES: tree_node_names(one.sample, one.path),
+            TREE_NODE_ENDS: ends,
+            SHARED_TOKENS: sum(shared),
+        }
         return trajectory

@@ -23,23 +23,23 @@ from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.runner import Branching, Driver, RolloutStopped
+from burnish.rollout.runner import Branching, RolloutRunner, RolloutStopped
 from burnish.rollout.scoring import (
-    GREEDY,
+    GREEDY_SAMPLE,
     Progress,
     RolloutBatch,
-    Scoring,
+    RoundBuilder,
+    attach_greedy_baseline,
     copy_score,
     from_arrays,
     restore_scores,
     scores_to_arrays,
-    share_baseline,
     to_arrays,
 )
-from burnish.rollout.segment_rollouts import FIRST, STATES, Chain, share_values
+from burnish.rollout.segment_rollouts import BORDER_STATES, FIRST_CONTINUED_SAMPLE, ChainPlan, attach_border_values
 from burnish.run.journal import Journal
 
-Ticket = list[Any]
+PendingDraw = list[Any]
 """A draw that no step was given yet, as a checkpoint holds it: data source, index there, visit, step it was drawn for or in."""
 
 
@@ -57,11 +57,11 @@ class RolloutPlan:
     """How samples branch, or are cut and valued; None of plain ones."""
 
 
-Plans = Callable[[int], RolloutPlan | None]
+PlanForStep = Callable[[int], RolloutPlan | None]
 """What a step will ask for; None after the last one."""
 
 
-class Source(Protocol):
+class RolloutSource(Protocol):
     """What the trainer knows of a source."""
 
     overlaps: bool
@@ -96,17 +96,17 @@ class Source(Protocol):
     def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         """Metrics of a step, whose rollouts and weights these are."""
 
-    def waiting(self) -> list[Ticket]:
+    def waiting(self) -> list[PendingDraw]:
         """The draws that no step was given yet, for a checkpoint."""
 
-    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+    def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
         """Go on from a checkpoint, whose draws these are; the engine has its weights, `version`."""
 
     def close(self) -> None:
         """Stop whatever goes on."""
 
 
-class Place(NamedTuple):
+class RoundKey(NamedTuple):
     """A round of a step and the prompts it is of: what the journal knows its rollouts by."""
 
     step: int
@@ -124,7 +124,7 @@ def group_id(draw: PromptSample) -> str:
 
 
 @dataclass(frozen=True)
-class Recalled:
+class RecordedRound:
     """A round from the journal."""
 
     trajectories: list[Trajectory]
@@ -134,7 +134,7 @@ class Recalled:
     """Whether the journal has scores of the round, failures among them or not."""
 
 
-class Memory:
+class RolloutJournal:
     """The rollouts of rounds in the journal: written when they are there, read back by a later life of the run."""
 
     def __init__(self, journal: Journal) -> None:
@@ -151,18 +151,18 @@ class Memory:
                 self.earlier = {k: e for k, e in self.earlier.items() if k[1:] < key[1:] or k == drawn}
             self.earlier[key] = event
 
-    def keep(self, event: str, place: Place, arrays: dict[str, Any]) -> None:
+    def keep(self, event: str, place: RoundKey, arrays: dict[str, Any]) -> None:
         """Write arrays of a round."""
         self.journal.append(event, **place._asdict(), file=self.journal.attach(place.file(event), arrays))
 
-    def recall(self, event: str, place: Place) -> dict[str, Any] | None:
+    def recall(self, event: str, place: RoundKey) -> dict[str, Any] | None:
         """The arrays of a round; None where they are not known, are damaged, or are of other prompts."""
         record = self.earlier.pop((event, place.step, place.round), None)
         if record is None or record["ids"] != place.ids:
             return None
         return self.journal.attachment(record["file"])
 
-    def recall_round(self, place: Place) -> Recalled | None:
+    def recall_round(self, place: RoundKey) -> RecordedRound | None:
         """The trajectories of a round as far as an earlier life came with them; None where they are not known, or damaged. Scores
         alone are not used: they belong to trajectories that are lost."""
         saved, scores = (self.recall(event, place) for event in ("completed", "scored"))
@@ -171,26 +171,26 @@ class Memory:
         trajectories = from_arrays(saved)
         if scores is not None:
             restore_scores(trajectories, scores)
-            return Recalled(trajectories, reset_failed(trajectories), was_scored=True)
+            return RecordedRound(trajectories, clear_failed_scores(trajectories), was_scored=True)
         scored = {t.id: t for t in self.recall_partial(place) if t.reward is not None}
         for trajectory in trajectories:
             if trajectory.id in scored:
                 copy_score(scored[trajectory.id], trajectory)
-        return Recalled(trajectories, reset_failed(trajectories), was_scored=False)
+        return RecordedRound(trajectories, clear_failed_scores(trajectories), was_scored=False)
 
-    def recall_partial(self, place: Place) -> list[Trajectory]:
+    def recall_partial(self, place: RoundKey) -> list[Trajectory]:
         """The trajectories of a round that had ended when its run was stopped, scored as far as they were then."""
         saved = self.recall("partial", place)
         trajectories = [] if saved is None else from_arrays(saved)
-        reset_failed(trajectories)
+        clear_failed_scores(trajectories)
         return trajectories
 
     def recall_all_partial(self) -> list[Trajectory]:
         """The same of the round that was stopped last, whatever its place."""
-        places = [Place(e["step"], e["round"], e["ids"]) for key, e in self.earlier.items() if key[0] == "partial"]
+        places = [RoundKey(e["step"], e["round"], e["ids"]) for key, e in self.earlier.items() if key[0] == "partial"]
         return [t for place in places[-1:] for t in self.recall_partial(place)]
 
-    def keep_partial(self, place: Place, plan: RolloutPlan, found: Sequence[Trajectory]) -> None:
+    def keep_partial(self, place: RoundKey, plan: RolloutPlan, found: Sequence[Trajectory]) -> None:
         """Write what has ended of a round that is stopped. Answers with parts in common are made again, all of them."""
         ended = [t for t in found if not t.is_demonstration]
         if ended and plan.branching is None:
@@ -202,18 +202,18 @@ class Memory:
             self.journal.forget(step)
             self.earlier = {key: event for key, event in self.earlier.items() if key[1] < step}
 
-    def forget_after_new_scores(self, place: Place, recalled: Recalled) -> None:
+    def forget_after_new_scores(self, place: RoundKey, recalled: RecordedRound) -> None:
         """Later steps were made by a policy that had not learnt from the samples that have a score only now."""
         if recalled.was_scored and any(t.reward is not None for t in recalled.unscored):
             self.forget(place.step + 1)
 
-    def keep_all(self, place: Place, trajectories: Sequence[Trajectory]) -> None:
+    def keep_all(self, place: RoundKey, trajectories: Sequence[Trajectory]) -> None:
         """Write a round that is scored already."""
         self.keep("completed", place, to_arrays(trajectories))
         self.keep("scored", place, scores_to_arrays(trajectories))
 
 
-def reset_failed(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def clear_failed_scores(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Those whose scorer failed, now as before they were scored: a reward that was mended since gets another try.
 
     One that its environment failed stays as it is: it has no answer to score.
@@ -224,15 +224,15 @@ def reset_failed(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return failed
 
 
-def in_order(
+def split_by_kind(
     draws: Sequence[PromptSample], found: Sequence[Trajectory], rollout_s: float, reward_s: float
 ) -> RolloutBatch:
     """Samples, greedy and continued answers and demonstrations of a round, apart."""
-    continued = [t for t in found if t.sample <= FIRST]
+    continued = [t for t in found if t.sample <= FIRST_CONTINUED_SAMPLE]
     samples, greedy, shown = list[Trajectory](), list[Trajectory](), list[Trajectory]()
     for t in found:
-        if t.sample > FIRST:
-            (greedy if t.sample == GREEDY else shown if t.is_demonstration else samples).append(t)
+        if t.sample > FIRST_CONTINUED_SAMPLE:
+            (greedy if t.sample == GREEDY_SAMPLE else shown if t.is_demonstration else samples).append(t)
     return RolloutBatch(list(draws), samples, rollout_s, reward_s, greedy, continued=continued, demonstrations=shown)
 
 
@@ -245,20 +245,20 @@ class SyncSource:
 
     overlaps = False
 
-    def __init__(self, stream: PromptStream, driver: Driver, rewards: Rewards, journal: Journal) -> None:
+    def __init__(self, stream: PromptStream, driver: RolloutRunner, rewards: Rewards, journal: Journal) -> None:
         self.stream, self.driver, self.rewards, self.journal = stream, driver, rewards, journal
-        self.memory = Memory(journal)
+        self.memory = RolloutJournal(journal)
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
         draws, place = self._draw(step, plan, round)
         started = time.perf_counter()
         recalled = self.memory.recall_round(place)
         kept = self.memory.recall_partial(place) if recalled is None else []
-        scoring = Scoring(self.driver, self.rewards, draws, progress, kept)
+        scoring = RoundBuilder(self.driver, self.rewards, draws, progress, kept)
         try:
             with self.driver.stopping.allowed():
                 if recalled is None:
-                    trajectories = generate(scoring, plan)
+                    trajectories = generate_round(scoring, plan)
                     self.memory.keep("completed", place, to_arrays(trajectories))
                 else:
                     trajectories = recalled.trajectories
@@ -268,25 +268,27 @@ class SyncSource:
             scoring.take_scores()
             self.memory.keep_partial(place, plan, scoring.found)
             raise
-        return in_order(draws, trajectories, generated - started, time.perf_counter() - generated)
+        return split_by_kind(draws, trajectories, generated - started, time.perf_counter() - generated)
 
-    def _score(self, scoring: Scoring, place: Place, trajectories: list[Trajectory], recalled: Recalled | None) -> None:
+    def _score(
+        self, scoring: RoundBuilder, place: RoundKey, trajectories: list[Trajectory], recalled: RecordedRound | None
+    ) -> None:
         """Wait for the scores of a round and write them down; of a round that the journal has, only those that are missing there."""
         if recalled is not None:
             scoring.found += trajectories
             if recalled.was_scored and not recalled.unscored:
                 return
             scoring.submit(recalled.unscored)
-        collect(scoring, trajectories)
+        collect_scores(scoring, trajectories)
         if recalled is not None:
             self.memory.forget_after_new_scores(place, recalled)
         self.memory.keep("scored", place, scores_to_arrays(trajectories))
 
-    def _draw(self, step: int, plan: RolloutPlan, round: int) -> tuple[list[PromptSample], Place]:
+    def _draw(self, step: int, plan: RolloutPlan, round: int) -> tuple[list[PromptSample], RoundKey]:
         """New prompts, and their place in the journal, which has heard of them."""
         self.stream.at(step)
         draws = self.stream.draw(plan.prompts)
-        place = Place(step, round, [group_id(draw) for draw in draws])
+        place = RoundKey(step, round, [group_id(draw) for draw in draws])
         self.journal.append("drawn", **place._asdict())
         return draws, place
 
@@ -310,10 +312,10 @@ class SyncSource:
     def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         return {}
 
-    def waiting(self) -> list[Ticket]:
+    def waiting(self) -> list[PendingDraw]:
         return []
 
-    def restore(self, tickets: Sequence[Ticket], version: int) -> None:
+    def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
         if tickets:
             raise UserError(
                 f"cannot resume: {len(tickets)} prompts were drawn ahead, which rollout.source=sync never does"
@@ -323,19 +325,22 @@ class SyncSource:
         """Nothing goes on."""
 
 
-def generate(scoring: Scoring, plan: RolloutPlan) -> list[Trajectory]:
+def generate_round(scoring: RoundBuilder, plan: RolloutPlan) -> list[Trajectory]:
     """All trajectories of a round, on their way to be scored."""
     # The greedy answers come first: their rewards are computed while the samples are drawn.
     greedy = scoring.greedy(plan.sampling) if plan.greedy else []
     samples = scoring.generate(plan.n, plan.sampling, "train", plan.branching)
-    values = scoring.values(samples, plan.branching, plan.sampling) if isinstance(plan.branching, Chain) else []
+    values = scoring.values(samples, plan.branching, plan.sampling) if isinstance(plan.branching, ChainPlan) else []
     return [*greedy, *values, *samples]
 
 
-def collect(scoring: Scoring, trajectories: Sequence[Trajectory]) -> None:
+def collect_scores(scoring: RoundBuilder, trajectories: Sequence[Trajectory]) -> None:
     """Wait for the scores of a round; its samples are told their baseline, or the values of their borders."""
     scoring.collect(trajectories)
-    greedy = [t for t in trajectories if t.sample == GREEDY]
+    greedy = [t for t in trajectories if t.sample == GREEDY_SAMPLE]
     if greedy:
-        share_baseline([t for t in trajectories if t.sample != GREEDY], greedy)
-    share_values([t for t in trajectories if STATES in t.metadata], [t for t in trajectories if t.sample <= FIRST])
+        attach_greedy_baseline([t for t in trajectories if t.sample != GREEDY_SAMPLE], greedy)
+    attach_border_values(
+        [t for t in trajectories if BORDER_STATES in t.metadata],
+        [t for t in trajectories if t.sample <= FIRST_CONTINUED_SAMPLE],
+    )

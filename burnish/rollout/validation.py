@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from burnish.config.rollout import Sampling
 from burnish.core.engine import SamplingOptions
-from burnish.core.trajectory import judged
+from burnish.core.trajectory import with_accuracy
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.runner import Driver
+from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import Progress, RolloutBatch, rollout_and_score
 
 
@@ -27,8 +27,8 @@ def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOpti
     )
 
 
-def measure(
-    driver: Driver,
+def held_out_rollouts(
+    driver: RolloutRunner,
     rewards: Rewards,
     prompts: Sequence[Prompt],
     n: int,
@@ -43,7 +43,7 @@ def measure(
     )
 
 
-def summary(scored: RolloutBatch, by: str | None = None) -> dict[str, float]:
+def validation_metrics(scored: RolloutBatch, by: str | None = None) -> dict[str, float]:
     """accuracy, reward_mean, length_mean, truncated, failed, and turns_mean where there are several turns.
 
     The accuracy is of the samples that have one. A graded reward gives none: then reward_mean is the figure. With `by` that figure also stands
@@ -53,7 +53,7 @@ def summary(scored: RolloutBatch, by: str | None = None) -> dict[str, float]:
     values = {"failed": float(len(scored.trajectories) - len(trajectories))}
     if not trajectories:
         return values
-    verdicts = judged(trajectories)
+    verdicts = with_accuracy(trajectories)
     if verdicts:
         values["accuracy"] = _mean([accuracy for _, accuracy in verdicts])
     values["reward_mean"] = _mean([float(t.reward or 0.0) for t in trajectories])

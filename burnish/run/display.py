@@ -21,16 +21,16 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from burnish.config.yaml_text import printable
-from burnish.run.metrics import FIGURES, held_out_figures
+from burnish.run.metrics import HELD_OUT_FIGURES, held_out_figures
 
 # --- What the live view shows, as a function of the run's numbers and the terminal's width: nothing in it is ever wider than that.
 
-BARS = "▁▂▃▄▅▆▇█"
-NARROW_BAR, WIDE_BAR = 8, 40
+SPARK_BARS = "▁▂▃▄▅▆▇█"
+MIN_BAR_WIDTH, MAX_BAR_WIDTH = 8, 40
 
 
 @dataclass
-class View:
+class ProgressView:
     """What there is to show."""
 
     title: str = ""
@@ -49,7 +49,7 @@ class View:
     """What the last validation measured, and at which step: a line of its own, since it is older than the numbers."""
 
 
-def spark(values: Sequence[float], width: int) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """The course of a number in `width` letters at most: each the mean of a stretch, between the lowest and the highest."""
     known = [value for value in values if math.isfinite(value)]
     count = min(width, len(known))
@@ -59,13 +59,13 @@ def spark(values: Sequence[float], width: int) -> str:
     means = [sum(known[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
     low, high = min(means), max(means)
     span = high - low or 1.0
-    return "".join(BARS[min(7, int((mean - low) / span * 8))] for mean in means)
+    return "".join(SPARK_BARS[min(7, int((mean - low) / span * 8))] for mean in means)
 
 
-class Panel:
+class ProgressPanel:
     """A `View` as rich draws it."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ProgressView) -> None:
         self.view = view
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
@@ -74,14 +74,14 @@ class Panel:
     def lines(self, width: int) -> list[Any]:
         """Texts of rich, each a line that fits."""
         view = self.view
-        found = [_fitting(view.title, width, "bold"), self._progress(width), *self._numbers(width)]
+        found = [_fitted_line(view.title, width, "bold"), self._progress(width), *self._numbers(width)]
         if view.held_out:
-            found.append(_fitting(f" {view.held_out}", width, "cyan"))
+            found.append(_fitted_line(f" {view.held_out}", width, "cyan"))
         room = min(60, width - len(view.history_name) - 3)
-        if view.can_draw and room >= 10 and (drawn := spark(view.history, room)):
-            found.append(_joined([(f" {view.history_name} ", "dim"), (drawn, "green")]))
+        if view.can_draw and room >= 10 and (drawn := sparkline(view.history, room)):
+            found.append(_text_line([(f" {view.history_name} ", "dim"), (drawn, "green")]))
         if view.phase:
-            found.append(_fitting(f" {view.phase}", width, "dim italic"))
+            found.append(_fitted_line(f" {view.phase}", width, "dim italic"))
         return found
 
     def _progress(self, width: int) -> Any:
@@ -90,12 +90,12 @@ class Panel:
         steps = f"{view.step}/{view.total}"
         room = width - len(steps) - len(view.clock) - 3
         parts = []
-        if room >= NARROW_BAR:
-            bar = min(room, WIDE_BAR)
+        if room >= MIN_BAR_WIDTH:
+            bar = min(room, MAX_BAR_WIDTH)
             done = min(bar, bar * view.step // max(1, view.total))
             full, empty = ("━", "─") if view.can_draw else ("#", ".")
             parts = [(full * done, "green"), (empty * (bar - done), "dim"), (" ", "")]
-        line = _joined([*parts, (steps, "bold"), (f" {view.clock}", "dim")])
+        line = _text_line([*parts, (steps, "bold"), (f" {view.clock}", "dim")])
         line.truncate(width, overflow="ellipsis" if view.can_draw else "crop")
         return line
 
@@ -111,19 +111,19 @@ class Panel:
                 needed -= 1
             lines[-1] += [(f"{'  ' if used else ' '}{label} ", "dim"), (value, "cyan")]
             used += needed
-        texts = [_joined(parts) for parts in lines if parts]
+        texts = [_text_line(parts) for parts in lines if parts]
         for text in texts:
             text.truncate(width)
         return texts
 
 
-def _joined(parts: Sequence[tuple[str, str]]) -> Any:
+def _text_line(parts: Sequence[tuple[str, str]]) -> Any:
     from rich.text import Text
 
     return Text.assemble(*parts, no_wrap=True, end="\n")
 
 
-def _fitting(text: str, width: int, style: str) -> Any:
+def _fitted_line(text: str, width: int, style: str) -> Any:
     """One line of the text, cut where it is too wide; letters of double width count twice."""
     from rich.text import Text
 
@@ -135,11 +135,11 @@ def _fitting(text: str, width: int, style: str) -> Any:
 LINE_EVERY_S = 2.0
 PHASE_EVERY_S = 30.0
 FEW_STEPS = 20  # a run this short shows every step
-SPEED_OVER = 50  # steps that the time left is judged by: what early ones took may have little to do with it
-HISTORY = 2000
+SPEED_WINDOW = 50  # steps that the time left is judged by: what early ones took may have little to do with it
+MAX_HISTORY = 2000
 
 
-def summarise(values: dict[str, Any]) -> dict[str, float]:
+def headline_numbers(values: dict[str, Any]) -> dict[str, float]:
     """The few numbers of a training step that are worth a line, by the names people say."""
     names = {
         "reward": ("reward/mean",),
@@ -156,15 +156,15 @@ def summarise(values: dict[str, Any]) -> dict[str, float]:
     return {label: float(value) for label, value in found.items() if isinstance(value, int | float)}
 
 
-def held_out(step: int, values: dict[str, Any]) -> str:
+def held_out_text(step: int, values: dict[str, Any]) -> str:
     """What a validation measured, with the step whose weights it is of: `held-out accuracy 0.412 at step 50 (greedy)`; empty without one."""
     for mode, figure in held_out_figures(values).items():
         value = values[f"validation/{mode}/{figure}"]
-        return f"{FIGURES[figure]} {value:.3f} {'before step 1' if step == 0 else f'at step {step}'} ({mode})"
+        return f"{HELD_OUT_FIGURES[figure]} {value:.3f} {'before step 1' if step == 0 else f'at step {step}'} ({mode})"
     return ""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`42s`, `3m07s`, `2h05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
@@ -174,7 +174,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def number(label: str, value: float) -> str:
+def format_number(label: str, value: float) -> str:
     """A value in the precision its kind deserves."""
     form = {"mfu": ".1%", "tokens/s": ",.0f", "length": ".1f", "mismatch": ".1g", "kl": ".2g", "s/step": ".3g"}
     return format(value, form.get(label, ".3f"))
@@ -193,8 +193,8 @@ class Display:
         self._started = self._last_line = clock()
         self._values: dict[str, float] = {}
         self._held_out = ""  # of the last validation
-        self._seen: deque[tuple[int, float]] = deque([(0, self._started)], maxlen=SPEED_OVER)
-        self._history: deque[float] = deque(maxlen=HISTORY)
+        self._seen: deque[tuple[int, float]] = deque([(0, self._started)], maxlen=SPEED_WINDOW)
+        self._history: deque[float] = deque(maxlen=MAX_HISTORY)
         self._phase = ""
         self._unshown = ""
         self._is_first = True
@@ -216,14 +216,14 @@ class Display:
     def step(self, step: int, values: dict[str, Any]) -> None:
         """One step is done."""
         # A new dictionary: rich's thread may be reading the old one. A number that this step does not have is not shown.
-        found = summarise(values)
+        found = headline_numbers(values)
         self._values = {k: v for k, v in (self._values | found).items() if k in found or k == "accuracy"}
         self._step, self._phase = step, ""
         if step > self._seen[-1][0]:
             self._seen.append((step, self._clock()))
-        if self._followed in (fresh := summarise(values)):
+        if self._followed in (fresh := headline_numbers(values)):
             self._history.append(fresh[self._followed])
-        measured = held_out(step, values)
+        measured = held_out_text(step, values)
         self._held_out = measured or self._held_out
         line = self._line(measured)
         self._write_log(line)
@@ -286,9 +286,9 @@ class Display:
         """The step with its own numbers, then what was measured on held-out data, which says by itself of which step it is."""
         if self._step == 0:
             return measured or f"step 0/{self._total}"
-        shown = [f"{label} {number(label, value)}" for label, value in self._values.items()]
+        shown = [f"{label} {format_number(label, value)}" for label, value in self._values.items()]
         left = self._time_left()
-        ending = [f"left {duration(left)}"] if left else []
+        ending = [f"left {format_duration(left)}"] if left else []
         return "  ".join([f"step {self._step}/{self._total}", *shown, *ending]) + (
             f"  | {measured}" if measured else ""
         )
@@ -353,16 +353,16 @@ class Display:
         """Called by rich's own thread a few times a second; reads plain fields that the run sets."""
         left = self._time_left()
         encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower()
-        view = View(
+        view = ProgressView(
             title=self._title,
             step=self._step,
             total=self._total,
-            clock=duration(self._clock() - self._started) + (f", {duration(left)} left" if left else ""),
-            values=[(label, number(label, value)) for label, value in self._values.items()],
+            clock=format_duration(self._clock() - self._started) + (f", {format_duration(left)} left" if left else ""),
+            values=[(label, format_number(label, value)) for label, value in self._values.items()],
             history=list(self._history),
             history_name=self._followed,
             phase=self._phase,
             can_draw=encoding.startswith("utf"),
             held_out=self._held_out,
         )
-        return Panel(view)
+        return ProgressPanel(view)

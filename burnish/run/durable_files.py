@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TEMPORARY = ".tmp-"
-ASIDE = ".old-"
-OR_ANEW = "or start the run anew: move its folder away (burnish train, sft, prefer and reward-model do so with --fresh)"
+TEMPORARY_PREFIX = ".tmp-"
+REPLACED_PREFIX = ".old-"
+START_OVER_HINT = (
+    "or start the run anew: move its folder away (burnish train, sft, prefer and reward-model do so with --fresh)"
+)
 """What helps where a run cannot go on, in the words of its errors."""
 FolderId = tuple[int, int]
 """Device and inode: what a folder keeps when it is renamed."""
@@ -33,7 +35,7 @@ def folder_id(path: Path) -> FolderId | None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Put the name of a file into what the system says when it refuses to write it: a full disk is otherwise an error without a name."""
     try:
         yield
@@ -47,7 +49,7 @@ def fsync_path(path: Path) -> None:
     """Force a file's content, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with writing(path):
+        with name_file_in_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -55,9 +57,9 @@ def fsync_path(path: Path) -> None:
 
 def atomic_write(path: Path, content: bytes | str) -> None:
     """Replace a file's content, durably, or leave it as it was."""
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     try:
-        with writing(path), open(temporary, "wb") as file:
+        with name_file_in_errors(path), open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -85,7 +87,7 @@ def append(path: Path, data: bytes, durable: bool = False) -> None:
     try:
         length = os.fstat(descriptor).st_size
         try:
-            with writing(path):
+            with name_file_in_errors(path):
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(descriptor, rest) :]
@@ -100,7 +102,7 @@ def append(path: Path, data: bytes, durable: bool = False) -> None:
 
 def truncate(path: Path, length: int) -> None:
     """Cut a file to its first bytes, durably."""
-    with writing(path), open(path, "r+b") as file:
+    with name_file_in_errors(path), open(path, "r+b") as file:
         file.truncate(length)
         os.fsync(file.fileno())
 
@@ -114,7 +116,7 @@ def atomic_directory(path: Path, replace: bool = False) -> Iterator[Path]:
     """
     if not replace and path.exists() and any(path.iterdir()):
         raise FileExistsError(f"{path} exists already and is not empty")
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -130,27 +132,27 @@ def commit_directory(temporary: Path, path: Path) -> None:
         for name in names:
             fsync_path(Path(folder, name))
         fsync_path(Path(folder))
-    aside = _set_aside(path)
+    aside = _move_replaced(path)
     try:
         os.rename(temporary, path)
     except BaseException:
-        _restore(path.with_name(ASIDE + path.name))
+        _restore_replaced(path.with_name(REPLACED_PREFIX + path.name))
         raise
     fsync_path(path.parent)
     if aside is not None:
         shutil.rmtree(aside)
 
 
-def sweep(folder: Path) -> list[str]:
+def remove_leftovers(folder: Path) -> list[str]:
     """Remove what killed writers left directly in a folder; returns the names, sorted.
 
     A folder set aside for its replacement goes back when the replacement never arrived.
     """
     swept = []
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(ASIDE) and _restore(entry):
+        if entry.name.startswith(REPLACED_PREFIX) and _restore_replaced(entry):
             continue
-        if entry.name.startswith((TEMPORARY, ASIDE)):
+        if entry.name.startswith((TEMPORARY_PREFIX, REPLACED_PREFIX)):
             remove(entry)
             swept.append(entry.name)
     return swept
@@ -161,30 +163,30 @@ def remove(path: Path) -> None:
     if not path.is_dir():
         path.unlink()
         return
-    if not path.name.startswith((TEMPORARY, ASIDE)):
-        hidden = _temporary(path)
+    if not path.name.startswith((TEMPORARY_PREFIX, REPLACED_PREFIX)):
+        hidden = _temporary_path(path)
         os.rename(path, hidden)
         path = hidden
     shutil.rmtree(path)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{TEMPORARY}{uuid.uuid4().hex[:8]}-{path.name}")
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
 
 
-def _set_aside(path: Path) -> Path | None:
+def _move_replaced(path: Path) -> Path | None:
     """Make room for a replacement: a rename cannot land on a folder with content."""
     if not path.exists() or not any(path.iterdir()):
         return None
-    aside = path.with_name(ASIDE + path.name)
+    aside = path.with_name(REPLACED_PREFIX + path.name)
     if aside.exists():
         shutil.rmtree(aside)
     os.rename(path, aside)
     return aside
 
 
-def _restore(aside: Path) -> bool:
-    target = aside.with_name(aside.name.removeprefix(ASIDE))
+def _restore_replaced(aside: Path) -> bool:
+    target = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
     if not aside.exists() or target.exists():
         return False
     os.rename(aside, target)
@@ -200,6 +202,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sums(paths: Iterable[Path]) -> list[dict[str, str]]:
+def checksums(paths: Iterable[Path]) -> list[dict[str, str]]:
     """Names and checksums of files, as a manifest holds them: without their folders, which may be other ones tomorrow."""
     return [{"file": path.name, "sha256": sha256(path)} for path in paths]

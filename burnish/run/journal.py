@@ -15,37 +15,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
-from burnish.run.durable_files import OR_ANEW, append_durably, atomic_write, truncate
+from burnish.run.durable_files import START_OVER_HINT, append_durably, atomic_write, truncate
 
 if TYPE_CHECKING:
     import numpy as np
 
-RESERVED = ("i", "event", "crc")
-SUFFIX = ".safetensors"
+RESERVED_FIELDS = ("i", "event", "crc")
+ATTACHMENT_SUFFIX = ".safetensors"
 
 
-def canonical(record: dict[str, Any]) -> str:
+def canonical_json(record: dict[str, Any]) -> str:
     """The one spelling of a record; ASCII, so that a lone surrogate in a completion survives too."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
 
-def checksum(record: dict[str, Any]) -> int:
+def record_checksum(record: dict[str, Any]) -> int:
     """CRC-32 of a record without its `crc`."""
-    return zlib.crc32(canonical({k: v for k, v in record.items() if k != "crc"}).encode())
+    return zlib.crc32(canonical_json({k: v for k, v in record.items() if k != "crc"}).encode())
 
 
-def encode(record: dict[str, Any]) -> str:
+def encode_record(record: dict[str, Any]) -> str:
     """A record as its line, without the newline."""
-    return canonical({**record, "crc": checksum(record)})
+    return canonical_json({**record, "crc": record_checksum(record)})
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
+def decode_record(line: bytes) -> dict[str, Any] | None:
     """The record of a line, or None where the line is damaged."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(record, dict) or record.get("crc") != checksum(record):
+    if not isinstance(record, dict) or record.get("crc") != record_checksum(record):
         return None
     return record
 
@@ -74,9 +74,9 @@ class Journal:
         """Write several records `(event, fields)` with one sync."""
         lines: list[str] = []
         for event, fields in events:
-            if clash := [name for name in RESERVED if name in fields]:
+            if clash := [name for name in RESERVED_FIELDS if name in fields]:
                 raise ValueError(f"journal fields {clash} are the record's own; nest them under another name")
-            lines.append(encode({"i": self.num_events + len(lines), "event": event, **fields}))
+            lines.append(encode_record({"i": self.num_events + len(lines), "event": event, **fields}))
         try:
             append_durably(self.path, "".join(line + "\n" for line in lines).encode())
         except OSError as error:
@@ -106,8 +106,8 @@ class Journal:
             raise ValueError(f"attachment name {name!r} is not a plain file name")
         # safetensors writes a strided view's underlying memory, not its elements: make each array contiguous first.
         content = save({key: np.ascontiguousarray(array) for key, array in arrays.items()})
-        atomic_write(self.folder / (name + SUFFIX), content)
-        return {"file": name + SUFFIX, "crc": zlib.crc32(content)}
+        atomic_write(self.folder / (name + ATTACHMENT_SUFFIX), content)
+        return {"file": name + ATTACHMENT_SUFFIX, "crc": zlib.crc32(content)}
 
     def attachment(self, reference: dict[str, Any]) -> dict[str, np.ndarray] | None:
         """The arrays behind a reference from `attach`, or None when the file is gone or not what was written."""
@@ -121,8 +121,8 @@ class Journal:
 
     def drop_attachments(self, keep: Callable[[str], bool]) -> None:
         """Delete the attachments whose name `keep` refuses."""
-        for file in sorted(self.folder.glob("*" + SUFFIX)):
-            if not keep(file.name.removesuffix(SUFFIX)):
+        for file in sorted(self.folder.glob("*" + ATTACHMENT_SUFFIX)):
+            if not keep(file.name.removesuffix(ATTACHMENT_SUFFIX)):
                 file.unlink()
 
     def _hold(self, record: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class Journal:
         length, num_bad, num_after = 0, 0, 0
         with open(self.path, "rb") as file:
             for line in file:
-                record = decode(line) if line.endswith(b"\n") else None
+                record = decode_record(line) if line.endswith(b"\n") else None
                 if num_bad == 0 and record is not None and record.get("i") == self.num_events:
                     self._hold(record)
                     length += len(line)
@@ -149,7 +149,7 @@ class Journal:
             raise UserError(
                 f"{self.path}, line {self.num_events + 1}: the record is damaged or missing, and {num_after} intact ones follow it, so "
                 "this is not a torn last write; restore the file from a copy, "
-                f"{OR_ANEW}"
+                f"{START_OVER_HINT}"
             )
         if num_bad:
             truncate(self.path, length)

@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 from burnish.run.checkpoint.checkpoints import print_to_stderr
 from burnish.run.durable_files import append_durably, atomic_write, truncate
 
-Value = float | int | str
-MEASURED = ("time/", "performance/", "memory/", "controller/")
+MetricValue = float | int | str
+MACHINE_PREFIXES = ("time/", "performance/", "memory/", "controller/")
 """Of the machine, not of the computation."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-FIGURES = {"accuracy": "held-out accuracy", "reward_mean": "held-out reward"}
+HELD_OUT_FIGURES = {"accuracy": "held-out accuracy", "reward_mean": "held-out reward"}
 """What a validation is summed up by, the first that was measured, with what people are told it is."""
 
 
@@ -38,14 +38,18 @@ def held_out_figures(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         if match := re.fullmatch(r"validation/([^/]+)/([^/]+)", name):
             found.setdefault(match[1], set()).add(match[2])
-    return {mode: next(f for f in FIGURES if f in there) for mode, there in found.items() if there & FIGURES.keys()}
+    return {
+        mode: next(f for f in HELD_OUT_FIGURES if f in there)
+        for mode, there in found.items()
+        if there & HELD_OUT_FIGURES.keys()
+    }
 
 
-def format_line(step: int, values: dict[str, Value]) -> str:
+def format_line(step: int, values: dict[str, MetricValue]) -> str:
     """The line of one step, without the newline: `step` first, then the names in order."""
     if "step" in values:
         raise ValueError("'step' is the line's own key and cannot name a metric")
-    return json.dumps({"step": step} | {name: _plain(values[name]) for name in sorted(values)}, allow_nan=False)
+    return json.dumps({"step": step} | {name: _json_value(values[name]) for name in sorted(values)}, allow_nan=False)
 
 
 def parse_line(line: str) -> dict[str, Any]:
@@ -56,12 +60,12 @@ def parse_line(line: str) -> dict[str, Any]:
     return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines in order; none where the file does not exist yet. A last line without its newline is still being written."""
-    return [row for _, row in _lines(path)] if path.exists() else []
+    return [row for _, row in _parsed_lines(path)] if path.exists() else []
 
 
-class Metrics:
+class MetricsFile:
     """The writer of one metrics.jsonl; opening it cuts a last line that a kill tore."""
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +76,7 @@ class Metrics:
             if whole < len(content):
                 truncate(path, whole)
 
-    def append(self, step: int, values: dict[str, Value]) -> None:
+    def append(self, step: int, values: dict[str, MetricValue]) -> None:
         """Write one step's line; it is on disk when this returns."""
         line = format_line(step, values) + "\n"
         try:
@@ -120,7 +124,7 @@ def _whole_lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").split("\n")[:-1]
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(_whole_lines(path), 1):
         try:
             yield line, parse_line(line)
@@ -130,7 +134,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             ) from error
 
 
-def _plain(value: Value) -> Value:
+def _json_value(value: MetricValue) -> MetricValue:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     return value
@@ -145,7 +149,7 @@ def _plain(value: Value) -> Value:
 class Tracker(Protocol):
     """Somewhere metrics go."""
 
-    def log(self, step: int, values: dict[str, Value]) -> None:
+    def log(self, step: int, values: dict[str, MetricValue]) -> None:
         """Take one step's metrics."""
 
     def close(self) -> None:
@@ -157,18 +161,18 @@ def make_trackers(
 ) -> list[Tracker]:
     """The trackers of a run by name; `config` is shown beside the curves where the tracker can."""
     check_trackers(names)
-    return [Guarded(name, MAKERS[name](run_directory, config, report), report) for name in names]
+    return [GuardedTracker(name, TRACKERS[name](run_directory, config, report), report) for name in names]
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Whether every tracker is known and installed, before a run directory is made for it."""
     for name in names:
-        if name not in MAKERS:
-            raise unknown("tracker", name, MAKERS)
-        _require(name, name)
+        if name not in TRACKERS:
+            raise unknown_name_error("tracker", name, TRACKERS)
+        _import_tracker(name, name)
 
 
-class Guarded:
+class GuardedTracker:
     """A tracker whose failures are reported once and end it, not the run."""
 
     def __init__(self, name: str, tracker: Tracker, report: Callable[[str], None]) -> None:
@@ -176,7 +180,7 @@ class Guarded:
         self.report = report
         self._tracker: Tracker | None = tracker
 
-    def log(self, step: int, values: dict[str, Value]) -> None:
+    def log(self, step: int, values: dict[str, MetricValue]) -> None:
         self._call("log", step, values)
 
     def close(self) -> None:
@@ -195,17 +199,17 @@ class Guarded:
             )
 
 
-class TensorBoard:
+class TensorBoardTracker:
     """TensorBoard event files in `<run>/tensorboard`, through TensorBoard's own writer (no torch, no tensorflow)."""
 
     def __init__(self, run_directory: Path, config: dict[str, Any], report: Callable[[str], None]) -> None:
-        self._event = _require("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summary = _require("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        writer = _require("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._event = _import_tracker("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summary = _import_tracker("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        writer = _import_tracker("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._writer = writer.EventFileWriter(str(run_directory / "tensorboard"))
         self._started = False
 
-    def log(self, step: int, values: dict[str, Value]) -> None:
+    def log(self, step: int, values: dict[str, MetricValue]) -> None:
         if not self._started:
             # A session start makes TensorBoard forget points of this step and later, written before a kill.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
@@ -220,14 +224,14 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class WandbTracker:
     """Weights & Biases; offline where no account is set up, so that it never asks and never waits.
 
     The id is kept in the run directory: a resumed run goes on as the same W&B run.
     """
 
     def __init__(self, run_directory: Path, config: dict[str, Any], report: Callable[[str], None]) -> None:
-        wandb = _require("wandb", "wandb")
+        wandb = _import_tracker("wandb", "wandb")
         id_file = run_directory / "wandb-id.txt"
         if not id_file.exists():
             atomic_write(id_file, uuid.uuid4().hex[:12] + "\n")
@@ -244,20 +248,20 @@ class Wandb:
             mode=mode,
         )
 
-    def log(self, step: int, values: dict[str, Value]) -> None:
+    def log(self, step: int, values: dict[str, MetricValue]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-MAKERS: dict[str, Callable[[Path, dict[str, Any], Callable[[str], None]], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
+TRACKERS: dict[str, Callable[[Path, dict[str, Any], Callable[[str], None]], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
 }
 
 
-def _require(module: str, package: str) -> Any:
+def _import_tracker(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -19,24 +19,24 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.schema import Run as RunConfig
 from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints
-from burnish.run.checkpoint.saving import Saving, Take
+from burnish.run.checkpoint.saver import CheckpointSaver, TakeSnapshot
 from burnish.run.display import Display
-from burnish.run.journal import Journal, decode
-from burnish.run.metrics import Metrics, make_trackers
-from burnish.run.run_directory import RunDirectory, kept_configs
-from burnish.run.samples import WorstTokens, write_samples
-from burnish.run.supervisor.liveness import FILE, BeatingDisplay, Heartbeat, process_seconds
+from burnish.run.journal import Journal, decode_record
+from burnish.run.metrics import MetricsFile, make_trackers
+from burnish.run.run_directory import RunDirectory, earlier_configs
+from burnish.run.samples import WorstTokensFile, write_samples
+from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat, HeartbeatDisplay, process_seconds
 
 # --- What a run's journal knows of its prompts: how every visit of each was rewarded, whether its samples were kept or not.
 #
 # The record of a step has a short list for each prompt it drew, so the whole history of a long run stays readable when the
 # samples themselves are gone.
 
-FIELD = "prompts"
+PROMPTS_FIELD = "prompts"
 
 
 @dataclass(frozen=True)
-class Visit:
+class PromptVisit:
     """One visit of a prompt: how many of its samples were scored and judged, and how well."""
 
     prompt_id: str
@@ -53,29 +53,29 @@ class Visit:
         return [self.prompt_id, self.visit, self.scored, self.reward, self.judged, self.right]
 
 
-def read_visits(run: Path) -> list[Visit]:
+def read_visits(run: Path) -> list[PromptVisit]:
     """Every visit that still counts, in the order of the steps; a run may be read while it trains."""
     directory = RunDirectory.open(run)
     steps: list[tuple[int, list[list[Any]]]] = []
-    for event in _events(directory.journal / "events.jsonl"):
+    for event in _intact_events(directory.journal / "events.jsonl"):
         if event["event"] == "resumed":
             steps = [(step, found) for step, found in steps if step <= event["step"]]
-        elif event["event"] == "step" and event.get(FIELD):
-            steps.append((event["step"], event[FIELD]))
+        elif event["event"] == "step" and event.get(PROMPTS_FIELD):
+            steps.append((event["step"], event[PROMPTS_FIELD]))
     if not steps:
         raise UserError(
             f"the journal of {run} has no rewards of prompts: it must be a run of `burnish train` with a finished step"
         )
-    return [Visit(*values) for _, found in steps for values in found]
+    return [PromptVisit(*values) for _, found in steps for values in found]
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
+def _intact_events(path: Path) -> Iterator[dict[str, Any]]:
     """The intact records up to the first that is not: a run that is being written may have a torn last line."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
         for line in file:
-            record = decode(line) if line.endswith(b"\n") else None
+            record = decode_record(line) if line.endswith(b"\n") else None
             if record is None:
                 return
             yield record
@@ -86,19 +86,21 @@ class Run:
 
     def __init__(self, directory: RunDirectory, config: RunConfig, resolved: dict[str, Any]) -> None:
         self.directory = directory
-        self.heartbeat = Heartbeat(directory.path / FILE)
-        self.display: Display = BeatingDisplay(directory.log, self.heartbeat)
+        self.heartbeat = Heartbeat(directory.path / HEARTBEAT_FILE)
+        self.display: Display = HeartbeatDisplay(directory.log, self.heartbeat)
         self.journal = Journal(directory.journal)
-        self.metrics = Metrics(directory.metrics)
-        self.worst_tokens = WorstTokens(directory.worst_tokens)
+        self.metrics = MetricsFile(directory.metrics)
+        self.worst_tokens = WorstTokensFile(directory.worst_tokens)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
-        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
+        self.saving = CheckpointSaver(
+            self.checkpoints, config.save == "background", self.display.note, self.display.phase
+        )
         if directory.old_run is not None:
             self.display.note(f"the old run is now {directory.old_run}")
         for change in directory.changes:
             self.display.note(str(change))
         if directory.changes:
-            self.display.note(f"the config from before is {kept_configs(directory.path)[-1]}")
+            self.display.note(f"the config from before is {earlier_configs(directory.path)[-1]}")
             changes = {change.key: [change.old, change.new] for change in directory.changes}
             self.journal.append("config", changes=changes)
         self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
@@ -122,7 +124,7 @@ class Run:
         self.journal.rewind(step)
         return latest
 
-    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[Visit] = ()) -> None:
+    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[PromptVisit] = ()) -> None:
         """One step is done: its metrics, which trajectories its loss used, and how the prompts it drew were answered.
 
         A checkpoint that could not be written since the last step is an error here.
@@ -130,7 +132,7 @@ class Run:
         self._record(wait=False)
         values, self._cost = values | self._cost | {"time/elapsed_s": process_seconds()}, {}
         self.metrics.append(step, values)
-        prompts = {FIELD: [visit.values() for visit in visits]} if visits else {}
+        prompts = {PROMPTS_FIELD: [visit.values() for visit in visits]} if visits else {}
         self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step, **prompts})])
         self.last_step = step
         for tracker in self.trackers:
@@ -141,7 +143,7 @@ class Run:
         """A table of samples."""
         write_samples(self.directory.samples, step, kind, rows)
 
-    def checkpoint(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
+    def checkpoint(self, step: int, take: TakeSnapshot, score: float | None, metric: str | None = None) -> None:
         """Take a snapshot and have it written, with its score and the name of the metric that the score is a value of.
 
         The journal records the checkpoint once it is on disk: in `wait`, or when a later step is committed.
@@ -202,7 +204,7 @@ class Run:
 # --- A run as those processes see it that train with the one that owns it: they write their part of checkpoints, and no more.
 
 
-class Follower(Run):
+class FollowerRun(Run):
     """Steps, notes and metrics go nowhere: the owner has the same. Its errors are raised here as there."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
@@ -210,17 +212,19 @@ class Follower(Run):
         self._nowhere = open(os.devnull, "w")  # noqa: SIM115 (closed with the run)
         self.display = Display(Path(os.devnull), self._nowhere)
         self.checkpoints = Checkpoints(self.directory.checkpoints, config.keep_last, self.display.note)
-        self.saving = Saving(self.checkpoints, config.save == "background", self.display.note, self.display.phase)
+        self.saving = CheckpointSaver(
+            self.checkpoints, config.save == "background", self.display.note, self.display.phase
+        )
 
     def resume(self) -> Checkpoint | None:
         """The owner knows from where."""
         return None
 
-    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[Visit] = ()) -> None:
+    def commit(self, step: int, values: dict[str, Any], used: list[str], visits: Sequence[PromptVisit] = ()) -> None:
         """A checkpoint that could not be written since the last step is an error here."""
         self.saving.collect(wait=False)
 
-    def checkpoint(self, step: int, take: Take, score: float | None, metric: str | None = None) -> None:
+    def checkpoint(self, step: int, take: TakeSnapshot, score: float | None, metric: str | None = None) -> None:
         """Take this process's part of a snapshot and have it written."""
         self.wait()
         self.saving.begin(step, take, score, metric)

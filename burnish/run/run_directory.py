@@ -23,11 +23,11 @@ from typing import Any
 
 import yaml
 
-from burnish.config.errors import UserError, nearest
-from burnish.run.durable_files import OR_ANEW, FolderId, atomic_write, folder_id, sweep
+from burnish.config.errors import UserError, did_you_mean
+from burnish.run.durable_files import START_OVER_HINT, FolderId, atomic_write, folder_id, remove_leftovers
 from burnish.run.journal import Journal
 
-Tree = dict[str, Any]
+ConfigTree = dict[str, Any]
 MAX_SHOWN_KEYS = 12
 MAY_CHANGE = (
     "run.directory",
@@ -55,34 +55,36 @@ MAY_CHANGE = (
     "placement.timeout_s",
     "rollout.source.deadline_s",
 )
-MEASURING = ("validation", "preference.held_out_every")
+VALIDATION_KEYS = ("validation", "preference.held_out_every")
 """What a run that goes on may measure otherwise; the training itself stays as it is."""
-TOTALS = ("training.steps", "sft.updates", "preference.updates", "reward_model.updates")
+LENGTH_KEYS = ("training.steps", "sft.updates", "preference.updates", "reward_model.updates")
 """How long a run is. It may become longer, and schedules of the learning rate are then those of the new length."""
-OPTIMIZERS = tuple(
+OPTIMIZER_SECTIONS = tuple(
     f"{section}.optimizer"
     for section in ("training", "sft", "preference", "reward_model", "algorithm.critic", "algorithm.process")
 )
-SCHEDULE = tuple(f"{name}.{key}" for name in OPTIMIZERS for key in ("lr", "schedule", "warmup", "decay", "final"))
+SCHEDULE_KEYS = tuple(
+    f"{name}.{key}" for name in OPTIMIZER_SECTIONS for key in ("lr", "schedule", "warmup", "decay", "final")
+)
 """Learning rates and their schedules: another value counts from the next update on."""
-ROWS = "data.validation"
+VALIDATION_ROWS = "data.validation"
 """The held-out rows, which may change too, unless a new model's tokenizer was made of their letters."""
-BEFORE = ("lock", "stacks")
+FILES_BEFORE_CONFIG = ("lock", "stacks")
 """What may lie in a run's folder before its config: the supervisor keeps the stacks of a driver that hung, however early."""
-_held: set[int] = set()
+_held_locks: set[int] = set()
 
 
-def _is_in(key: str, names: Iterable[str]) -> bool:
+def _matches_key(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def may_change(key: str) -> bool:
     """Whether another value there leaves a run's numbers as they are."""
-    return _is_in(key, MAY_CHANGE)
+    return _matches_key(key, MAY_CHANGE)
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A key that has another value than when the run was last begun."""
 
     key: str
@@ -92,7 +94,7 @@ class Change:
     @property
     def is_of_training(self) -> bool:
         """Whether steps that are made again come out differently."""
-        return _is_in(self.key, (*TOTALS, *SCHEDULE))
+        return _matches_key(self.key, (*LENGTH_KEYS, *SCHEDULE_KEYS))
 
     def __str__(self) -> str:
         return f"{self.key}: {self.old} before, {self.new} from here on"
@@ -103,14 +105,14 @@ def run_name(given: str | None, recipe: str, seed: int) -> str:
     return given or f"{recipe}-{seed}"
 
 
-def _forget_locks() -> None:
+def _drop_locks_after_fork() -> None:
     """In a forked child: give up its copy of each lock, or an orphaned worker would keep a dead run locked."""
-    for descriptor in _held:
+    for descriptor in _held_locks:
         os.close(descriptor)
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=_drop_locks_after_fork)
 
 
 class RunDirectory:
@@ -128,7 +130,7 @@ class RunDirectory:
         self.report = path / "report.html"
         self.curves = path / "curves.png"
         self.log = path / "log.txt"
-        self.changes: list[Change] = []
+        self.changes: list[ConfigChange] = []
         """Keys whose values differ from those the run was last begun with."""
         self.is_replaced = False
         """Whether the run that is there is an old one, which `begin` moves to another name."""
@@ -142,7 +144,7 @@ class RunDirectory:
         root: Path,
         name: str,
         config_text: str,
-        complete: Callable[[Tree], Tree] = lambda tree: tree,
+        complete: Callable[[ConfigTree], ConfigTree] = lambda tree: tree,
         replaced: FolderId | None = None,
     ) -> RunDirectory:
         """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
@@ -160,7 +162,7 @@ class RunDirectory:
         root: Path,
         name: str,
         config_text: str,
-        complete: Callable[[Tree], Tree] = lambda tree: tree,
+        complete: Callable[[ConfigTree], ConfigTree] = lambda tree: tree,
         replaced: FolderId | None = None,
     ) -> RunDirectory:
         """The same without writing more than the lock: until `begin`, a new run vanishes when it is closed.
@@ -187,7 +189,7 @@ class RunDirectory:
 
     @classmethod
     def check(
-        cls, root: Path, name: str, config_text: str, complete: Callable[[Tree], Tree] = lambda tree: tree
+        cls, root: Path, name: str, config_text: str, complete: Callable[[ConfigTree], ConfigTree] = lambda tree: tree
     ) -> None:
         """The refusals of `claim` but that of the lock: takes no lock and writes nothing."""
         cls._named(root, name)._compare(config_text, complete)
@@ -200,13 +202,13 @@ class RunDirectory:
             )
         run = cls(root / name)
         if run.path.exists() and not run.config.exists() and not run._is_old(replaced):
-            _refuse_foreign(run.path)
+            _refuse_foreign_folder(run.path)
         return run
 
-    def _compare(self, config_text: str, complete: Callable[[Tree], Tree]) -> None:
+    def _compare(self, config_text: str, complete: Callable[[ConfigTree], ConfigTree]) -> None:
         """Find what differs from the config of an old run; the error for what may not."""
         if self.config.exists() and not self.is_replaced:
-            self.changes = _changes(self, config_text, complete)
+            self.changes = _config_changes(self, config_text, complete)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -214,7 +216,7 @@ class RunDirectory:
         run = cls(path)
         if not run.config.is_file():
             siblings = [c.parent.name for c in path.parent.glob("*/config.yaml")] if path.parent.is_dir() else []
-            raise UserError(f"{path} is not a run: it has no config.yaml{nearest(path.name, siblings)}")
+            raise UserError(f"{path} is not a run: it has no config.yaml{did_you_mean(path.name, siblings)}")
         return run
 
     def lock(self) -> None:
@@ -235,12 +237,12 @@ class RunDirectory:
             os.close(descriptor)  # its folder was moved to another name, or removed, before the lock was taken
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        _held.add(descriptor)
+        _held_locks.add(descriptor)
         self._lock = descriptor
 
     def close(self) -> None:
         """Give the lock back; a run that never began goes with it. Safe to call twice."""
-        if self._lock is not None and self._lock in _held:
+        if self._lock is not None and self._lock in _held_locks:
             if not self.config.exists() and [entry.name for entry in self.path.iterdir()] == ["lock"]:
                 (self.path / "lock").unlink()
                 self.path.rmdir()
@@ -249,8 +251,8 @@ class RunDirectory:
 
     def release(self) -> None:
         """Give the lock back and leave everything else as it is. Safe to call twice."""
-        if self._lock is not None and self._lock in _held:
-            _held.remove(self._lock)
+        if self._lock is not None and self._lock in _held_locks:
+            _held_locks.remove(self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child that was forked but has not run yet
             os.close(self._lock)
         self._lock = None
@@ -267,7 +269,7 @@ class RunDirectory:
             atomic_write(self.config, config_text)  # last: a kill before it finds the changes again
             for folder in (self.path, self.journal, self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
-                sweep(folder)
+                remove_leftovers(folder)
         except OSError as error:
             where = error.filename or self.path
             moved = f" (the old run is now {self.old_run})" if self.old_run is not None else ""
@@ -306,7 +308,7 @@ class RunDirectory:
 
     def _keep_config(self) -> None:
         """Copy the config from before the changes to the next free name."""
-        kept = kept_configs(self.path)
+        kept = earlier_configs(self.path)
         text = self.config.read_bytes()
         if not kept or kept[-1].read_bytes() != text:
             number = 1 + (int(kept[-1].name.split(".")[1]) if kept else 0)
@@ -326,21 +328,21 @@ class RunDirectory:
         self.close()
 
 
-def kept_configs(path: Path) -> list[Path]:
+def earlier_configs(path: Path) -> list[Path]:
     """The configs that a run had before changes, oldest first."""
     found = [file for file in path.glob("config.*.yaml") if file.name.split(".")[1].isdigit()]
     return sorted(found, key=lambda file: int(file.name.split(".")[1]))
 
 
-def _refuse_foreign(path: Path) -> None:
+def _refuse_foreign_folder(path: Path) -> None:
     """A folder that is not a run stays untouched. One that ended before its config was written holds nothing but what `BEFORE` names."""
     if not path.is_dir():
         raise UserError(f"{path} is a file, but the run wants a folder there: choose another run.name")
-    foreign = sorted(e.name for e in path.iterdir() if e.name not in BEFORE and not e.name.startswith("."))
+    foreign = sorted(e.name for e in path.iterdir() if e.name not in FILES_BEFORE_CONFIG and not e.name.startswith("."))
     if "journal" in foreign and "checkpoints" in foreign:
         raise UserError(
             f"{path / 'config.yaml'} is missing, so what this run was made with is not known: restore it from a copy"
-            f"{_older_config(path)}, {OR_ANEW}"
+            f"{_earlier_config_hint(path)}, {START_OVER_HINT}"
         )
     if foreign:
         raise UserError(
@@ -348,66 +350,74 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _changes(run: RunDirectory, config_text: str, complete: Callable[[Tree], Tree]) -> list[Change]:
+def _config_changes(
+    run: RunDirectory, config_text: str, complete: Callable[[ConfigTree], ConfigTree]
+) -> list[ConfigChange]:
     """What differs from the config of an old run; the error for what may not."""
-    old, new = flatten(complete(_old_config(run))), flatten(yaml.safe_load(config_text))
+    old, new = flatten_keys(complete(_read_old_config(run))), flatten_keys(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
     is_new_model = any(not flat.get("model.path") for flat in (old, new))
-    allowed = (*MAY_CHANGE, *MEASURING, *TOTALS, *SCHEDULE, *(() if is_new_model else (ROWS,)))
-    refused = [k for k in differing if not _is_in(k, allowed)]
+    allowed = (
+        *MAY_CHANGE,
+        *VALIDATION_KEYS,
+        *LENGTH_KEYS,
+        *SCHEDULE_KEYS,
+        *(() if is_new_model else (VALIDATION_ROWS,)),
+    )
+    refused = [k for k in differing if not _matches_key(k, allowed)]
     if refused:
-        shown = [f"  {k}: {_value(old, k)} there, {_value(new, k)} now" for k in refused[:MAX_SHOWN_KEYS]]
+        shown = [f"  {k}: {_shown_value(old, k)} there, {_shown_value(new, k)} now" for k in refused[:MAX_SHOWN_KEYS]]
         if len(refused) > len(shown):
             shown.append(f"  and {len(refused) - len(shown)} more")
         raise UserError(
             f"run {run.path} exists with another config:\n"
             + "\n".join(shown)
             + "\ngive this one another run.name, repeat the old settings to continue it, "
-            f"{OR_ANEW}\n"
+            f"{START_OVER_HINT}\n"
             "(a run that goes on may have more steps, another learning rate and schedule, other validation, trackers, saving and "
             "placement; another model, data, seed or algorithm would make its first steps part of another experiment)"
         )
     _refuse_fewer_steps(run, new, differing)
-    return [Change(k, _value(old, k), _value(new, k)) for k in differing]
+    return [ConfigChange(k, _shown_value(old, k), _shown_value(new, k)) for k in differing]
 
 
-def _old_config(run: RunDirectory) -> Tree:
+def _read_old_config(run: RunDirectory) -> ConfigTree:
     try:
         found = yaml.safe_load(run.config.read_text())
         if not isinstance(found, dict):
             raise ValueError("it holds no keys")
     except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, too
         raise UserError(
-            f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_older_config(run.path)}, {OR_ANEW}"
+            f"{run.config} is damaged ({' '.join(str(error).split())}): restore it from a copy{_earlier_config_hint(run.path)}, {START_OVER_HINT}"
         ) from error
     return found
 
 
-def _older_config(path: Path) -> str:
-    kept = kept_configs(path)
+def _earlier_config_hint(path: Path) -> str:
+    kept = earlier_configs(path)
     return f" ({kept[-1]} is the one before the last change)" if kept else ""
 
 
 def _refuse_fewer_steps(run: RunDirectory, new: dict[str, Any], differing: list[str]) -> None:
     """Refuse a total of steps or updates that is smaller than the number the run has made already."""
     made = max((int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()), default=0)
-    for key in TOTALS:
+    for key in LENGTH_KEYS:
         if key in differing and isinstance(new.get(key), int) and new[key] < made:
             raise UserError(
                 f"{key}={new[key]}, but run {run.path} has made {made}: give {made} or more, or another run.name for a shorter one"
             )
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`: the dotted names people type as overrides. Lists stay values."""
     if not isinstance(value, dict) or (not value and prefix):
         return {prefix: value} if prefix else {}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+        flat |= flatten_keys(inner, f"{prefix}.{key}" if prefix else str(key))
     return flat
 
 
-def _value(flat: dict[str, Any], key: str) -> str:
+def _shown_value(flat: dict[str, Any], key: str) -> str:
     return repr(flat[key]) if key in flat else "not set"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.run.durable_files import append, atomic_write, fsync_path
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 
-COLUMNS = {
+SAMPLE_COLUMNS = {
     "step": "int64",
     "kind": "string",
     "group": "string",
@@ -58,10 +58,10 @@ def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]
     import pyarrow.parquet as pq
 
     for row in rows:
-        if strange := [name for name in row if name not in COLUMNS]:
-            raise ValueError(f"samples have no column {strange[0]!r}{nearest(strange[0], COLUMNS)}")
+        if strange := [name for name in row if name not in SAMPLE_COLUMNS]:
+            raise ValueError(f"samples have no column {strange[0]!r}{did_you_mean(strange[0], SAMPLE_COLUMNS)}")
     filled = [row | {"step": step, "kind": kind} for row in rows]
-    columns = {name: [_clean(row.get(name)) for row in filled] for name in COLUMNS}
+    columns = {name: [_encodable(row.get(name)) for row in filled] for name in SAMPLE_COLUMNS}
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns, schema=_schema()), buffer, compression="zstd")
     path = folder / f"{quote(kind, safe='')}-{step:06d}.parquet"
@@ -84,12 +84,12 @@ def read_columns(path: Path) -> pa.Table:
     """One table; a column that was not written when it was made is null."""
     import pyarrow as pa
 
-    with _opened(path) as file:
+    with _open_table(path) as file:
         table = file.read()
     for field in _schema():
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
-    return table.select(list(COLUMNS)).cast(_schema())
+    return table.select(list(SAMPLE_COLUMNS)).cast(_schema())
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
 
 def table_size(path: Path) -> tuple[int, int]:
     """Rows of a table and their bytes before compression, without reading them."""
-    with _opened(path) as file:
+    with _open_table(path) as file:
         groups = [file.metadata.row_group(k) for k in range(file.metadata.num_row_groups)]
     return sum(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
 
@@ -111,7 +111,7 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+def _open_table(path: Path) -> Iterator[pq.ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -135,17 +135,17 @@ def _schema() -> pa.Schema:
         "strings": pa.list_(pa.string()),
         "floats": pa.list_(pa.float32()),
     }
-    return pa.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
+    return pa.schema([(name, types[kind]) for name, kind in SAMPLE_COLUMNS.items()])
 
 
-def _clean(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     """Text that UTF-8 can hold: a lone surrogate from a data file must not stop a run."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list) and value and isinstance(value[0], str):
-        return [_clean(piece) for piece in value]
+        return [_encodable(piece) for piece in value]
     return value
 
 
@@ -171,12 +171,12 @@ WORST_TOKEN_COLUMNS = (
 )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_worst_tokens(path: Path) -> list[dict[str, Any]]:
     """All rows in order; none where the file does not exist. A last line without its newline is still being written."""
-    return [row for _, row in _lines(path)] if path.exists() else []
+    return [row for _, row in _worst_token_lines(path)] if path.exists() else []
 
 
-class WorstTokens:
+class WorstTokensFile:
     """The writer of one worst_tokens.jsonl."""
 
     def __init__(self, path: Path) -> None:
@@ -186,7 +186,7 @@ class WorstTokens:
         """Write the rows of one step; a step without any leaves no line."""
         if not rows:
             return
-        lines = "".join(_line({"step": step, **row}) for row in rows)
+        lines = "".join(_worst_token_line({"step": step, **row}) for row in rows)
         try:
             append(self.path, lines.encode("utf-8", "replace"))  # a lone surrogate must not stop a run
         except OSError as error:
@@ -195,7 +195,9 @@ class WorstTokens:
     def truncate_after(self, step: int) -> None:
         """Drop the rows of later steps and a torn last line: the run goes on after `step`."""
         if self.path.exists():
-            atomic_write(self.path, "".join(line + "\n" for line, row in _lines(self.path) if row["step"] <= step))
+            atomic_write(
+                self.path, "".join(line + "\n" for line, row in _worst_token_lines(self.path) if row["step"] <= step)
+            )
 
     def sync(self) -> None:
         """Force what was written to disk."""
@@ -204,11 +206,11 @@ class WorstTokens:
             fsync_path(self.path.parent)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _worst_token_line(row: dict[str, Any]) -> str:
     return json.dumps({name: row[name] for name in WORST_TOKEN_COLUMNS}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _worst_token_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     *lines, _ = path.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.run.checkpoint.contents import file_sums
+from burnish.run.checkpoint.snapshot import file_checksum
 from burnish.run.durable_files import atomic_write
-from burnish.run.journal import checksum
-from burnish.run.supervisor.exit_status import OUTCOME
-from burnish.run.supervisor.liveness import FILE as HEARTBEAT
+from burnish.run.journal import record_checksum
+from burnish.run.supervisor.exit_status import OUTCOME_FILE
+from burnish.run.supervisor.liveness import HEARTBEAT_FILE as HEARTBEAT
 
-INDEX = "stages.json"
-FORMAT = 1
+INDEX_FILE = "stages.json"
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """What a stage made, and what is told of it."""
 
     product: str
@@ -40,7 +40,7 @@ class Outcome:
 
 
 @dataclass
-class Entry:
+class StageEntry:
     """A stage that has begun."""
 
     asked: dict[str, Any]
@@ -49,7 +49,7 @@ class Entry:
     """Of its lives that are over."""
     since: float | None = None
     """When its present life began, by the clock on the wall."""
-    outcome: Outcome | None = None
+    outcome: StageOutcome | None = None
     """Of one that is done."""
 
 
@@ -58,16 +58,16 @@ class StageIndex:
     """The stages of a folder that have begun, by name."""
 
     folder: Path
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, StageEntry] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> StageIndex:
         """The index of a folder; an empty one where there is none."""
-        path = folder / INDEX
+        path = folder / INDEX_FILE
         if not path.exists():
             return cls(folder)
-        record = _checked(path)
-        if record is None or record.get("format") != FORMAT:
+        record = _read_checksummed(path)
+        if record is None or record.get("format") != FORMAT_VERSION:
             raise UserError(
                 f"{path} is damaged, or of another version: restore it from a copy, or delete {folder} to start over"
             )
@@ -75,7 +75,10 @@ class StageIndex:
 
     def write(self) -> None:
         """Replace the file."""
-        _write(self.folder / INDEX, {"format": FORMAT, "stages": {n: asdict(e) for n, e in self.entries.items()}})
+        _write_checksummed(
+            self.folder / INDEX_FILE,
+            {"format": FORMAT_VERSION, "stages": {n: asdict(e) for n, e in self.entries.items()}},
+        )
 
     def is_done(self, name: str) -> bool:
         """Whether a stage has an outcome."""
@@ -83,13 +86,13 @@ class StageIndex:
 
     def begin(self, name: str, asked: dict[str, Any], now: float) -> None:
         """A life of a stage begins; what an earlier one that nobody saw end took is added up from its last sign of life."""
-        entry = self.entries.setdefault(name, Entry(asked))
+        entry = self.entries.setdefault(name, StageEntry(asked))
         if entry.since is not None:
-            entry.seconds += max(0.0, _last_sign(self.folder / name, entry.since) - entry.since)
+            entry.seconds += max(0.0, _last_heartbeat(self.folder / name, entry.since) - entry.since)
         entry.asked, entry.since = asked, now
         self.write()
 
-    def end(self, name: str, now: float, outcome: Outcome | None) -> None:
+    def end(self, name: str, now: float, outcome: StageOutcome | None) -> None:
         """A life of a stage is over, with an outcome if the stage is done."""
         entry = self.entries[name]
         entry.seconds += max(0.0, now - (now if entry.since is None else entry.since))
@@ -102,12 +105,12 @@ class StageIndex:
         self.write()
 
 
-def _entry(values: dict[str, Any]) -> Entry:
+def _entry(values: dict[str, Any]) -> StageEntry:
     outcome = values.pop("outcome")
-    return Entry(**values, outcome=None if outcome is None else Outcome(**outcome))
+    return StageEntry(**values, outcome=None if outcome is None else StageOutcome(**outcome))
 
 
-def _last_sign(folder: Path, otherwise: float) -> float:
+def _last_heartbeat(folder: Path, otherwise: float) -> float:
     beat = folder / HEARTBEAT
     return beat.stat().st_mtime if beat.exists() else otherwise
 
@@ -115,33 +118,33 @@ def _last_sign(folder: Path, otherwise: float) -> float:
 # --- what a stage says of itself -------------------------------------------------------------------------------------------
 
 
-def write_outcome(folder: Path, outcome: Outcome) -> None:
+def write_outcome(folder: Path, outcome: StageOutcome) -> None:
     """Say that the stage of a folder is done."""
-    _write(folder / OUTCOME, asdict(outcome))
+    _write_checksummed(folder / OUTCOME_FILE, asdict(outcome))
 
 
-def read_outcome(folder: Path) -> Outcome | None:
+def read_outcome(folder: Path) -> StageOutcome | None:
     """What the stage of a folder says it made; None where it is not done."""
-    path = folder / OUTCOME
-    record = _checked(path) if path.exists() else None
-    return None if record is None else Outcome(**record)
+    path = folder / OUTCOME_FILE
+    record = _read_checksummed(path) if path.exists() else None
+    return None if record is None else StageOutcome(**record)
 
 
-def sums_of(product: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
+def product_checksums(product: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
     """Size and checksum of a file, or of the files in a folder (those of `names`), by their names."""
     if product.is_file():
-        return {product.name: file_sums(product)}
+        return {product.name: file_checksum(product)}
     found = sorted(str(file.relative_to(product)) for file in product.rglob("*") if file.is_file())
-    return {name: file_sums(product / name) for name in (found if names is None else names)}
+    return {name: file_checksum(product / name) for name in (found if names is None else names)}
 
 
-def what_is_wrong(product: Path, sums: dict[str, dict[str, Any]]) -> str | None:
+def product_damage(product: Path, sums: dict[str, dict[str, Any]]) -> str | None:
     """Why what a stage made cannot be used any more, or None."""
     for name, entry in sums.items():
         file = product / name if product.is_dir() else product
         if not file.is_file():
             return f"{file} is gone"
-        if file_sums(file) != entry:
+        if file_checksum(file) != entry:
             return f"{file} is not what the stage wrote"
     return None
 
@@ -149,17 +152,17 @@ def what_is_wrong(product: Path, sums: dict[str, dict[str, Any]]) -> str | None:
 # --- checksummed files -----------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, record: dict[str, Any]) -> None:
+def _write_checksummed(path: Path, record: dict[str, Any]) -> None:
     plain = json.loads(json.dumps(record))
-    atomic_write(path, json.dumps({**plain, "crc": checksum(plain)}, indent=1) + "\n")
+    atomic_write(path, json.dumps({**plain, "crc": record_checksum(plain)}, indent=1) + "\n")
 
 
-def _checked(path: Path) -> dict[str, Any] | None:
+def _read_checksummed(path: Path) -> dict[str, Any] | None:
     """The record of a file without its checksum; None where that does not fit."""
     try:
         record = json.loads(path.read_text())
     except ValueError:
         return None
-    if not isinstance(record, dict) or record.pop("crc", None) != checksum(record):
+    if not isinstance(record, dict) or record.pop("crc", None) != record_checksum(record):
         return None
     return record

@@ -17,14 +17,20 @@ from typing import Any
 import burnish
 from burnish.config.errors import UserError
 from burnish.sandbox.limits import Limits
-from burnish.sandbox.rpc import frame, receive, send
+from burnish.sandbox.rpc import frame, receive_message, send_message
 
-START_S = 30.0
-ENVIRONMENT = {"HOME": "/scratch", "LANG": "C.UTF-8", "PATH": "/nowhere", "PYTHONHASHSEED": "0", "TMPDIR": "/scratch"}
+START_TIMEOUT_S = 30.0
+PROGRAM_ENVIRONMENT = {
+    "HOME": "/scratch",
+    "LANG": "C.UTF-8",
+    "PATH": "/nowhere",
+    "PYTHONHASHSEED": "0",
+    "TMPDIR": "/scratch",
+}
 """All that a program finds in its environment. Hashes are the same each time, so that verdicts are."""
-LAUNCH = "import sys; sys.path.append({root!r}); from burnish.sandbox.zygote import main; main()"
+ZYGOTE_LAUNCHER = "import sys; sys.path.append({root!r}); from burnish.sandbox.zygote import main; main()"
 
-ADVICE = """code rewards run programs in a sandbox, and this system does not let them: {problem}
+NO_SANDBOX_ADVICE = """code rewards run programs in a sandbox, and this system does not let them: {problem}
 What to do, one of:
 - as an ordinary user: allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000;
   on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)
@@ -43,7 +49,7 @@ class RunLost(SandboxError):
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a run ended: `reason` is ended, time, cpu, memory, processes or output, or lost (burnish.rewards.code)."""
+    """How a run ended: `reason` is ended, time, cpu, memory, processes or output, or lost (burnish.rewards.code_reward)."""
 
     reason: str
     status: int | None  # of the program's process: its exit status, negative for a signal
@@ -73,18 +79,23 @@ class Sandbox:
             json.dumps(vars(self._limits)),
         ]
         self._process = subprocess.Popen(
-            [sys.executable, *("-s", "-S", "-P", "-B", "-X", "utf8", "-c"), LAUNCH.format(root=root), *arguments],
+            [
+                sys.executable,
+                *("-s", "-S", "-P", "-B", "-X", "utf8", "-c"),
+                ZYGOTE_LAUNCHER.format(root=root),
+                *arguments,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=ENVIRONMENT,
+            env=PROGRAM_ENVIRONMENT,
         )
         theirs.close()
         self._channel = ours
-        said = self._hear(time.monotonic() + START_S)
+        said = self._hear(time.monotonic() + START_TIMEOUT_S)
         if "failed" in said:
             self.close()
-            raise UserError(ADVICE.format(problem=said["failed"]))
+            raise UserError(NO_SANDBOX_ADVICE.format(problem=said["failed"]))
 
     def run_calls(self, spec: Mapping[str, Any], tests: Mapping[str, Any], wall_s: float) -> Ended:
         """Load a program and let tests call it."""
@@ -101,8 +112,8 @@ class Sandbox:
         deadline = time.monotonic() + wall_s + self._slack_s
         try:
             self._set_patience(deadline)
-            send(self._channel, {"kind": kind, "wall_s": wall_s})
-            send(self._channel, dict(spec))
+            send_message(self._channel, {"kind": kind, "wall_s": wall_s})
+            send_message(self._channel, dict(spec))
             self._channel.sendall(frame(second))
         except (
             OSError,
@@ -134,7 +145,7 @@ class Sandbox:
         assert self._channel is not None
         try:
             self._set_patience(deadline)
-            said: dict[str, Any] = receive(self._channel)
+            said: dict[str, Any] = receive_message(self._channel)
             return said
         except (OSError, EOFError, ValueError) as error:
             status = self.close()

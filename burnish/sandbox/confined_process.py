@@ -31,13 +31,13 @@ from burnish.sandbox.limits import Limits, arrange_descriptors, confine
 # belongs to no file, which stays allocated while no process has it mapped. It cannot ignore SIGCHLD either, so that the CPU time of
 # each ended child reaches the process that waits for it.
 
-TICK = os.sysconf("SC_CLK_TCK")
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 KIB = 1024
 MAX_WALKS = 4  # after so many incomplete walks, all processes of them are counted together
-GONE = (FileNotFoundError, ProcessLookupError)
+PROCESS_GONE = (FileNotFoundError, ProcessLookupError)
 
 
-class Use(NamedTuple):
+class ResourceUse(NamedTuple):
     """Of a process and its descendants."""
 
     processes: list[int]
@@ -46,7 +46,7 @@ class Use(NamedTuple):
     cpu_s: float
 
 
-class _Process(NamedTuple):
+class _ProcessUsage(NamedTuple):
     children: list[int]
     has_ended: bool  # no thread of it is alive; it waits to be reaped
     tasks: int
@@ -54,12 +54,12 @@ class _Process(NamedTuple):
     cpu_s: float  # its own, and that of the children it has waited for
 
 
-def use_of(root: int, processes: int, shared_bytes: int = 0) -> Use:
+def tree_usage(root: int, processes: int, shared_bytes: int = 0) -> ResourceUse:
     """What the tree below and including `root` uses; `processes` is an open /proc, and `root` a number in it.
 
     Of every process `shared_bytes` are left out: what it has in common with the process it was forked from.
     """
-    counted: dict[int, _Process] = {}
+    counted: dict[int, _ProcessUsage] = {}
     known_ended: set[int] = set()
     for _ in range(MAX_WALKS):
         found, is_complete = _walk(root, processes)
@@ -69,7 +69,7 @@ def use_of(root: int, processes: int, shared_bytes: int = 0) -> Use:
             break
         counted |= found
         known_ended |= ended
-    return Use(
+    return ResourceUse(
         list(counted),
         sum(process.tasks for process in counted.values()),
         sum(max(0, process.memory_bytes - shared_bytes) for process in counted.values()),
@@ -77,15 +77,15 @@ def use_of(root: int, processes: int, shared_bytes: int = 0) -> Use:
     )
 
 
-def _walk(root: int, processes: int) -> tuple[dict[int, _Process], bool]:
+def _walk(root: int, processes: int) -> tuple[dict[int, _ProcessUsage], bool]:
     """The processes from `root` down, and whether all of them, with all their threads, were still there to be read."""
-    found: dict[int, _Process] = {}
+    found: dict[int, _ProcessUsage] = {}
     is_complete = True
     numbers = [root]
     for number in numbers:  # grows as it goes
         try:
             found[number], has_all_threads = _read_process(number, processes)
-        except GONE:
+        except PROCESS_GONE:
             is_complete = False
             continue
         is_complete &= has_all_threads
@@ -93,23 +93,25 @@ def _walk(root: int, processes: int) -> tuple[dict[int, _Process], bool]:
     return found, is_complete
 
 
-def _read_process(number: int, processes: int) -> tuple[_Process, bool]:
+def _read_process(number: int, processes: int) -> tuple[_ProcessUsage, bool]:
     """One process, and whether none of its threads ended meanwhile; FileNotFoundError or ProcessLookupError if it is gone."""
-    fields = _read(f"{number}/stat", processes).rpartition(")")[2].split()
+    fields = _read_text(f"{number}/stat", processes).rpartition(")")[2].split()
     is_first_thread_alive, num_threads = fields[0] not in "ZX", int(fields[17])
-    threads = _threads(number, processes) if num_threads > 1 else [number]
+    threads = _thread_ids(number, processes) if num_threads > 1 else [number]
     memory = resident_bytes(number, processes)
     children, has_all_threads = [], True
     for thread in threads:
         try:
-            children += _read(f"{number}/task/{thread}/children", processes).split()
+            children += _read_text(f"{number}/task/{thread}/children", processes).split()
             if not is_first_thread_alive and thread != number:  # the kernel shows the memory at a living thread only
                 memory = max(memory, _memory_bytes(f"{number}/task/{thread}/status", processes))
-        except GONE:
+        except PROCESS_GONE:
             has_all_threads = False
     has_ended = not is_first_thread_alive and num_threads <= 1
-    cpu_s = sum(map(int, fields[11:15])) / TICK
-    return _Process([int(child) for child in children], has_ended, max(1, num_threads), memory, cpu_s), has_all_threads
+    cpu_s = sum(map(int, fields[11:15])) / CLOCK_TICKS_PER_S
+    return _ProcessUsage(
+        [int(child) for child in children], has_ended, max(1, num_threads), memory, cpu_s
+    ), has_all_threads
 
 
 def resident_bytes(process: int, processes: int) -> int:
@@ -118,11 +120,11 @@ def resident_bytes(process: int, processes: int) -> int:
 
 
 def _memory_bytes(path: str, processes: int) -> int:
-    lines = _read(path, processes).splitlines()
+    lines = _read_text(path, processes).splitlines()
     return sum(int(line.split()[1]) * KIB for line in lines if line.startswith(("VmRSS:", "VmSwap:")))
 
 
-def number_of_self(processes: int) -> int:
+def own_pid(processes: int) -> int:
     """This process's number as this /proc has it."""
     return int(os.readlink("self", dir_fd=processes))
 
@@ -132,13 +134,13 @@ def children_of(process: int, processes: int) -> list[int]:
     return _read_process(process, processes)[0].children
 
 
-def _threads(process: int, processes: int) -> list[int]:
-    with _opened(f"{process}/task", processes) as folder:
+def _thread_ids(process: int, processes: int) -> list[int]:
+    with _open_fd(f"{process}/task", processes) as folder:
         return [int(name) for name in os.listdir(folder)]
 
 
-def _read(path: str, processes: int) -> str:
-    with _opened(path, processes) as descriptor:
+def _read_text(path: str, processes: int) -> str:
+    with _open_fd(path, processes) as descriptor:
         parts = []
         while part := os.read(descriptor, 1 << 16):  # the kernel gives some files a page at a time
             parts.append(part)
@@ -146,7 +148,7 @@ def _read(path: str, processes: int) -> str:
 
 
 @contextmanager
-def _opened(path: str, processes: int) -> Iterator[int]:
+def _open_fd(path: str, processes: int) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY, dir_fd=processes)
     try:
         yield descriptor
@@ -154,13 +156,13 @@ def _opened(path: str, processes: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-REAP_S = 5.0
-EXPENDABLE = "1000"  # the kernel takes memory from these processes first; the sandbox's own have a lower score
-READY = 9  # where a starting process says what went wrong; closed before a program's first line
+KILL_TIMEOUT_S = 5.0
+PROGRAM_OOM_SCORE = "1000"  # the kernel takes memory from these processes first; the sandbox's own have a lower score
+STATUS_FD = 9  # where a starting process says what went wrong; closed before a program's first line
 
 
 @dataclass(frozen=True)
-class Ground:
+class SandboxContext:
     """Where boxes stand: what a zygote has found out and opened once."""
 
     limits: Limits
@@ -178,7 +180,7 @@ class CannotKill(Exception):
 
 
 @dataclass
-class Box:
+class ConfinedProcess:
     """A confined process as its keeper sees it."""
 
     pid: int
@@ -204,7 +206,9 @@ class Box:
             self.scratch = None
 
 
-def start(ground: Ground, descriptors: dict[int, int], cpu_s: float, role: Callable[[], None]) -> Box:
+def start_confined(
+    ground: SandboxContext, descriptors: dict[int, int], cpu_s: float, role: Callable[[], None]
+) -> ConfinedProcess:
     """A confined process that has these descriptors (its number: ours) and runs `role`; SetupFailed if it cannot be made."""
     scratch = None if ground.is_isolated else tempfile.mkdtemp(prefix="burnish-program-")
     said, saying = os.pipe()
@@ -212,11 +216,11 @@ def start(ground: Ground, descriptors: dict[int, int], cpu_s: float, role: Calla
         namespaces.unshare(namespaces.CLONE_NEWPID, "pid, of a program")
     pid = os.fork()
     if pid == 0:
-        _become(ground, {**descriptors, READY: saying}, cpu_s, role, scratch)
+        _run_confined(ground, {**descriptors, STATUS_FD: saying}, cpu_s, role, scratch)
     os.close(saying)
     if ground.is_isolated:
         namespaces.enter_pid_namespace(ground.pid_namespace)
-    box = Box(pid, os.pidfd_open(pid), scratch)
+    box = ConfinedProcess(pid, os.pidfd_open(pid), scratch)
     with os.fdopen(said, "rb") as reader:
         problem = reader.read().decode()
     if problem:
@@ -226,26 +230,26 @@ def start(ground: Ground, descriptors: dict[int, int], cpu_s: float, role: Calla
     return box
 
 
-def _become(
-    ground: Ground, descriptors: dict[int, int], cpu_s: float, role: Callable[[], None], scratch: str | None
+def _run_confined(
+    ground: SandboxContext, descriptors: dict[int, int], cpu_s: float, role: Callable[[], None], scratch: str | None
 ) -> None:
     """In the new process: namespaces, descriptors and limits, then the role; it never returns."""
-    saying = descriptors[READY]
+    saying = descriptors[STATUS_FD]
     try:
         namespaces.prctl(namespaces.PR_SET_PDEATHSIG, signal.SIGKILL, step="die with the keeper")
         os.setsid()  # a signal to its process group would reach the sandbox's own processes, namespace or not
-        _be_expendable(ground)
+        _set_program_oom_score(ground)
         if scratch is None:
-            namespaces.own()
-            namespaces.add_scratch(ground.limits.scratch_bytes)
+            namespaces.enter_program_namespaces()
+            namespaces.mount_scratch(ground.limits.scratch_bytes)
         else:
             os.chdir(scratch)
             os.environ.update(HOME=scratch, TMPDIR=scratch)
             tempfile.tempdir = None
         arrange_descriptors(descriptors, tuple(n for n in (0, 1, 2) if n not in descriptors))
-        saying = READY
+        saying = STATUS_FD
         confine(ground.limits, cpu_s, ground.is_isolated)
-        os.close(READY)
+        os.close(STATUS_FD)
         role()
     except BaseException:  # noqa: BLE001 - told to the keeper, unless it is too late for that: then the program failed
         with contextlib.suppress(OSError):
@@ -254,12 +258,12 @@ def _become(
         os._exit(1)
 
 
-def _be_expendable(ground: Ground) -> None:
+def _set_program_oom_score(ground: SandboxContext) -> None:
     """Have the kernel end this process, not its keeper, if the machine runs out of memory."""
     if ground.is_isolated:  # where a change of rights has taken this process's own files in /proc from it
         namespaces.prctl(namespaces.PR_SET_DUMPABLE, 1, step="open the own files in /proc")
     descriptor = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=ground.processes)
-    os.write(descriptor, EXPENDABLE.encode())
+    os.write(descriptor, PROGRAM_OOM_SCORE.encode())
     os.close(descriptor)
     if ground.is_isolated:
         namespaces.prctl(namespaces.PR_SET_DUMPABLE, 0, step="close the own files in /proc")
@@ -287,11 +291,11 @@ def remove_tree(folder: str) -> None:
             os.rmdir(unfinished.pop())
 
 
-def kill_descendants(ground: Ground) -> None:
+def kill_descendants(ground: SandboxContext) -> None:
     """Where no namespace does it: kill what this process has left, daemons included, until nothing is left."""
-    me, end = number_of_self(ground.processes), time.monotonic() + REAP_S
+    me, end = own_pid(ground.processes), time.monotonic() + KILL_TIMEOUT_S
     while left := children_of(me, ground.processes):
-        for pid in use_of(me, ground.processes).processes[1:] or left:
+        for pid in tree_usage(me, ground.processes).processes[1:] or left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

@@ -37,10 +37,10 @@ NAMESPACE_FLAGS = (
     | namespaces.CLONE_NEWNET
 )
 
-MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """The machines whose call numbers are here, with the kernel's name for each (AUDIT_ARCH_*)."""
 
-REFUSED: dict[str, tuple[int | None, int | None]] = {  # numbers on x86_64 and aarch64
+REFUSED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {  # numbers on x86_64 and aarch64
     "acct": (163, 89),
     "add_key": (248, 217),
     "adjtimex": (159, 171),
@@ -120,7 +120,7 @@ LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 AT_NUMBER, AT_MACHINE, AT_ARGUMENT = 0, 4, 16
 AT_FOURTH_ARGUMENT = AT_ARGUMENT + 3 * 8
-FOREIGN_CALLS = 0x40000000  # x32 on x86_64: the same calls under other numbers
+X32_SYSCALL_BIT = 0x40000000  # x32 on x86_64: the same calls under other numbers
 SECCOMP_MODE_FILTER = 2
 
 
@@ -132,20 +132,20 @@ def _refuse(error: int) -> bytes:
     return _instruction(RETURN, ERRNO | error)
 
 
-def program(machine: str) -> bytes:
+def seccomp_program(machine: str) -> bytes:
     """The filter for a machine, as the kernel reads it."""
-    column = list(MACHINES).index(machine)
+    column = list(AUDIT_ARCHES).index(machine)
     lines = [
         _instruction(LOAD, AT_MACHINE),
-        _instruction(JUMP_EQUAL, MACHINES[machine], 1, 0),
+        _instruction(JUMP_EQUAL, AUDIT_ARCHES[machine], 1, 0),
         _instruction(RETURN, KILL),
         _instruction(LOAD, AT_NUMBER),
-        _instruction(JUMP_AT_LEAST, FOREIGN_CALLS, 0, 1),
+        _instruction(JUMP_AT_LEAST, X32_SYSCALL_BIT, 0, 1),
         _refuse(errno.ENOSYS),
         _instruction(JUMP_EQUAL, CLONE3[column], 0, 1),
         _refuse(errno.ENOSYS),
     ]
-    for numbers in REFUSED.values():
+    for numbers in REFUSED_SYSCALLS.values():
         number = numbers[column]
         if number is not None:
             lines += [_instruction(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
@@ -176,24 +176,24 @@ def program(machine: str) -> bytes:
     return b"".join(lines)
 
 
-class _Program(ctypes.Structure):
+class _SeccompProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def install() -> bool:
+def install_seccomp_filter() -> bool:
     """Filter this process and all it starts from now on; False on a machine whose call numbers are not known here."""
     machine = platform.machine()
-    if machine not in MACHINES:
+    if machine not in AUDIT_ARCHES:
         return False
-    code = program(machine)
-    filter_ = _Program(len(code) // 8, code)
+    code = seccomp_program(machine)
+    filter_ = _SeccompProgram(len(code) // 8, code)
     namespaces.prctl(namespaces.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_), step="seccomp filter")
     return True
 
 
 MIB = 1 << 20
 OWN_PROCESSES = 6  # the sandbox's own, which are counted with the program's: both are the same user
-FURTHER_PROCESSES = 16  # what the kernel lets a program start beyond its limit, until the keeper sees that and ends it
+SPARE_PROCESSES = 16  # what the kernel lets a program start beyond its limit, until the keeper sees that and ends it
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Limits:
 def confine(limits: Limits, cpu_s: float, is_isolated: bool) -> None:
     """Take from this process, for good, what a program must not have; what it starts inherits that."""
     # Outside a user namespace the kernel counts all of a user's processes on the machine: there the keeper counts.
-    processes = limits.processes + OWN_PROCESSES + FURTHER_PROCESSES if is_isolated else resource.RLIM_INFINITY
+    processes = limits.processes + OWN_PROCESSES + SPARE_PROCESSES if is_isolated else resource.RLIM_INFINITY
     for which, value in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
@@ -235,7 +235,7 @@ def confine(limits: Limits, cpu_s: float, is_isolated: bool) -> None:
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
     namespaces.drop_capabilities()
-    install()
+    install_seccomp_filter()
 
 
 def arrange_descriptors(kept: dict[int, int], empty: tuple[int, ...]) -> None:
@@ -247,12 +247,12 @@ def arrange_descriptors(kept: dict[int, int], empty: tuple[int, ...]) -> None:
         moved[number] = fcntl.fcntl(descriptor, fcntl.F_DUPFD, lowest)
     for number, descriptor in moved.items():
         os.dup2(descriptor, number, inheritable=False)
-    edges = [-1, *sorted(moved), _most_descriptors()]
+    edges = [-1, *sorted(moved), _max_descriptors()]
     for below, above in itertools.pairwise(edges):
         if below + 1 < above:  # an empty range that starts at 0 is everything to some versions of Python
             os.closerange(below + 1, above)
 
 
-def _most_descriptors() -> int:
+def _max_descriptors() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if hard == resource.RLIM_INFINITY else max(soft, hard)

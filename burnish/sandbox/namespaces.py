@@ -31,7 +31,7 @@ if sys.platform.startswith("linux"):  # elsewhere this module is imported, by th
     libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 
-def _check(result: int, step: str) -> None:
+def _check_syscall(result: int, step: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{step}: {os.strerror(number)}")
@@ -39,36 +39,36 @@ def _check(result: int, step: str) -> None:
 
 def unshare(flags: int, what: str) -> None:
     """Move this process (its children, for a pid namespace) into new namespaces."""
-    _check(libc.unshare(flags), f"new namespaces ({what})")
+    _check_syscall(libc.unshare(flags), f"new namespaces ({what})")
 
 
 def enter_pid_namespace(descriptor: int) -> None:
     """Have later children start in this pid namespace."""
-    _check(libc.setns(descriptor, CLONE_NEWPID), "back to the own pid namespace")
+    _check_syscall(libc.setns(descriptor, CLONE_NEWPID), "back to the own pid namespace")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """mount(2)."""
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
-    _check(libc.mount(*texts, flags, options.encode()), f"mount {kind or source or ''} on {target}")
+    _check_syscall(libc.mount(*texts, flags, options.encode()), f"mount {kind or source or ''} on {target}")
 
 
 def pivot_root_here() -> None:
     """Make the working directory, a mount point, the root of this mount namespace, and let go of the old root."""
-    _check(libc.pivot_root(b".", b"."), "pivot_root")
-    _check(libc.umount2(b".", MNT_DETACH), "let go of the old root")
+    _check_syscall(libc.pivot_root(b".", b"."), "pivot_root")
+    _check_syscall(libc.umount2(b".", MNT_DETACH), "let go of the old root")
     os.chdir("/")
 
 
 def set_host_name(name: str) -> None:
     """The host name of this UTS namespace."""
     encoded = name.encode()
-    _check(libc.sethostname(encoded, len(encoded)), "sethostname")
+    _check_syscall(libc.sethostname(encoded, len(encoded)), "sethostname")
 
 
 def prctl(option: int, first: int = 0, second: int = 0, *, step: str) -> None:
     """prctl(2)."""
-    _check(libc.prctl(option, first, second, 0, 0), step)
+    _check_syscall(libc.prctl(option, first, second, 0, 0), step)
 
 
 def drop_capabilities() -> None:
@@ -78,7 +78,7 @@ def drop_capabilities() -> None:
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # past the last one this kernel knows
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    _check(libc.capset(header, (ctypes.c_uint32 * 6)()), "drop capabilities")
+    _check_syscall(libc.capset(header, (ctypes.c_uint32 * 6)()), "drop capabilities")
     prctl(PR_SET_NO_NEW_PRIVS, 1, step="no_new_privs")
 
 
@@ -95,14 +95,14 @@ def drop_capabilities() -> None:
 SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/urandom")  # not /dev/zero: mapping it gives shared memory that no limit counts
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
-TEMPORARY = ("/tmp", "/dev/shm", SCRATCH)
-LIBRARY = "/library"  # where the library is kept if its own path leads into the scratch directory
-HARMLESS = MS_NOSUID | MS_NODEV | MS_NOEXEC
-NUM_FILES = 4096
+TEMP_DIRECTORIES = ("/tmp", "/dev/shm", SCRATCH)
+LIBRARY_MOUNT = "/library"  # where the library is kept if its own path leads into the scratch directory
+SAFE_MOUNT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
+MAX_SCRATCH_FILES = 4096
 # Over which directory the new root is built does not matter: it is gone from view a moment later.
 BUILD_AT = "/tmp"
 
-_KEPT = (  # flags of a mount that a user namespace may not take off it
+_LOCKED_MOUNT_FLAGS = (  # flags of a mount that a user namespace may not take off it
     (os.ST_NOEXEC, MS_NOEXEC),
     (os.ST_NOATIME, MS_NOATIME),
     (os.ST_NODIRATIME, MS_NODIRATIME),
@@ -112,61 +112,61 @@ _KEPT = (  # flags of a mount that a user namespace may not take off it
 
 def path_in_scratch(library: str) -> str | None:
     """Where a library has to be in the scratch directory to be found at its own path; None if that leads elsewhere."""
-    for folder in TEMPORARY:
+    for folder in TEMP_DIRECTORIES:
         if library.startswith(folder + "/"):
             return SCRATCH + library.removeprefix(folder)
     return None
 
 
-def build() -> None:
+def build_root() -> None:
     """Replace the whole file system of this mount namespace by the view, read-only but for what programs mount on it."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     # Opened before the new root covers anything: they may lie under what it covers.
     sources = {path: os.open(path, os.O_PATH) for path in (STANDARD_LIBRARY, *DEVICES)}
-    mount("tmpfs", BUILD_AT, "tmpfs", HARMLESS, "size=1m,mode=755")
+    mount("tmpfs", BUILD_AT, "tmpfs", SAFE_MOUNT_FLAGS, "size=1m,mode=755")
     os.chdir(BUILD_AT)
     in_scratch = path_in_scratch(STANDARD_LIBRARY)
-    library = f".{STANDARD_LIBRARY if in_scratch is None else LIBRARY}"
+    library = f".{STANDARD_LIBRARY if in_scratch is None else LIBRARY_MOUNT}"
     os.makedirs(library)
-    _show(f"/proc/self/fd/{sources[STANDARD_LIBRARY]}", library, HARMLESS)
+    _bind_read_only(f"/proc/self/fd/{sources[STANDARD_LIBRARY]}", library, SAFE_MOUNT_FLAGS)
     packages = f"{library}/site-packages"
     if os.path.isdir(packages):
-        mount("tmpfs", packages, "tmpfs", HARMLESS | MS_RDONLY, "size=4k,mode=755")
+        mount("tmpfs", packages, "tmpfs", SAFE_MOUNT_FLAGS | MS_RDONLY, "size=4k,mode=755")
     os.mkdir("." + SCRATCH)
     if in_scratch is not None:
-        _show_library(library, "." + in_scratch)
+        _bind_library(library, "." + in_scratch)
     os.mkdir("dev")
     for device in DEVICES:
         os.close(os.open("." + device, os.O_CREAT | os.O_WRONLY))
-        _show(f"/proc/self/fd/{sources[device]}", "." + device, MS_NOSUID | MS_NOEXEC)
+        _bind_read_only(f"/proc/self/fd/{sources[device]}", "." + device, MS_NOSUID | MS_NOEXEC)
     for other in ("tmp", "dev/shm"):
         os.symlink(SCRATCH, other)
     for descriptor in sources.values():
         os.close(descriptor)
     pivot_root_here()
-    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | HARMLESS)
+    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | SAFE_MOUNT_FLAGS)
 
 
-def _show_library(library: str, target: str) -> None:
+def _bind_library(library: str, target: str) -> None:
     """Bind the library, with what covers other packages in it, to its place in the scratch directory."""
     os.makedirs(target)
-    _show(library, target, HARMLESS, MS_REC)
+    _bind_read_only(library, target, SAFE_MOUNT_FLAGS, MS_REC)
 
 
-def _show(source: str, target: str, flags: int, how: int = 0) -> None:
+def _bind_read_only(source: str, target: str, flags: int, how: int = 0) -> None:
     """Bind a file or directory to another place, read-only."""
     mount(source, target, None, MS_BIND | how)
-    kept = sum(flag for bit, flag in _KEPT if os.statvfs(target).f_flag & bit)
+    kept = sum(flag for bit, flag in _LOCKED_MOUNT_FLAGS if os.statvfs(target).f_flag & bit)
     mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags | kept)
 
 
-def add_scratch(num_bytes: int) -> None:
+def mount_scratch(num_bytes: int) -> None:
     """A scratch directory for the program that this mount namespace is for, and this process in it."""
-    mount("tmpfs", SCRATCH, "tmpfs", HARMLESS, f"size={num_bytes},nr_inodes={NUM_FILES},mode=700")
+    mount("tmpfs", SCRATCH, "tmpfs", SAFE_MOUNT_FLAGS, f"size={num_bytes},nr_inodes={MAX_SCRATCH_FILES},mode=700")
     os.chdir(SCRATCH)
     in_scratch = path_in_scratch(STANDARD_LIBRARY)
     if in_scratch is not None:
-        _show_library(LIBRARY, in_scratch)
+        _bind_library(LIBRARY_MOUNT, in_scratch)
 
 
 # --- From the machine into the sandbox: user, mount, pid, network, IPC and UTS namespaces with an unprivileged uid.
@@ -175,30 +175,30 @@ def add_scratch(num_bytes: int) -> None:
 # one in which uid 1000 is that user, and makes the view with the rights it has there. Either way the process has every capability over
 # its own namespaces and none over anything outside, and the programs it starts have none at all.
 
-INSIDE = 1000  # the uid and gid that programs see
+INNER_ID = 1000  # the uid and gid that programs see
 NOBODY = 65534  # what they are outside when root starts them
-OWN = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
+PROGRAM_NAMESPACES = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
 """What every program gets anew, besides a pid namespace."""
 HOST_NAME = "sandbox"
 
 
-def enter() -> None:
+def enter_sandbox() -> None:
     """Move this process, which must have one thread, into the sandbox; its children start in a new pid namespace."""
-    every = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWCGROUP | OWN
+    every = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWCGROUP | PROGRAM_NAMESPACES
     if os.geteuid() != 0:
         uid, gid = os.geteuid(), os.getegid()
         unshare(every, "user, mount, pid, network, ipc, uts, cgroup")
-        _write_maps(os.getpid(), uid, gid, may_set_groups=False)
-        build()
+        _write_id_maps(os.getpid(), uid, gid, may_set_groups=False)
+        build_root()
         return
     unshare(CLONE_NEWNS, "mount, as root")
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-    build()
+    build_root()
     _enter_as_nobody(every, processes)
     os.close(processes)
     os.setgroups([])
-    os.setresgid(INSIDE, INSIDE, INSIDE)
-    os.setresuid(INSIDE, INSIDE, INSIDE)
+    os.setresgid(INNER_ID, INNER_ID, INNER_ID)
+    os.setresuid(INNER_ID, INNER_ID, INNER_ID)
 
 
 def _enter_as_nobody(flags: int, processes: int) -> None:
@@ -209,7 +209,7 @@ def _enter_as_nobody(flags: int, processes: int) -> None:
         try:
             os.close(ask)
             if os.read(asked, 1):
-                _write_maps(process, NOBODY, NOBODY, may_set_groups=True, processes=processes)
+                _write_id_maps(process, NOBODY, NOBODY, may_set_groups=True, processes=processes)
             os._exit(0)
         except OSError as error:
             os._exit(error.errno or 1)
@@ -224,10 +224,10 @@ def _enter_as_nobody(flags: int, processes: int) -> None:
         raise OSError(status, f"write the uid map: {os.strerror(abs(status))}")
 
 
-def _write_maps(process: int, uid: int, gid: int, may_set_groups: bool, processes: int | None = None) -> None:
+def _write_id_maps(process: int, uid: int, gid: int, may_set_groups: bool, processes: int | None = None) -> None:
     """Say who the one user of a process's user namespace is outside; `processes` is /proc where the path is gone."""
     folder = f"{process}" if processes is not None else f"/proc/{process}"
-    files = {"uid_map": f"{INSIDE} {uid} 1", "gid_map": f"{INSIDE} {gid} 1"}
+    files = {"uid_map": f"{INNER_ID} {uid} 1", "gid_map": f"{INNER_ID} {gid} 1"}
     if not may_set_groups:
         files = {"setgroups": "deny"} | files
     for name, text in files.items():
@@ -238,7 +238,7 @@ def _write_maps(process: int, uid: int, gid: int, may_set_groups: bool, processe
             os.close(descriptor)
 
 
-def own() -> None:
+def enter_program_namespaces() -> None:
     """For the first process of a program's pid namespace: the other namespaces of its own."""
-    unshare(OWN, "of a program")
+    unshare(PROGRAM_NAMESPACES, "of a program")
     set_host_name(HOST_NAME)

@@ -29,34 +29,34 @@ from typing import Any
 # did, so that `==` in a test is Python's own and not a method that the program brought. A subclass travels as the plain type it
 # extends; anything else stays where it is and is sent as a number that stands for it.
 
-TYPES = {
+NAMED_TYPES = {
     t.__name__: t
     for t in (int, float, str, bool, bytes, list, tuple, dict, set, frozenset, complex, object, type, range, bytearray)
 }
 """Types that travel by name."""
 
 
-def encode(value: Any, stand_for: Callable[[Any], int]) -> Any:
+def encode_value(value: Any, stand_for: Callable[[Any], int]) -> Any:
     """A value in terms of JSON; `stand_for` gives the number for something that is not plain."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [encode(item, stand_for) for item in value]
+        return [encode_value(item, stand_for) for item in value]
     if kind is type(...):
         return {"ellipsis": None}
     if isinstance(value, type):
         name: str = value.__name__
-        return {"type": name} if TYPES.get(name) is value else {"other": stand_for(value)}
-    return _tagged(value, stand_for)
+        return {"type": name} if NAMED_TYPES.get(name) is value else {"other": stand_for(value)}
+    return _encode_tagged(value, stand_for)
 
 
-def _tagged(value: Any, stand_for: Callable[[Any], int]) -> Any:
+def _encode_tagged(value: Any, stand_for: Callable[[Any], int]) -> Any:
     def items(values: Any) -> list[Any]:
-        return [encode(item, stand_for) for item in values]
+        return [encode_value(item, stand_for) for item in values]
 
     def pairs(mapping: Any) -> list[Any]:
-        return [[encode(key, stand_for), encode(item, stand_for)] for key, item in mapping.items()]
+        return [[encode_value(key, stand_for), encode_value(item, stand_for)] for key, item in mapping.items()]
 
     match value:
         case bool() | int():
@@ -106,7 +106,7 @@ def _tagged(value: Any, stand_for: Callable[[Any], int]) -> Any:
 
 DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "ellipsis": lambda data, of: ...,
-    "type": lambda data, of: TYPES[data],
+    "type": lambda data, of: NAMED_TYPES[data],
     "tuple": lambda data, of: tuple(of(item) for item in data),
     "set": lambda data, of: {of(item) for item in data},
     "frozenset": lambda data, of: frozenset(of(item) for item in data),
@@ -127,19 +127,19 @@ DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 }
 
 
-def decode(data: Any, stood_for: Callable[[int], Any]) -> Any:
+def decode_value(data: Any, stood_for: Callable[[int], Any]) -> Any:
     """The value that was encoded; `stood_for` makes something of a number. Anything malformed raises."""
     if type(data) is list:
-        return [decode(item, stood_for) for item in data]
+        return [decode_value(item, stood_for) for item in data]
     if type(data) is not dict:
         return data
     ((tag, inside),) = data.items()
     if tag == "other":
         return stood_for(int(inside))
-    return DECODERS[tag](inside, lambda item: decode(item, stood_for))
+    return DECODERS[tag](inside, lambda item: decode_value(item, stood_for))
 
 
-def builtin_exception(error: BaseException) -> str:
+def nearest_builtin_exception(error: BaseException) -> str:
     """The name of the nearest built-in class of an exception, so that a test can expect it."""
     for kind in type(error).__mro__:
         if getattr(builtins, kind.__name__, None) is kind:
@@ -157,8 +157,8 @@ def frame(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-MAX_BYTES = 1 << 25
-MAX_TEXT = 300
+MAX_MESSAGE_BYTES = 1 << 25
+MAX_TEXT_CHARS = 300
 MUTABLE = (list, dict, set, bytearray)
 
 
@@ -177,26 +177,26 @@ def receive_exactly(channel: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def receive(channel: socket.socket) -> Any:
+def receive_message(channel: socket.socket) -> Any:
     """The next message."""
     (size,) = HEADER.unpack(receive_exactly(channel, HEADER.size))
-    if size > MAX_BYTES:
+    if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")
     return json.loads(receive_exactly(channel, size))
 
 
-def send(channel: socket.socket, message: Any) -> None:
+def send_message(channel: socket.socket, message: Any) -> None:
     """Say something to the other side."""
     body = json.dumps(message).encode()
-    if len(body) > MAX_BYTES:
-        raise ValueError(f"a value of more than {MAX_BYTES >> 20} MiB")
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a value of more than {MAX_MESSAGE_BYTES >> 20} MiB")
     channel.sendall(frame(body))
 
 
 # --- the judge's side ------------------------------------------------------------------------------------------------
 
 
-class Peer:
+class ProgramClient:
     """The program, as the judge talks to it."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -213,7 +213,7 @@ class Peer:
     def receive(self) -> Any:
         """What the program says next, as it stands."""
         try:
-            return receive(self._channel)
+            return receive_message(self._channel)
         except (OSError, EOFError, ValueError, RecursionError, MemoryError) as error:
             raise self._lose(f"{type(error).__name__}: {error}") from None
 
@@ -222,20 +222,22 @@ class Peer:
         positional = details.get("positional", [])
         for key in ("positional", "named"):
             if key in details:
-                details[key] = encode(details[key], self._number)
+                details[key] = encode_value(details[key], self._number)
         try:
-            send(self._channel, {"ask": question} | details)
+            send_message(self._channel, {"ask": question} | details)
         except OSError as error:
             raise self._lose(str(error)) from None
         answer = self.receive()
         try:
             if "raised" in answer:
-                raised = (str(answer["raised"]), str(answer["text"])[:MAX_TEXT])
+                raised = (str(answer["raised"]), str(answer["text"])[:MAX_TEXT_CHARS])
             else:
                 raised = None
-                value = decode(answer["value"], self._thing)
-                for before, after in zip(positional, decode(answer.get("positional", []), self._thing), strict=False):
-                    _become(before, after)
+                value = decode_value(answer["value"], self._thing)
+                for before, after in zip(
+                    positional, decode_value(answer.get("positional", []), self._thing), strict=False
+                ):
+                    _update_in_place(before, after)
         except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
             raise self._lose(f"an answer that makes no sense ({type(error).__name__})") from None
         if raised is not None:
@@ -245,12 +247,12 @@ class Peer:
         return value
 
     def _number(self, value: Any) -> int:
-        if isinstance(value, Thing):
+        if isinstance(value, RemoteObject):
             return value._number
         raise Untransferable(f"the tests give the program a {type(value).__name__}, which cannot cross to its process")
 
-    def _thing(self, number: int) -> Thing:
-        return Thing(self, number)
+    def _thing(self, number: int) -> RemoteObject:
+        return RemoteObject(self, number)
 
 
 class Untransferable(BaseException):
@@ -269,7 +271,7 @@ def _exception(name: str, text: str, is_end_of_loop_meant: bool) -> Exception:
     return RuntimeError(f"{name}: {text}")
 
 
-def _become(before: Any, after: Any) -> None:
+def _update_in_place(before: Any, after: Any) -> None:
     """Give an argument that the program has changed its new contents."""
     if type(before) is not type(after) or not isinstance(before, MUTABLE):
         return
@@ -280,7 +282,7 @@ def _become(before: Any, after: Any) -> None:
         before.extend(after)
 
 
-class Thing:
+class RemoteObject:
     """Something of the program's that stays there: a function, an instance, a generator.
 
     It never equals a plain value: a class whose `__eq__` says yes to everything gains nothing.
@@ -288,7 +290,7 @@ class Thing:
 
     __slots__ = ("_number", "_peer")
 
-    def __init__(self, peer: Peer, number: int) -> None:
+    def __init__(self, peer: ProgramClient, number: int) -> None:
         self._peer, self._number = peer, number
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
@@ -301,7 +303,7 @@ class Thing:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._peer.ask("iterate", of=self._number)
-        while isinstance(iterator, Thing):
+        while isinstance(iterator, RemoteObject):
             try:
                 yield self._peer.ask("next", of=iterator._number)
             except StopIteration:
@@ -320,7 +322,7 @@ class Thing:
         return str(self._peer.ask("text", of=self._number))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Thing):
+        if not isinstance(other, RemoteObject):
             return False
         return self._peer.ask("equal", of=self._number, positional=[other]) is True
 
@@ -331,7 +333,7 @@ class Thing:
 # --- the program's side ----------------------------------------------------------------------------------------------
 
 
-def serve(channel: socket.socket, names: dict[str, Any]) -> None:
+def serve_program(channel: socket.socket, names: dict[str, Any]) -> None:
     """Answer the judge about the program's names until it hangs up."""
     things: list[Any] = []
 
@@ -341,41 +343,43 @@ def serve(channel: socket.socket, names: dict[str, Any]) -> None:
 
     while True:
         try:
-            question = receive(channel)
+            question = receive_message(channel)
         except EOFError:
             return
         try:
-            answer = _answer(question, names, things, stand_for)
+            answer = _handle_question(question, names, things, stand_for)
         except BaseException as error:  # noqa: BLE001 - whatever a program raises is the answer
-            answer = {"raised": builtin_exception(error), "text": _text(error)}
+            answer = {"raised": nearest_builtin_exception(error), "text": _exception_text(error)}
         try:
-            send(channel, answer)
+            send_message(channel, answer)
         except ValueError as error:
-            send(channel, {"raised": "ValueError", "text": str(error)})
+            send_message(channel, {"raised": "ValueError", "text": str(error)})
 
 
-def _text(error: BaseException) -> str:
+def _exception_text(error: BaseException) -> str:
     try:
-        return str(error)[:MAX_TEXT]
+        return str(error)[:MAX_TEXT_CHARS]
     except Exception:  # noqa: BLE001 - a program's exception may not even have a text
         return ""
 
 
-def _answer(question: dict[str, Any], names: dict[str, Any], things: list[Any], stand_for: Any) -> dict[str, Any]:
+def _handle_question(
+    question: dict[str, Any], names: dict[str, Any], things: list[Any], stand_for: Any
+) -> dict[str, Any]:
     kind = question["ask"]
     if kind == "get":
         if question["name"] not in names:
             raise NameError(f"name {question['name']!r} is not defined")
-        return {"value": encode(names[question["name"]], stand_for)}
+        return {"value": encode_value(names[question["name"]], stand_for)}
     thing = things[question["of"]]
-    positional = decode(question.get("positional", []), things.__getitem__)
+    positional = decode_value(question.get("positional", []), things.__getitem__)
     changed: dict[str, Any] = {}
     match kind:
         case "call":
-            named = decode(question["named"], things.__getitem__)
+            named = decode_value(question["named"], things.__getitem__)
             value = thing(*positional, **named)
             if any(isinstance(argument, MUTABLE) for argument in positional):
-                after = encode(positional, stand_for)
+                after = encode_value(positional, stand_for)
                 changed = {"positional": after} if after != question["positional"] else {}
         case "attribute":
             value = getattr(thing, question["name"])
@@ -395,4 +399,4 @@ def _answer(question: dict[str, Any], names: dict[str, Any], things: list[Any], 
             value = bool(thing == positional[0])
         case _:
             raise ValueError(kind)
-    return {"value": encode(value, stand_for)} | changed
+    return {"value": encode_value(value, stand_for)} | changed

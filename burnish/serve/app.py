@@ -16,8 +16,9 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -30,9 +31,8 @@ from starlette.types import Receive, Scope, Send
 from burnish.config.errors import UserError
 from burnish.core.engine import Request as EngineRequest
 from burnish.core.engine import SamplingOptions
+from burnish.serve.async_engine import AsyncEngine, EngineEvent, EngineFailure, Generation
 from burnish.serve.connections import HEALTH
-from burnish.serve.engine_thread import EngineFailure, EngineLoop, Event, Generation
-from burnish.serve.metrics import CONTENT_TYPE, Metrics
 from burnish.serve.openai_schema import (
     ApiError,
     ChatRequest,
@@ -41,47 +41,117 @@ from burnish.serve.openai_schema import (
     TokenizeRequest,
     draws_likeliest,
     internal_error,
-    not_a_number,
+    nan_error,
     num_alternatives,
-    parse,
+    parse_body,
 )
-from burnish.serve.request_bodies import Intake
+from burnish.serve.request_bodies import BodyReader
 from burnish.serve.request_to_engine import (
-    Scorer,
-    Scores,
-    Served,
+    ServedModel,
+    TokenScorer,
+    TokenScores,
     chat_prompt,
     check_model,
-    check_scored,
+    check_scored_length,
     completion_prompts,
-    detokenized,
+    detokenize_response,
     engine_requests,
     offered_tools,
-    tokenized,
+    tokenize_response,
 )
-from burnish.serve.responses import Answer, ChatAnswer, Choices, CompletionAnswer, Delta, Echo
+from burnish.serve.responses import ApiResponse, ChatResponse, ChoiceDelta, Choices, CompletionResponse, EchoedPrompt
+
+# --- The metrics of `GET /metrics`, in Prometheus' text format.
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+COUNTED_PATHS = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/metrics",
+)
+OTHER_PATH = "other"
+"""The label of all unknown paths: clients choose them, so their number has no bound."""
+
+
+@dataclass
+class ServerMetrics:
+    """Counts since the server was started. Used on the event loop."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By path and status."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that the engine got; n samples of a prompt count it once."""
+    left: int = 0
+    """Requests whose client left before the answer was complete."""
+
+    def count_request(self, path: str, status: int, has_left: bool) -> None:
+        """Count an answer that has ended."""
+        known = "/v1/models" if path.startswith("/v1/models/") else path
+        self.requests[known if known in COUNTED_PATHS else OTHER_PATH, status] += 1
+        self.left += has_left
+
+    def text(self, loop: AsyncEngine, num_bytes: int) -> str:
+        """All metrics in Prometheus' text format."""
+        by_status = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self.requests.items())}
+        refused = {f'{{type="{kind}"}}': n for kind, n in self._errors().items()}
+        finished = {f'{{finish="{finish}"}}': n for finish, n in sorted(loop.finishes.items())}
+        lines = [
+            *_metric_lines("requests_total", "counter", "Requests answered, by path and HTTP status.", by_status),
+            *_metric_lines(
+                "request_errors_total", "counter", "Requests that were refused (4xx) or failed (5xx).", refused
+            ),
+            *_metric_lines(
+                "requests_left_total", "counter", "Requests whose client left before the end.", {"": self.left}
+            ),
+            *_metric_lines("prompt_tokens_total", "counter", "Tokens of prompts.", {"": self.prompt_tokens}),
+            *_metric_lines("completion_tokens_total", "counter", "Tokens sampled.", {"": loop.num_tokens}),
+            *_metric_lines("completions_total", "counter", "Completions that ended, by how.", finished),
+            *_metric_lines("completions_running", "gauge", "Completions being sampled.", {"": loop.num_running}),
+            *_metric_lines("completions_waiting", "gauge", "Completions in the queue.", {"": loop.num_waiting}),
+            *_metric_lines("request_bytes", "gauge", "Bytes of requests that are being read.", {"": num_bytes}),
+        ]
+        return "".join(f"{line}\n" for line in lines)
+
+    def _errors(self) -> dict[str, int]:
+        found = {"client": 0, "server": 0}
+        for (_, status), num in self.requests.items():
+            if status >= 400:
+                found["server" if status >= 500 else "client"] += num
+        return found
+
+
+def _metric_lines(name: str, kind: str, help_text: str, values: Mapping[str, int]) -> Iterator[str]:
+    yield f"# HELP burnish_{name} {help_text}"
+    yield f"# TYPE burnish_{name} {kind}"
+    for labels, value in values.items():
+        yield f"burnish_{name}{labels} {value}"
+
 
 T = TypeVar("T")
-DONE = "data: [DONE]\n\n"
-CLIENT_LEFT = 499  # nginx's number for it
+SSE_DONE = "data: [DONE]\n\n"
+CLIENT_CLOSED_REQUEST = 499  # nginx's number for it
 
 
 @dataclass
 class Api:
     """The endpoints and what they need."""
 
-    served: Served
-    loop: EngineLoop
+    served: ServedModel
+    loop: AsyncEngine
     max_body: int
     """Bytes of one request."""
 
-    scorer: Scorer
+    scorer: TokenScorer
     """Scores prompts and alternatives, on the engine's thread."""
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.metrics = Metrics()
-        self.intake = Intake(self.max_body)
+        self.metrics = ServerMetrics()
+        self.intake = BodyReader(self.max_body)
 
     async def models(self, request: Request) -> Response:
         """The one model there is."""
@@ -99,18 +169,22 @@ class Api:
 
     async def counts(self, request: Request) -> Response:
         """The metrics."""
-        return Response(self.metrics.text(self.loop, self.intake.num_bytes), media_type=CONTENT_TYPE)
+        return Response(self.metrics.text(self.loop, self.intake.num_bytes), media_type=METRICS_CONTENT_TYPE)
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of a dialogue."""
         return JSONResponse(
-            await self.intake.work(request, lambda body: tokenized(parse(TokenizeRequest, body), self.served))
+            await self.intake.work(
+                request, lambda body: tokenize_response(parse_body(TokenizeRequest, body), self.served)
+            )
         )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         return JSONResponse(
-            await self.intake.work(request, lambda body: detokenized(parse(DetokenizeRequest, body), self.served))
+            await self.intake.work(
+                request, lambda body: detokenize_response(parse_body(DetokenizeRequest, body), self.served)
+            )
         )
 
     def _card(self) -> dict[str, object]:
@@ -121,46 +195,48 @@ class Api:
         name = f"cmpl-{uuid.uuid4().hex}"
 
         def prepare(body: bytearray) -> tuple[CompletionRequest, list[EngineRequest]]:
-            asked = parse(CompletionRequest, body)
+            asked = parse_body(CompletionRequest, body)
             check_model(asked.model, self.served)
             self.loop.check_room(asked.n * len(asked.prompt))
             requests = engine_requests(asked, completion_prompts(asked, self.served), self.served, name)
-            check_scored(asked, requests)
+            check_scored_length(asked, requests)
             # Texts that are no part of the answer are not held while tokens are sampled.
             return asked if asked.echo else asked.model_copy(update={"prompt": []}), requests
 
         asked, requests = await self.intake.work(request, prepare)
-        answer = CompletionAnswer(name, asked, requests, self.served.tokenizer)
+        answer = CompletionResponse(name, asked, requests, self.served.tokenizer)
         if asked.echo:
-            answer.echoes = await unless_left(request, self._echoes(asked, requests))
+            answer.echoes = await unless_disconnected(request, self._echoes(asked, requests))
         if asked.max_tokens == 0:
             self.metrics.prompt_tokens += answer.num_prompt_tokens
             request.state.note = lambda: f"{answer.num_prompt_tokens} tokens scored"
-            deltas = [Delta(i, logp=[], top=[], finish="length") for i in range(len(requests))]
+            deltas = [ChoiceDelta(i, logp=[], top=[], finish="length") for i in range(len(requests))]
             return JSONResponse(await asyncio.to_thread(answer.whole, deltas, 0))
         return await self._answer(request, requests, answer)
 
-    async def _echoes(self, asked: CompletionRequest, requests: list[EngineRequest]) -> list[Echo]:
+    async def _echoes(self, asked: CompletionRequest, requests: list[EngineRequest]) -> list[EchoedPrompt]:
         """The prompts, with their log-probs where they are wanted."""
         found = []
         for prompt, one in zip(asked.prompt, requests[:: asked.n], strict=True):
             tokens = list(one.tokens)
-            echo = Echo(prompt if isinstance(prompt, str) else self.served.tokenizer.decode(tokens), tokens)
+            echo = EchoedPrompt(prompt if isinstance(prompt, str) else self.served.tokenizer.decode(tokens), tokens)
             if asked.logprobs is not None:
-                scores = await self._score(tokens, 1, asked.logprobs) if len(tokens) > 1 else Scores()
+                scores = await self._score(tokens, 1, asked.logprobs) if len(tokens) > 1 else TokenScores()
                 echo.logp, echo.top = scores.logp, scores.top
             found.append(echo)
         return found
 
     async def _score(
         self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
-    ) -> Scores:
+    ) -> TokenScores:
         scores = await self.loop.call(lambda: self.scorer.score(tokens, first, num_top, options))
         if not all(map(math.isfinite, scores.logp)) and options is None:
-            raise not_a_number()
+            raise nan_error()
         return scores
 
-    async def _complete(self, delta: Delta, asked: CompletionRequest | ChatRequest, request: EngineRequest) -> Delta:
+    async def _complete(
+        self, delta: ChoiceDelta, asked: CompletionRequest | ChatRequest, request: EngineRequest
+    ) -> ChoiceDelta:
         """A choice with the alternatives to its tokens, if it has ended and they are wanted."""
         num_top = num_alternatives(asked)
         if delta.finish is None or num_top <= (1 if draws_likeliest(asked) else 0):
@@ -174,20 +250,20 @@ class Api:
         name = f"chatcmpl-{uuid.uuid4().hex}"
 
         def prepare(body: bytearray) -> tuple[ChatRequest, list[EngineRequest], bool]:
-            asked = parse(ChatRequest, body)
+            asked = parse_body(ChatRequest, body)
             check_model(asked.model, self.served)
             self.loop.check_room(asked.n)
             requests = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
-            check_scored(asked, requests)
+            check_scored_length(asked, requests)
             light = asked.model_copy(update={"messages": [], "tools": [], "chat_template_kwargs": {}})
             return light, requests, bool(offered_tools(asked))
 
         asked, requests, with_calls = await self.intake.work(request, prepare)
-        answer = ChatAnswer(name, asked, requests, self.served.tokenizer)
+        answer = ChatResponse(name, asked, requests, self.served.tokenizer)
         return await self._answer(request, requests, answer, with_calls)
 
     async def _answer(
-        self, request: Request, requests: list[EngineRequest], answer: Answer, with_calls: bool = False
+        self, request: Request, requests: list[EngineRequest], answer: ApiResponse, with_calls: bool = False
     ) -> Response:
         asked = answer.asked
         has_logprobs = asked.logprobs if isinstance(asked, ChatRequest) else asked.logprobs is not None
@@ -196,7 +272,7 @@ class Api:
         self.metrics.prompt_tokens += answer.num_prompt_tokens
         choices = Choices(requests, self.served.tokenizer, with_calls)
 
-        async def deltas(batch: list[Event]) -> list[Delta]:
+        async def deltas(batch: list[EngineEvent]) -> list[ChoiceDelta]:
             return [await self._complete(delta, asked, requests[delta.index]) for delta in choices.take(batch)]
 
         request.state.note = lambda: (
@@ -206,10 +282,10 @@ class Api:
         events = generation.events()
         try:
             if not asked.stream:
-                return await unless_left(request, whole(events, choices, deltas, answer))
+                return await unless_disconnected(request, whole_response(events, choices, deltas, answer))
             # The first events before the headers: what the engine refuses has a status of its own.
-            first = await unless_left(request, anext(events))
-            return EventStream(generation, chunks(first, events, choices, deltas, answer))
+            first = await unless_disconnected(request, anext(events))
+            return EventStream(generation, sse_chunks(first, events, choices, deltas, answer))
         except UserError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
         except BaseException:
@@ -217,7 +293,7 @@ class Api:
             raise
 
 
-async def unless_left(request: Request, wanted: Awaitable[T]) -> T:
+async def unless_disconnected(request: Request, wanted: Awaitable[T]) -> T:
     """What is awaited, unless the client leaves before."""
 
     async def work() -> T:
@@ -238,34 +314,40 @@ async def unless_left(request: Request, wanted: Awaitable[T]) -> T:
         leaving.cancel()
 
 
-Deltas = Callable[[list[Event]], Awaitable[list[Delta]]]
+MakeDeltas = Callable[[list[EngineEvent]], Awaitable[list[ChoiceDelta]]]
 
 
-async def whole(events: AsyncIterator[list[Event]], choices: Choices, deltas: Deltas, answer: Answer) -> Response:
+async def whole_response(
+    events: AsyncIterator[list[EngineEvent]], choices: Choices, deltas: MakeDeltas, answer: ApiResponse
+) -> Response:
     """The answer in one piece."""
     found = [delta async for batch in events for delta in await deltas(batch)]
     # In a thread: the names of tokens with log-probs take a decoding each.
     return JSONResponse(await asyncio.to_thread(answer.whole, found, choices.num_tokens))
 
 
-async def chunks(
-    first: list[Event], events: AsyncIterator[list[Event]], choices: Choices, deltas: Deltas, answer: Answer
+async def sse_chunks(
+    first: list[EngineEvent],
+    events: AsyncIterator[list[EngineEvent]],
+    choices: Choices,
+    deltas: MakeDeltas,
+    answer: ApiResponse,
 ) -> AsyncIterator[str]:
     """The answer as server-sent events; a failure after the first can only be one of them."""
     try:
-        yield "".join([event(answer.chunk(delta)) for delta in await deltas(first)])
+        yield "".join([sse_event(answer.chunk(delta)) for delta in await deltas(first)])
         async for batch in events:
             # One write for all that came meanwhile: writing costs more than anything else here.
-            if text := "".join([event(answer.chunk(delta)) for delta in await deltas(batch)]):
+            if text := "".join([sse_event(answer.chunk(delta)) for delta in await deltas(batch)]):
                 yield text
-        yield event(answer.last_chunk(choices.num_tokens)) + DONE
+        yield sse_event(answer.last_chunk(choices.num_tokens)) + SSE_DONE
     except ApiError as error:
-        yield event(error.body())
+        yield sse_event(error.body())
     except EngineFailure:
-        yield event(internal_error().body())
+        yield sse_event(internal_error().body())
 
 
-def event(value: dict[str, Any] | None) -> str:
+def sse_event(value: dict[str, Any] | None) -> str:
     """A server-sent event; nothing where there is nothing to say."""
     if value is None:
         return ""
@@ -308,33 +390,33 @@ def make_app(api: Api) -> Starlette:
         ],
         lifespan=lifespan,
         exception_handlers={
-            ApiError: _refused,
-            HTTPException: _no_route,
-            ClientDisconnect: _left,
-            EngineFailure: _failed,
-            Exception: _failed,
+            ApiError: _error_response,
+            HTTPException: _routing_error,
+            ClientDisconnect: _client_closed,
+            EngineFailure: _internal_error,
+            Exception: _internal_error,
         },
     )
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.state.note = lambda: error.message
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    return await _refused(request, ApiError(error.status_code, message, code=code, headers=error.headers))
+    return await _error_response(request, ApiError(error.status_code, message, code=code, headers=error.headers))
 
 
-async def _left(request: Request, error: Exception) -> Response:
+async def _client_closed(request: Request, error: Exception) -> Response:
     """The client has disconnected: only the log shows this status."""
-    return Response(status_code=CLIENT_LEFT)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     """A fault of the server: the client gets a plain 500, and uvicorn logs the traceback."""
-    return await _refused(request, internal_error())
+    return await _error_response(request, internal_error())

@@ -24,37 +24,41 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burnish.serve.openai_schema import ApiError
 
-MOST = 4096
+MAX_CONNECTIONS = 4096
 SPARE_FILES = 128
 """Files left for everything but connections, and for new connections that are accepted and not counted yet."""
-LEAST = 16
+MIN_CONNECTIONS = 16
 ACCEPTED_AT_ONCE = 16
 """New connections that one turn of the event loop accepts. Closing one for another takes several turns, in which both have a file open."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """The time limits of a request and the number of connections of a server."""
 
     headers_s: float = 20.0
     """From the connection, or the first byte of a further request, to the end of its headers."""
     body_s: float = 120.0
     """From there to the end of its body."""
-    most: int = MOST
+    most: int = MAX_CONNECTIONS
     """Connections at once."""
 
 
-def limits_here() -> Limits:
+def process_limits() -> ConnectionLimits:
     """The limits with as many connections as the process may open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST if files == resource.RLIM_INFINITY else max(LEAST, min(MOST, files - SPARE_FILES))
-    return Limits(most=most)
+    most = (
+        MAX_CONNECTIONS
+        if files == resource.RLIM_INFINITY
+        else max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, files - SPARE_FILES))
+    )
+    return ConnectionLimits(most=most)
 
 
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol on h11, with `limits`."""
 
-    limits: ClassVar[Limits] = Limits()
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,18 +132,18 @@ class LimitedProtocol(H11Protocol):
         self.connections.discard(self)
 
 
-def limited(limits: Limits) -> type[LimitedProtocol]:
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
     """The protocol with other limits."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
 
 
 # --- Around every request: the API key before it, or where it was sent to; a line in the log after it.
 
-LONGEST_NOTE = 300
+MAX_NOTE = 300
 HEALTH = "/health"
 
 
-class Guard:
+class AccessMiddleware:
     """An application behind a key, with a log."""
 
     def __init__(
@@ -195,7 +199,7 @@ class Guard:
         if scope["path"] == HEALTH:  # for probes, which have no key; the answer shows only whether the server serves
             return None
         if self.api_key is None:
-            here, asked = (scope.get("server") or ("", 0))[0], _host(headers.get("host", ""))
+            here, asked = (scope.get("server") or ("", 0))[0], _host_name(headers.get("host", ""))
             if not _is_this_machine(here) or _is_this_machine(asked):
                 return None
             # A page whose name was made to mean this machine may read what is sent back to it.
@@ -217,7 +221,7 @@ class Guard:
         )
 
     def _write(self, scope: Scope, status: int, seconds: float, has_left: bool) -> None:
-        note = scope["state"]["note"]()[:LONGEST_NOTE]
+        note = scope["state"]["note"]()[:MAX_NOTE]
         parts = [
             time.strftime("%H:%M:%S"),
             scope["method"],
@@ -231,7 +235,7 @@ class Guard:
         self.log("".join(c if c.isprintable() else "?" for c in "  ".join(part for part in parts if part)))
 
 
-def _host(header: str) -> str:
+def _host_name(header: str) -> str:
     """The name in a Host header, without its port."""
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 

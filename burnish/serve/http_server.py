@@ -13,16 +13,22 @@ import uvicorn
 
 from burnish.config.errors import UserError
 from burnish.serve.app import Api, make_app
-from burnish.serve.connections import ACCEPTED_AT_ONCE, Guard, Limits, limited, limits_here
+from burnish.serve.connections import (
+    ACCEPTED_AT_ONCE,
+    AccessMiddleware,
+    ConnectionLimits,
+    limited_protocol,
+    process_limits,
+)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 """Connections that the kernel holds until they are accepted."""
-SLOW_CLIENT_S = 5
+SLOW_CLIENT_TIMEOUT_S = 5
 """How long a client may take to read the end of its answer when the server stops."""
 
 
-class Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """A server that says when it is ready, gives requests some time when it is stopped, and ends when the engine fails."""
 
     def __init__(
@@ -32,19 +38,19 @@ class Server(uvicorn.Server):
         grace_s: int,
         log: Callable[[str], None],
         ready: str,
-        limits: Limits | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self.api, self.grace_s, self.log, self.ready = api, grace_s, log, ready
         super().__init__(
             uvicorn.Config(
-                Guard(make_app(api), api_key, log, api.metrics.count_request),
+                AccessMiddleware(make_app(api), api_key, log, api.metrics.count_request),
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=grace_s + SLOW_CLIENT_S,
+                timeout_graceful_shutdown=grace_s + SLOW_CLIENT_TIMEOUT_S,
                 lifespan="on",
                 ws="none",
-                http=limited(limits or limits_here()),
+                http=limited_protocol(limits or process_limits()),
                 backlog=ACCEPTED_AT_ONCE,
             )
         )
@@ -80,7 +86,7 @@ class Server(uvicorn.Server):
             timer.cancel()
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket at an address, before anything is loaded for it; port 0 takes a free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -98,7 +104,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def server_url(bound: socket.socket) -> str:
     """Where clients reach a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -110,12 +116,12 @@ def is_loopback(bound: socket.socket) -> bool:
     return host == "::1" or host.startswith("127.")
 
 
-def run(
+def run_server(
     api: Api, bound: socket.socket, *, api_key: str | None, grace_s: int, log: Callable[[str], None], note: str
 ) -> None:
     """Serve until SIGINT or SIGTERM (a second one ends it at once); raises what the engine failed with."""
-    ready = f"serving {api.served.name} at {url_of(bound)} ({note})"
-    server = Server(api, api_key, grace_s, log, ready)
+    ready = f"serving {api.served.name} at {server_url(bound)} ({note})"
+    server = ApiServer(api, api_key, grace_s, log, ready)
 
     def handle(number: int, frame: FrameType | None) -> None:
         server.stop()

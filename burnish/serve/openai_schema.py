@@ -26,15 +26,15 @@ from pydantic import (
 from pydantic_core import ErrorDetails, from_json
 from typing_extensions import TypeAliasType
 
-from burnish.config.errors import nearest
-from burnish.core.engine import LEAST_TEMPERATURE
+from burnish.config.errors import did_you_mean
+from burnish.core.engine import MIN_TEMPERATURE
 
 # --- What a client is told when a request cannot be answered, in OpenAI's shape:
 #
 # {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
-LONGEST = 600
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+MAX_ERROR_TEXT = 600
 
 
 class ApiError(Exception):
@@ -52,11 +52,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers
         # What a client sent may be in them, and may be of any length.
-        self.message, self.param = message[:LONGEST], param if param is None else param[:LONGEST]
+        self.message, self.param = message[:MAX_ERROR_TEXT], param if param is None else param[:MAX_ERROR_TEXT]
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -65,7 +65,7 @@ def bad_value(param: str, message: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def not_a_number() -> ApiError:
+def nan_error() -> ApiError:
     """For a model whose arithmetic broke: an answer drawn from it would mean nothing."""
     return ApiError(
         500, "the model computed log-probs that are not numbers; serve it with a wider --dtype", code="not_a_number"
@@ -80,11 +80,11 @@ def internal_error() -> ApiError:
 
 
 MAX_STOPS = 4
-MAX_STOP = 256
+MAX_STOP_LENGTH = 256
 """Characters: for each new token as many of the last ones are looked at."""
 MAX_N = 128
-INT64 = 2**63
-NAME = 200
+INT64_LIMIT = 2**63
+MAX_NAME = 200
 """Longest name that is looked at."""
 MAX_FIELDS = 64
 """Fields of one object."""
@@ -98,13 +98,13 @@ MAX_TOKENS = 2**20
 MAX_LOGIT_BIASES = 4096
 """Keys of `logit_bias` that are looked at; the engine's own bound is lower and has its own message."""
 
-IGNORED = frozenset(
+IGNORED_FIELDS = frozenset(
     {
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options",
     }
 )  # fmt: skip
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "best_of": (),  # but for n itself
@@ -123,7 +123,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """What OpenAI's APIs have and the engine cannot do, with the values that ask for nothing."""
-REASONS = {
+UNSUPPORTED_REASONS = {
     "frequency_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
     "presence_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
     "response_format": "the engine does not constrain tokens to a grammar, so JSON could not be promised; ask for it in the prompt",
@@ -132,7 +132,7 @@ REASONS = {
 """Why, where it is not plain from the name."""
 
 
-class Fields(BaseModel):
+class StrictFields(BaseModel):
     """Strict: `"1"` is no number, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -142,7 +142,7 @@ class Fields(BaseModel):
     def _few_fields(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             unknown = next(name for name in value if name not in cls.model_fields)
-            raise ValueError(f"got {len(value)} fields, among them {unknown[:NAME]!r}, which is not known")
+            raise ValueError(f"got {len(value)} fields, among them {unknown[:MAX_NAME]!r}, which is not known")
         return value
 
 
@@ -161,15 +161,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class StreamOptions(Fields):
+class StreamOptions(StrictFields):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Sampled(Fields):
+class SamplingFields(StrictFields):
     """What both APIs share."""
 
-    model: str = Field(max_length=NAME)
+    model: str = Field(max_length=MAX_NAME)
     n: int = Field(1, ge=1, le=MAX_N)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -179,16 +179,16 @@ class Sampled(Fields):
         dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_at_most(MAX_LOGIT_BIASES, "tokens"))
     ] = {}
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], FailFast(), BeforeValidator(_as_list)
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], FailFast(), BeforeValidator(_as_list)
     ] = Field(default=[], max_length=MAX_STOPS)
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    seed: int | None = Field(None, ge=-INT64_LIMIT, lt=INT64_LIMIT)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     raw_logprobs: bool = False
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Sampled:
+    def _options_of_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
         return self
@@ -196,19 +196,19 @@ class Sampled(Fields):
     @field_validator("temperature")
     @classmethod
     def _not_nearly_zero(cls, value: float) -> float:
-        if 0 < value < LEAST_TEMPERATURE:
-            raise ValueError(f"expected 0, for the likeliest token, or at least {LEAST_TEMPERATURE:g}")
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"expected 0, for the likeliest token, or at least {MIN_TEMPERATURE:g}")
         return value
 
     @field_validator("logit_bias")
     @classmethod
     def _tokens(cls, value: dict[str, float]) -> dict[str, float]:
         if wrong := [name for name in value if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
-            raise ValueError(f"expected token ids for keys, got {wrong[0][:NAME]!r}")
+            raise ValueError(f"expected token ids for keys, got {wrong[0][:MAX_NAME]!r}")
         return value
 
 
-def _prompts(value: Any) -> Any:
+def _as_prompts(value: Any) -> Any:
     """A text, several, the token ids of one prompt, or of several: always several."""
     if isinstance(value, str):
         return [value]
@@ -217,10 +217,10 @@ def _prompts(value: Any) -> Any:
     return value
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingFields):
     """The body of `POST /v1/completions`."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts), Field(min_length=1)]
+    prompt: Annotated[list[Any], BeforeValidator(_as_prompts), Field(min_length=1)]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
@@ -245,12 +245,12 @@ class CompletionRequest(Sampled):
         return self
 
 
-class TextPart(Fields):
+class TextPart(StrictFields):
     type: Literal["text"]
     text: str
 
 
-def _parts(value: Any) -> Any:
+def _as_parts(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -258,24 +258,24 @@ def _parts(value: Any) -> Any:
     return value
 
 
-Contents = TypeAliasType("Contents", Annotated[list[TextPart], FailFast(), BeforeValidator(_parts)])
+MessageContent = TypeAliasType("MessageContent", Annotated[list[TextPart], FailFast(), BeforeValidator(_as_parts)])
 # By a name of its own, since a union hashes its members and pydantic's FailFast cannot be hashed.
 
 
-class FunctionCall(Fields):
+class FunctionCall(StrictFields):
     name: str
     arguments: str
 
 
-class ToolCall(Fields):
+class ToolCall(StrictFields):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Fields):
+class Message(StrictFields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Contents | None = None
+    content: MessageContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_at_most(MAX_TOOLS, "calls"))] = []
@@ -302,19 +302,19 @@ class Message(Fields):
         return "".join(part.text for part in self.content or [])
 
 
-class Function(Fields):
+class Function(StrictFields):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Literal[False] | None = None
 
 
-class Tool(Fields):
+class Tool(StrictFields):
     type: Literal["function"]
     function: Function
 
 
-def _few_messages(value: Any) -> Any:
+def _bounded_messages(value: Any) -> Any:
     """The messages, if there are not too many of them, nor of their parts."""
     if not isinstance(value, list):
         return value
@@ -326,10 +326,10 @@ def _few_messages(value: Any) -> Any:
     return value
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingFields):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_bounded_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -347,12 +347,12 @@ class ChatRequest(Sampled):
         return self
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(StrictFields):
     """The body of `POST /tokenize`: a text, or a dialogue as the chat template writes it."""
 
-    model: str | None = Field(None, max_length=NAME)
+    model: str | None = Field(None, max_length=MAX_NAME)
     prompt: str | None = None
-    messages: Annotated[list[Any], BeforeValidator(_few_messages)] = []
+    messages: Annotated[list[Any], BeforeValidator(_bounded_messages)] = []
     tools: Annotated[list[Any], BeforeValidator(_at_most(MAX_TOOLS, "tools"))] = []
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = True
@@ -365,17 +365,17 @@ class TokenizeRequest(Fields):
         return self
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(StrictFields):
     """The body of `POST /detokenize`."""
 
-    model: str | None = Field(None, max_length=NAME)
+    model: str | None = Field(None, max_length=MAX_NAME)
     tokens: Annotated[list[int], FailFast(), BeforeValidator(_at_most(MAX_TOKENS, "tokens"))]
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
-def parse(kind: type[Body], body: bytes | bytearray) -> Body:
+def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
     """The request in a body, or the `ApiError` that says what is wrong with it."""
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -383,37 +383,39 @@ def parse(kind: type[Body], body: bytes | bytearray) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED}
-    for name in [name for name in fields if name in NEUTRAL and issubclass(kind, Sampled)]:
-        neutral = _best_of(fields) if name == "best_of" else NEUTRAL[name]
+    fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED_FIELDS}
+    for name in [name for name in fields if name in NEUTRAL_VALUES and issubclass(kind, SamplingFields)]:
+        neutral = _neutral_best_of(fields) if name == "best_of" else NEUTRAL_VALUES[name]
         if fields.pop(name) not in neutral:
-            raise bad_value(name, _cannot(name, neutral), "unsupported_parameter")
-    request = validated(kind, fields)
+            raise bad_value(name, _unsupported(name, neutral), "unsupported_parameter")
+    request = validate_fields(kind, fields)
     if isinstance(request, CompletionRequest | ChatRequest):
         _check_logprobs(request)
     return request
 
 
-def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
+def validate_fields(kind: type[Body], fields: dict[str, Any]) -> Body:
     """The request that the fields make, or the `ApiError` that names the first one that is wrong."""
     unknown = next((name for name in fields if name not in kind.model_fields), None)
     if unknown is not None:
-        message = f"unknown parameter: {unknown}{nearest(unknown[:NAME], kind.model_fields)}"
+        message = f"unknown parameter: {unknown}{did_you_mean(unknown[:MAX_NAME], kind.model_fields)}"
         raise ApiError(400, message, param=unknown, code="unknown_parameter")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+        raise _validation_error(
+            error.errors(include_url=False, include_context=False, include_input=False)[0]
+        ) from None
 
 
-def _best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
+def _neutral_best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
     """The value of `best_of` that asks for nothing: n itself, where it is a number."""
     n = fields.get("n", 1)
     return (n,) if isinstance(n, int) else ()
 
 
-def _cannot(name: str, neutral: Sequence[Any]) -> str:
-    why = f" ({REASONS[name]})" if name in REASONS else ""
+def _unsupported(name: str, neutral: Sequence[Any]) -> str:
+    why = f" ({UNSUPPORTED_REASONS[name]})" if name in UNSUPPORTED_REASONS else ""
     return f"this server cannot do that{why}; leave it out" + "".join(f", or give {value!r}" for value in neutral)
 
 
@@ -432,7 +434,7 @@ def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
         raise bad_value("raw_logprobs", "only with logprobs: it says which ones")
 
 
-def _refusal(error: ErrorDetails) -> ApiError:
+def _validation_error(error: ErrorDetails) -> ApiError:
     """Pydantic's first complaint in OpenAI's words."""
     path = error["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")

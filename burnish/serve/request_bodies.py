@@ -22,16 +22,16 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.serve.openai_schema import ApiError
 
 T = TypeVar("T")
-LARGE = 2**18
+LARGE_BODY = 2**18
 """Bytes from which on a body is large."""
-BODIES = 4
+MAX_LARGE_BODIES = 4
 """The bound on the bytes of all large bodies, as a multiple of the largest body."""
-STEP = 2**16
-STALL_S = 2.0
+PROGRESS_BYTES = 2**16
+STALL_TIMEOUT_S = 2.0
 """A large body is stalled if it has brought fewer than STEP bytes for longer than this. That is less than half the rate at which a body of 8 MiB
 meets the limit of 120 s."""
 RETRY_AFTER_S = 1
-CLOSE = {"Connection": "close"}
+CLOSE_HEADER = {"Connection": "close"}
 """For a refusal before the end of the body: the rest of it is not read."""
 
 
@@ -55,7 +55,7 @@ class _Body:
 
 
 @dataclass
-class Intake:
+class BodyReader:
     """The bodies of all requests until each has become prompts. Used on the event loop."""
 
     max_body: int
@@ -70,12 +70,12 @@ class Intake:
     @property
     def max_bytes(self) -> int:
         """Bytes of all large bodies together."""
-        return BODIES * self.max_body
+        return MAX_LARGE_BODIES * self.max_body
 
     async def work(self, request: Request, prepare: Callable[[bytearray], T]) -> T:
         """What `prepare` makes of the body of a request, in a thread."""
         async with self._read(request) as data:
-            if len(data) < LARGE:
+            if len(data) < LARGE_BODY:
                 return await asyncio.to_thread(prepare, data)
             async with self._working:
                 return await asyncio.to_thread(prepare, data)
@@ -83,7 +83,7 @@ class Intake:
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[bytearray]:
         """The body, if it is JSON and not larger than allowed; its bytes count until the block ends."""
-        _check_type(request)
+        _check_content_type(request)
         body = _Body(self.clock())
         try:
             await self._receive(request, body)
@@ -110,11 +110,11 @@ class Intake:
         size = len(body.data)
         if size > self.max_body:
             message = f"the body is larger than the {self.max_body} bytes this server takes"
-            raise ApiError(413, message, code="body_too_large", headers=CLOSE)
-        if size < LARGE:
+            raise ApiError(413, message, code="body_too_large", headers=CLOSE_HEADER)
+        if size < LARGE_BODY:
             return
         self._large.add(body)
-        if size - body.step_size >= STEP:
+        if size - body.step_size >= PROGRESS_BYTES:
             body.step_at, body.step_size = self.clock(), size
         while sum(len(one.data) for one in self._large) > self.max_bytes:
             self._make_room(body)
@@ -122,11 +122,13 @@ class Intake:
     def _make_room(self, body: _Body) -> None:
         """Refuse the large body that is stalled longest; if none is stalled, or it is this one, refuse this one."""
         slowest = min((one for one in self._large if not one.is_whole), key=lambda one: one.step_at)
-        if slowest is body or self.clock() - slowest.step_at <= STALL_S:
+        if slowest is body or self.clock() - slowest.step_at <= STALL_TIMEOUT_S:
             message = (
                 f"large requests of {self.max_bytes} bytes are in work, which is all this server holds; try again later"
             )
-            raise ApiError(429, message, code="too_many_bytes", headers={"Retry-After": str(RETRY_AFTER_S)} | CLOSE)
+            raise ApiError(
+                429, message, code="too_many_bytes", headers={"Retry-After": str(RETRY_AFTER_S)} | CLOSE_HEADER
+            )
         slowest.reading.reschedule(asyncio.get_running_loop().time())
         self._drop(slowest)
 
@@ -138,13 +140,13 @@ class Intake:
 
 def _too_slow() -> ApiError:
     message = (
-        f"the body came too slowly, and another large request needed its room: send bodies of {LARGE} bytes and more with at least "
-        f"{STEP} bytes in {STALL_S:g} s"
+        f"the body came too slowly, and another large request needed its room: send bodies of {LARGE_BODY} bytes and more with at least "
+        f"{PROGRESS_BYTES} bytes in {STALL_TIMEOUT_S:g} s"
     )
-    return ApiError(408, message, code="body_too_slow", headers=CLOSE)
+    return ApiError(408, message, code="body_too_slow", headers=CLOSE_HEADER)
 
 
-def _check_type(request: Request) -> None:
+def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A page in a browser may send some other types to a server on loopback without a CORS preflight, but not this one.
@@ -155,11 +157,11 @@ def _check_type(request: Request) -> None:
 
 # --- texts that cannot fit -----------------------------------------------------------------------------------------------
 
-MARGIN = 2
+TOKENS_PER_POSITION = 2
 """A text is refused if a beginning of it has more than this many times as many tokens as there are positions."""
-GROWTH = (2, 8)
+PREFIX_GROWTH = (2, 8)
 """The least and the largest factor by which the next beginning is longer."""
-COMPOSED = 4
+MAX_NFC_RATIO = 4
 """The most characters that NFC composes into one."""
 
 
@@ -181,13 +183,13 @@ class TextLimit:
         least = self.least_tokens(text)
         if least > self.max_positions:
             raise self._refusal(text, least, param)
-        limit = MARGIN * self.max_positions
+        limit = TOKENS_PER_POSITION * self.max_positions
         size = limit
         while size < len(text):
             num = len(self.tokenizer.encode(text[:size]))
             if num > limit:
                 raise self._refusal(text, self.max_positions + 1, param)
-            least_growth, most_growth = GROWTH
+            least_growth, most_growth = PREFIX_GROWTH
             size = int(size * max(least_growth, min(most_growth, 1.2 * limit / max(1, num))))
 
     def least_tokens(self, text: str) -> int:
@@ -195,7 +197,7 @@ class TextLimit:
         if self._longest is None:
             return 0
         size = len(text.encode()) if self._longest.in_bytes else len(text)
-        shrunk = COMPOSED if self._longest.is_composed and not text.isascii() else 1
+        shrunk = MAX_NFC_RATIO if self._longest.is_composed and not text.isascii() else 1
         return -(-size // (self._longest.size * shrunk))
 
     @cached_property

@@ -12,7 +12,7 @@ import torch
 from pydantic_core import from_json
 from torch import Tensor
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.inference.native.engine_common import MAX_BIASES, add_bias, truncate
@@ -29,7 +29,7 @@ from burnish.serve.openai_schema import (
     bad_value,
     draws_likeliest,
     num_alternatives,
-    validated,
+    validate_fields,
 )
 from burnish.serve.request_bodies import TextLimit
 
@@ -39,14 +39,14 @@ from burnish.serve.request_bodies import TextLimit
 # (`top_logprobs`) are computed here, on the same weights. They agree with the engine's numbers to rounding: the sums of a pass over the whole
 # sequence are taken in another order, and a cache in 8 bits rounds what the engine reads.
 
-MAX_SCORED = 16384
+MAX_SCORED_TOKENS = 16384
 """Longest sequence that is scored: it takes one forward pass, whose memory is needed besides the engine's cache."""
-ROWS = 256
+LOGIT_ROWS = 256
 """Positions whose logits are in memory at once."""
 
 
 @dataclass
-class Scores:
+class TokenScores:
     """Log-probs of consecutive tokens of a sequence."""
 
     logp: list[float] = field(default_factory=list)
@@ -56,17 +56,19 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class TokenScorer:
     """Scores sequences. The engine samples from the same module, so only the engine's thread may call this."""
 
     module: Decoder | TransformersPolicy
 
     @torch.inference_mode()
-    def score(self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None) -> Scores:
+    def score(
+        self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
+    ) -> TokenScores:
         """Score the tokens from `first` on: under the model itself, or under the distribution that `options` draw from."""
         device = next(self.module.parameters()).device
         packed = torch.tensor(tokens, device=device)
-        found = Scores()
+        found = TokenScores()
         start = first
         for logits in self._logits(packed, first):
             logp = _log_probs(logits, options)
@@ -81,11 +83,13 @@ class Scorer:
     def _logits(self, tokens: Tensor, first: int) -> Iterator[Tensor]:
         """Yield the logits of the positions from `first` on, in order, as [up to ROWS, vocab]."""
         if not isinstance(self.module, Decoder):
-            yield from self.module.inner(input_ids=tokens[None], use_cache=False).logits[0, first - 1 : -1].split(ROWS)
+            yield from (
+                self.module.inner(input_ids=tokens[None], use_cache=False).logits[0, first - 1 : -1].split(LOGIT_ROWS)
+            )
             return
         offsets = torch.tensor([0, len(tokens)], device=tokens.device)
         hidden, _ = self.module.states(tokens, offsets, torch.arange(first - 1, len(tokens) - 1, device=tokens.device))
-        for part in hidden.split(ROWS):
+        for part in hidden.split(LOGIT_ROWS):
             yield self.module.logits(part)
 
 
@@ -107,7 +111,7 @@ def _log_probs(logits: Tensor, options: SamplingOptions | None) -> Tensor:
     return (logits / scale).log_softmax(-1)
 
 
-RESERVED = frozenset(
+RESERVED_VARIABLES = frozenset(
     {
         "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
         "continue_final_message", "tokenize",
@@ -117,7 +121,7 @@ RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model a server answers with, and what it allows."""
 
     name: str
@@ -134,7 +138,7 @@ class Served:
         return TextLimit(self.tokenizer, self.max_positions)
 
 
-def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple[int, ...]]:
+def completion_prompts(request: CompletionRequest, served: ServedModel) -> list[tuple[int, ...]]:
     """The token ids of each prompt: texts get what the tokenizer puts before a text, token ids are taken as they are."""
     prompts = []
     for prompt in request.prompt:
@@ -144,7 +148,7 @@ def completion_prompts(request: CompletionRequest, served: Served) -> list[tuple
     return prompts
 
 
-def _encode(text: str, served: Served, special: bool = True) -> list[int]:
+def _encode(text: str, served: ServedModel, special: bool = True) -> list[int]:
     try:
         served.text_limit.check(text, "prompt")
         return served.tokenizer.encode(text, special=special)
@@ -152,7 +156,7 @@ def _encode(text: str, served: Served, special: bool = True) -> list[int]:
         raise bad_value("prompt", str(error)) from error
 
 
-def chat_prompt(request: ChatRequest, served: Served) -> tuple[int, ...]:
+def chat_prompt(request: ChatRequest, served: ServedModel) -> tuple[int, ...]:
     """The token ids of a dialogue up to where the assistant speaks, as the model's own chat template writes it."""
     tokenizer, kwargs = served.tokenizer, request.chat_template_kwargs
     if not tokenizer.has_chat_template:
@@ -160,13 +164,13 @@ def chat_prompt(request: ChatRequest, served: Served) -> tuple[int, ...]:
             400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
         )
     for name in kwargs:
-        if name in RESERVED or not tokenizer.chat_template_mentions(name):
+        if name in RESERVED_VARIABLES or not tokenizer.chat_template_mentions(name):
             raise bad_value(f"chat_template_kwargs.{name}", "the chat template has no variable of that name to set")
     tools = offered_tools(request)
     if tools and not tokenizer.chat_template_mentions("tools"):
         raise bad_value("tools", "this model's chat template has no place for tools", "unsupported_parameter")
     try:
-        messages = [_as_template_wants(message, i) for i, message in enumerate(request.messages)]
+        messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
         variables = kwargs | ({"tools": tools} if tools else {})
         # A template may leave texts out: what it wrote is measured, not what it was given.
         served.text_limit.check(tokenizer.chat_text(messages, **variables), "messages")
@@ -182,7 +186,7 @@ def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
-def _as_template_wants(message: Message, index: int) -> dict[str, Any]:
+def _template_message(message: Message, index: int) -> dict[str, Any]:
     """A message in the form chat templates are written for: arguments as objects, `developer` under its older name."""
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": message.text}
@@ -198,7 +202,9 @@ def _as_template_wants(message: Message, index: int) -> dict[str, Any]:
     return found
 
 
-def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served) -> int:
+def max_tokens_of(
+    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: ServedModel
+) -> int:
     """Most new tokens of each completion; a chat that does not say gets all positions that are left."""
     if not all(prompts):
         raise ApiError(400, "a prompt has no tokens", param="prompt", code="empty_prompt")
@@ -229,7 +235,7 @@ def max_tokens_of(request: CompletionRequest | ChatRequest, prompts: Sequence[tu
 
 
 def engine_requests(
-    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: Served, name: str
+    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: ServedModel, name: str
 ) -> list[Request]:
     """`n` requests of each prompt, in the order of the choices. With a seed, noise depends on it, on the prompt and on the
     place among the choices alone."""
@@ -254,21 +260,21 @@ def engine_requests(
     return requests
 
 
-def check_scored(request: CompletionRequest | ChatRequest, requests: Sequence[Request]) -> None:
+def check_scored_length(request: CompletionRequest | ChatRequest, requests: Sequence[Request]) -> None:
     """Raise for sequences that are too long for the forward pass that `echo` and alternatives need."""
     is_echo = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     is_top = num_alternatives(request) > (1 if draws_likeliest(request) else 0)
     longest = max(len(r.tokens) + (r.sampling.max_tokens if is_top else 0) for r in requests)
-    if (is_echo or is_top) and longest > MAX_SCORED:
+    if (is_echo or is_top) and longest > MAX_SCORED_TOKENS:
         name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         what = "prompts" if is_echo and not is_top else "prompt and max_tokens"
         raise bad_value(
             name,
-            f"log-probs beside those of sampled tokens are computed for {MAX_SCORED} tokens at most; {what} come to {longest}",
+            f"log-probs beside those of sampled tokens are computed for {MAX_SCORED_TOKENS} tokens at most; {what} come to {longest}",
         )
 
 
-def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
+def tokenize_response(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """The answer of `/tokenize`."""
     if request.model is not None:
         check_model(request.model, served)
@@ -276,7 +282,7 @@ def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
         tokens = _encode(request.prompt, served, special=request.add_special_tokens)
     else:
         chat = {"model": served.name, "messages": request.messages, "tools": request.tools}
-        asked = validated(ChatRequest, chat | {"chat_template_kwargs": request.chat_template_kwargs})
+        asked = validate_fields(ChatRequest, chat | {"chat_template_kwargs": request.chat_template_kwargs})
         tokens = list(chat_prompt(asked, served))
     found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_positions, "tokens": tokens}
     if request.return_token_strs:
@@ -284,7 +290,7 @@ def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
     return found
 
 
-def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+def detokenize_response(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """The answer of `/detokenize`, with the text of markup too."""
     if request.model is not None:
         check_model(request.model, served)
@@ -292,13 +298,13 @@ def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     return {"prompt": served.tokenizer.decode(request.tokens, skip_special=False)}
 
 
-def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+def _check_tokens(tokens: Sequence[int], param: str, served: ServedModel) -> None:
     wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
     if wrong is not None:
         raise bad_value(param, f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
 
 
-def logit_bias_of(request: CompletionRequest | ChatRequest, served: Served) -> tuple[tuple[int, float], ...]:
+def logit_bias_of(request: CompletionRequest | ChatRequest, served: ServedModel) -> tuple[tuple[int, float], ...]:
     """The biases by token id; whatever adds nothing is left out."""
     pairs = {int(name): value for name, value in request.logit_bias.items()}
     wrong = next((token for token in pairs if token >= served.num_embeddings), None)
@@ -311,12 +317,12 @@ def logit_bias_of(request: CompletionRequest | ChatRequest, served: Served) -> t
     return tuple((token, value) for token, value in pairs.items() if value)
 
 
-def check_model(asked: str, served: Served) -> None:
+def check_model(asked: str, served: ServedModel) -> None:
     """There is one model here, and a client must mean it."""
     if asked != served.name:
         raise ApiError(
             404,
-            f"there is no model {asked!r} here{nearest(asked, [served.name])} (this server has {served.name!r})",
+            f"there is no model {asked!r} here{did_you_mean(asked, [served.name])} (this server has {served.name!r})",
             param="model",
             code="model_not_found",
         )

@@ -21,8 +21,8 @@ import numpy as np
 from burnish.core.engine import Completion, Request
 from burnish.evaluation.model_source import TextStream
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.engine_thread import Event
-from burnish.serve.openai_schema import ChatRequest, CompletionRequest, not_a_number
+from burnish.serve.async_engine import EngineEvent
+from burnish.serve.openai_schema import ChatRequest, CompletionRequest, nan_error
 
 # --- The text of a completion, cut at stop strings, whole or as its tokens come.
 #
@@ -36,7 +36,7 @@ def stop_position(text: str, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def undecided(text: str, marks: Sequence[str]) -> int:
+def partial_match(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of a text that is the beginning of one of the marks, and not all of it."""
     longest = max((len(mark) - 1 for mark in marks), default=0)
     for size in range(min(longest, len(text)), 0, -1):
@@ -45,7 +45,9 @@ def undecided(text: str, marks: Sequence[str]) -> int:
     return 0
 
 
-def whole_text(tokens: Sequence[int], tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]) -> str:
+def completion_text(
+    tokens: Sequence[int], tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]
+) -> str:
     """The text of all tokens of a completion."""
     if tokens and tokens[-1] in end_tokens:
         tokens = tokens[:-1]
@@ -53,7 +55,7 @@ def whole_text(tokens: Sequence[int], tokenizer: Tokenizer, end_tokens: Sequence
     return text[: stop_position(text, stops)]
 
 
-class ShownText:
+class VisibleText:
     """The text of a completion piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]) -> None:
@@ -78,7 +80,7 @@ class ShownText:
         if at is not None:
             self._has_stopped = True
         else:
-            at = len(self._pending) - (0 if is_last else undecided(self._pending, self.stops))
+            at = len(self._pending) - (0 if is_last else partial_match(self._pending, self.stops))
         shown, self._pending = self._pending[:at], self._pending[at:]
         return shown
 
@@ -92,20 +94,20 @@ class ShownText:
 # An answer is read as calls only if everything from the first `<tool_call>` on is such blocks, one or several, and nothing else.
 # Otherwise all of it stays text: a call that is cut short or malformed is never guessed at.
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_constant)
+JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """What an answer says before its calls, and the calls as OpenAI writes them; all of it and none where it has none."""
-    at = text.find(OPEN)
-    calls = _read_blocks(text[at:]) if at >= 0 else None
+    at = text.find(TOOL_CALL_OPEN)
+    calls = _read_tool_calls(text[at:]) if at >= 0 else None
     if not calls:
         return text, []
     return text[:at].rstrip(), [
@@ -118,30 +120,30 @@ def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     ]
 
 
-def _read_blocks(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+def _read_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
     """The name and arguments of each block; None unless the text is blocks throughout."""
     calls = []
     rest = text.strip()
     while rest:
-        if not rest.startswith(OPEN):
+        if not rest.startswith(TOOL_CALL_OPEN):
             return None
         try:
             # Read as JSON, not up to the closing tag: an argument may contain one.
-            value, end = DECODER.raw_decode(rest[len(OPEN) :].lstrip())
+            value, end = JSON_DECODER.raw_decode(rest[len(TOOL_CALL_OPEN) :].lstrip())
         except (ValueError, RecursionError):
             return None
-        rest = rest[len(OPEN) :].lstrip()[end:].lstrip()
+        rest = rest[len(TOOL_CALL_OPEN) :].lstrip()[end:].lstrip()
         is_call = isinstance(value, dict) and set(value) == {"name", "arguments"}
         if not (is_call and isinstance(value["name"], str) and isinstance(value["arguments"], dict)):
             return None
-        if not rest.startswith(CLOSE):
+        if not rest.startswith(TOOL_CALL_CLOSE):
             return None
-        rest = rest[len(CLOSE) :].lstrip()
+        rest = rest[len(TOOL_CALL_CLOSE) :].lstrip()
         calls.append((value["name"], value["arguments"]))
     return calls
 
 
-class CallStream:
+class ToolCallStream:
     """Splits an answer as it comes: text goes through until it may be the beginning of a call."""
 
     def __init__(self) -> None:
@@ -150,23 +152,23 @@ class CallStream:
     def push(self, text: str) -> str:
         """The text that is sure to stand before any call."""
         self._pending += text
-        at = self._pending.find(OPEN)
+        at = self._pending.find(TOOL_CALL_OPEN)
         if at < 0:
-            at = len(self._pending) - undecided(self._pending, [OPEN])
+            at = len(self._pending) - partial_match(self._pending, [TOOL_CALL_OPEN])
         at = len(self._pending[:at].rstrip())  # space before a call is no part of what is said
         shown, self._pending = self._pending[:at], self._pending[at:]
         return shown
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """What is left: text, or calls."""
-        return split_calls(self._pending)
+        return split_tool_calls(self._pending)
 
 
 # --- What became of each choice of an answer, from what the engine says of its requests.
 
 
 @dataclass
-class Delta:
+class ChoiceDelta:
     """What is new of one choice; all of it, if nothing of it was seen before."""
 
     index: int
@@ -186,15 +188,15 @@ class Choice:
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer, with_calls: bool) -> None:
         self.index, self.request, self.tokenizer = index, request, tokenizer
         self.num_tokens = 0
-        self._text = ShownText(tokenizer, request.sampling.stop_tokens, request.sampling.stop)
-        self._calls = CallStream() if with_calls else None
+        self._text = VisibleText(tokenizer, request.sampling.stop_tokens, request.sampling.stop)
+        self._calls = ToolCallStream() if with_calls else None
 
-    def take(self, tokens: list[int], completion: Completion | None) -> Delta:
+    def take(self, tokens: list[int], completion: Completion | None) -> ChoiceDelta:
         """What these tokens add, and the end if the completion is there; it has all tokens, also those taken before."""
-        delta = Delta(self.index, tokens=tokens)
+        delta = ChoiceDelta(self.index, tokens=tokens)
         if completion is not None:
             if not np.isfinite(completion.logp).all():
-                raise not_a_number()
+                raise nan_error()
             delta.tokens = completion.tokens[self.num_tokens :].tolist()
             logp = completion.logp if completion.raw_logp is None else completion.raw_logp
             delta.logp = logp[self.num_tokens :].tolist()
@@ -211,7 +213,7 @@ class Choice:
     def _show(self, tokens: list[int], is_last: bool) -> str:
         if is_last and not self.num_tokens:  # the whole at once, which is much faster than token by token
             options = self.request.sampling
-            return whole_text(tokens, self.tokenizer, options.stop_tokens, options.stop)
+            return completion_text(tokens, self.tokenizer, options.stop_tokens, options.stop)
         text = "".join([self._text.push(token) for token in tokens])
         return text + self._text.finish() if is_last else text
 
@@ -228,7 +230,7 @@ class Choices:
         """Tokens sampled so far."""
         return sum(choice.num_tokens for choice in self.all)
 
-    def take(self, events: Iterable[Event]) -> Iterator[Delta]:
+    def take(self, events: Iterable[EngineEvent]) -> Iterator[ChoiceDelta]:
         """What a batch of events adds, one delta a choice."""
         tokens: dict[int, list[int]] = {}
         ended: dict[int, Completion] = {}
@@ -246,12 +248,12 @@ class Choices:
 
 
 Json = dict[str, Any]
-Top = Sequence[tuple[int, float]]
+TopTokens = Sequence[tuple[int, float]]
 """Tokens with their log-probs, the likeliest first."""
 
 
 @dataclass
-class Echo:
+class EchoedPrompt:
     """A prompt that is part of the answer."""
 
     text: str
@@ -261,7 +263,7 @@ class Echo:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-class Answer(ABC):
+class ApiResponse(ABC):
     """What both shapes share. A subclass says what a choice looks like."""
 
     object = chunk_object = ""
@@ -281,12 +283,12 @@ class Answer(ABC):
         options = asked.stream_options
         self.usage_at_end = options is not None and options.include_usage
 
-    def whole(self, deltas: Sequence[Delta], num_tokens: int) -> Json:
+    def whole(self, deltas: Sequence[ChoiceDelta], num_tokens: int) -> Json:
         """The answer to a request without `stream`."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
         return self._framed(self.object, choices) | self._prompt() | {"usage": self.usage(num_tokens)}
 
-    def chunk(self, delta: Delta) -> Json | None:
+    def chunk(self, delta: ChoiceDelta) -> Json | None:
         """One event of a stream; None where a client has nothing to learn from it."""
         if not (delta.text or delta.calls or delta.finish or (delta.tokens and self.asked.return_token_ids)):
             return None
@@ -317,17 +319,17 @@ class Answer(ABC):
         return {**self.head, "object": kind, "choices": choices}
 
     @abstractmethod
-    def _choice(self, delta: Delta) -> Json:
+    def _choice(self, delta: ChoiceDelta) -> Json:
         """A choice of a whole answer."""
 
     @abstractmethod
-    def _part(self, delta: Delta, is_first: bool) -> Json:
+    def _part(self, delta: ChoiceDelta, is_first: bool) -> Json:
         """A choice of one event."""
 
     def _prompt(self) -> Json:
         return {}
 
-    def _ids(self, delta: Delta) -> Json:
+    def _ids(self, delta: ChoiceDelta) -> Json:
         return {"token_ids": delta.tokens} if self.asked.return_token_ids else {}
 
     def _name(self, token: int, piece: str) -> str:
@@ -339,7 +341,7 @@ class Answer(ABC):
         return self.tokenizer.decode([token], skip_special=False)
 
     def _alternatives(
-        self, token: int, name: str, logp: float, top: Top | None, num_top: int
+        self, token: int, name: str, logp: float, top: TopTokens | None, num_top: int
     ) -> list[tuple[str, float]]:
         """Names and log-probs of the likeliest tokens. The token itself is added if it is not among them, with the engine's log-prob."""
         if top is None:  # drawn greedily: the token is the likeliest
@@ -348,17 +350,17 @@ class Answer(ABC):
         return found if token in [other for other, _ in top[:num_top]] else [*found, (name, logp)]
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(ApiResponse):
     """`text_completion`: a chunk looks like the whole."""
 
     object = chunk_object = "text_completion"
-    echoes: Sequence[Echo] = ()
+    echoes: Sequence[EchoedPrompt] = ()
     """One for each prompt; empty unless the request has `echo`."""
 
-    def _choice(self, delta: Delta) -> Json:
+    def _choice(self, delta: ChoiceDelta) -> Json:
         return self._part(delta, is_first=True)
 
-    def _part(self, delta: Delta, is_first: bool) -> Json:
+    def _part(self, delta: ChoiceDelta, is_first: bool) -> Json:
         echo = self.echoes[delta.index // self.asked.n] if self.echoes else None
         found = {
             "index": delta.index,
@@ -370,7 +372,7 @@ class CompletionAnswer(Answer):
             found["prompt_token_ids"] = list(self.requests[delta.index].tokens)
         return found | self._ids(delta)
 
-    def _logprobs(self, delta: Delta, echo: Echo | None) -> Json | None:
+    def _logprobs(self, delta: ChoiceDelta, echo: EchoedPrompt | None) -> Json | None:
         num_top = self.asked.logprobs
         if num_top is None or delta.logp is None:
             return None
@@ -388,7 +390,7 @@ class CompletionAnswer(Answer):
         found: Json,
         tokens: Sequence[int],
         logp: Sequence[float | None],
-        top: Sequence[Top | None] | None,
+        top: Sequence[TopTokens | None] | None,
         start: int,
         end: int,
     ) -> None:
@@ -411,18 +413,18 @@ class CompletionAnswer(Answer):
             found["top_logprobs"].append(dict(sorted(others, key=lambda pair: pair[1])))
 
 
-class ChatAnswer(Answer):
+class ChatResponse(ApiResponse):
     """`chat.completion` and `chat.completion.chunk`."""
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, delta: Delta) -> Json:
+    def _choice(self, delta: ChoiceDelta) -> Json:
         message: Json = {"role": "assistant", "content": (delta.text or None) if delta.calls else delta.text}
         if delta.calls:
             message["tool_calls"] = delta.calls
         return self._around(delta, {"message": message})
 
-    def _part(self, delta: Delta, is_first: bool) -> Json:
+    def _part(self, delta: ChoiceDelta, is_first: bool) -> Json:
         part: Json = {"role": "assistant"} if is_first else {}
         if delta.text or (is_first and not delta.calls):
             part["content"] = delta.text
@@ -430,14 +432,14 @@ class ChatAnswer(Answer):
             part["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta.calls)]
         return self._around(delta, {"delta": part})
 
-    def _around(self, delta: Delta, content: Json) -> Json:
+    def _around(self, delta: ChoiceDelta, content: Json) -> Json:
         found = {"index": delta.index, "logprobs": self._logprobs(delta), "finish_reason": delta.finish}
         return found | content | self._ids(delta)
 
     def _prompt(self) -> Json:
         return {"prompt_token_ids": list(self.requests[0].tokens)} if self.asked.return_token_ids else {}
 
-    def _logprobs(self, delta: Delta) -> Json | None:
+    def _logprobs(self, delta: ChoiceDelta) -> Json | None:
         asked = self.asked
         if not asked.logprobs or delta.logp is None:
             return None

@@ -19,8 +19,8 @@ import torch
 from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.data import Template
-from burnish.config.errors import UserError, nearest
-from burnish.config.explain import remarks
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.explain import config_notes
 from burnish.config.records import Slot
 from burnish.config.rollout import Ahead, Async
 from burnish.config.schema import Sft, TrainConfig
@@ -28,13 +28,13 @@ from burnish.core.batch import Batch
 from burnish.core.engine import Engine
 from burnish.data.prompt_pool import Prompt, ReadRows
 from burnish.data.prompt_stream import PromptStream, validation_prompts
-from burnish.data.rows import read_rows
+from burnish.data.row_formats import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.distributed import roles
 from burnish.distributed.ray_roles import Roles, start_roles
-from burnish.distributed.roles import build_process, check_process
-from burnish.environments.registry import check_turns_fit, environment_factory
+from burnish.distributed.roles import build_process_reward_model, check_process_reward_model
+from burnish.environments.registry import check_template_for_turns, environment_factory
 from burnish.models.activation_checkpointing import check_activations, set_activations
 from burnish.models.compiled_layers import check_compile
 from burnish.models.policy import AnyPolicy, PolicyModel
@@ -42,24 +42,30 @@ from burnish.rewards.scoring import Rewards
 from burnish.rollout.ahead_source import AheadSource
 from burnish.rollout.async_source import AsyncSource
 from burnish.rollout.replay import ReplaySource, ReplayStore
-from burnish.rollout.runner import Branching, Driver, longest_episode
+from burnish.rollout.runner import Branching, RolloutRunner, max_trajectory_tokens
 from burnish.rollout.scoring import RolloutBatch
-from burnish.rollout.segment_rollouts import Chain, Tree
-from burnish.rollout.sync_source import RolloutPlan, Source, SyncSource
-from burnish.rollout.validation import measure, sampling_options, summary
-from burnish.run.checkpoint.contents import Sums, are_sums, folder_sums, what_is_damaged, write_contents
-from burnish.run.checkpoint.saving import leave
-from burnish.run.durable_files import OR_ANEW, atomic_directory, atomic_write
-from burnish.run.health.mismatch_causes import Facts
+from burnish.rollout.segment_rollouts import ChainPlan, TreePlan
+from burnish.rollout.sync_source import RolloutPlan, RolloutSource, SyncSource
+from burnish.rollout.validation import held_out_rollouts, sampling_options, validation_metrics
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import (
+    Checksums,
+    are_checksums,
+    first_damaged_file,
+    folder_checksums,
+    write_contents,
+)
+from burnish.run.durable_files import START_OVER_HINT, atomic_directory, atomic_write
+from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
-from burnish.trainers.context import Demonstrations, TrainContext, Validate
-from burnish.trainers.input_checks import check_positions, check_readers
-from burnish.trainers.performance import MemoryWatch
+from burnish.trainers.context import ImitationBatch, TrainContext, Validate
+from burnish.trainers.input_checks import check_positions, check_reader_positions
+from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
-from burnish.trainers.state import first_state
-from burnish.trainers.step_metrics import Shown, demonstrations_of
+from burnish.trainers.state import initial_state
+from burnish.trainers.step_metrics import FindDemonstrations, build_demonstrations
 from burnish.training.learner import Learner
 
 if TYPE_CHECKING:
@@ -77,15 +83,15 @@ def rollout_plan(config: TrainConfig, eos_ids: tuple[int, ...], step: int) -> Ro
         n=settings.n,
         sampling=sampling_options(settings, eos_ids),
         greedy=bool(config.algorithm.needs("greedy")),
-        branching=branching(config.algorithm.advantage),
+        branching=branching_plan(config.algorithm.advantage),
     )
 
 
-def branching(advantage: Slot) -> Branching | None:
+def branching_plan(advantage: Slot) -> Branching | None:
     """What an advantage asks of the samples besides being samples."""
     if isinstance(advantage, SpoChainAdvantage):
-        return Chain(advantage.below, advantage.every, advantage.rollouts)
-    return Tree(tuple(advantage.branches), advantage.segment) if isinstance(advantage, SpoTreeAdvantage) else None
+        return ChainPlan(advantage.below, advantage.every, advantage.rollouts)
+    return TreePlan(tuple(advantage.branches), advantage.segment) if isinstance(advantage, SpoTreeAdvantage) else None
 
 
 def build_replay(config: TrainConfig) -> ReplayStore | None:
@@ -93,7 +99,7 @@ def build_replay(config: TrainConfig) -> ReplayStore | None:
     return None if config.algorithm.replay is None else ReplayStore(config.algorithm.replay, config.seed)
 
 
-def with_replay(config: TrainConfig, source: Source, store: ReplayStore | None) -> Source:
+def with_replay(config: TrainConfig, source: RolloutSource, store: ReplayStore | None) -> RolloutSource:
     """A source whose steps also get groups back."""
     replay = config.algorithm.replay
     if store is None or replay is None:
@@ -101,7 +107,9 @@ def with_replay(config: TrainConfig, source: Source, store: ReplayStore | None) 
     return ReplaySource(source, store, lambda step: math.ceil(replay.share * config.rollout.at(step).prompts))
 
 
-def build_source(config: TrainConfig, run: Run, stream: PromptStream, driver: Driver, rewards: Rewards) -> Source:
+def build_source(
+    config: TrainConfig, run: Run, stream: PromptStream, driver: RolloutRunner, rewards: Rewards
+) -> RolloutSource:
     """The source of a run's new rollouts."""
     eos_ids, kind = driver.tokenizer.eos_ids, config.rollout.source
 
@@ -116,14 +124,14 @@ def build_source(config: TrainConfig, run: Run, stream: PromptStream, driver: Dr
     return SyncSource(stream, driver, rewards, run.journal)
 
 
-TRUNCATED = (
+TRUNCATED_SAMPLING_NOTE = (
     "rollout.top_p or rollout.top_k is on: samples come from a truncated distribution that the learner does not "
     "see, and the mismatch metrics will show it"
 )
 
 
 @dataclass
-class Parts:
+class RunParts:
     """What a run is made of, checked; nothing here has written to the run's directory."""
 
     config: TrainConfig
@@ -131,7 +139,7 @@ class Parts:
     rewards: Rewards
     recipe: AlgorithmPipeline
     engine: Engine
-    driver: Driver
+    driver: RolloutRunner
     stream: PromptStream
     held_out: list[Prompt]
     notes: list[str] = field(default_factory=list)
@@ -140,7 +148,7 @@ class Parts:
     """Of the warm start, where it is still to be made."""
     imitated: list[Example] = field(default_factory=list)
     """Of `data.demonstrations`, imitated during RL."""
-    memory: MemoryWatch | None = None
+    memory: MemoryPlanCheck | None = None
     """The memory plan."""
     base: Path | None = None
     """The folder that relative paths are tried from first."""
@@ -153,7 +161,7 @@ class Parts:
 
 
 @dataclass
-class Inputs:
+class RunInputs:
     """The parts of a run that are made of its config, its rows and the policy's tokenizer, without weights."""
 
     recipe: AlgorithmPipeline
@@ -161,20 +169,20 @@ class Inputs:
     held_out: list[Prompt]
     longest: int
     """Tokens of the longest sequence: a prompt with its completion."""
-    demonstrations: Shown
+    demonstrations: FindDemonstrations
     """What joins the samples of a draw."""
     imitated: list[Example]
     """Of `data.demonstrations`, imitated during RL."""
     notes: list[str]
 
 
-def check_inputs(
+def build_inputs(
     config: TrainConfig, base: Path | None, policy: AnyPolicy, rewards: Rewards, read: ReadRows = read_rows
-) -> Inputs:
+) -> RunInputs:
     """The parts that need no weights; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
     updates = config.training.mini_batches * config.training.epochs
     recipe = AlgorithmPipeline(config.algorithm, updates, base, rewards.weights)
-    check_process(config, policy, base)
+    check_process_reward_model(config, policy, base)
     roles.check_teacher(config, policy, base)
     if "kl" in recipe.loss.needs and policy.arch is None:
         raise UserError(
@@ -183,7 +191,7 @@ def check_inputs(
         )
     roles.engine_kind(config.rollout, policy.arch is not None)
     environment_factory(config.environment, policy.tokenizer, base)
-    check_turns_fit(config.environment, policy.tokenizer, config.data.template, base)
+    check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
     curriculum = config.algorithm.curriculum
     stream = PromptStream(
         config.data.train, policy.tokenizer, config.data, config.seed, "train", base, curriculum, read
@@ -191,53 +199,53 @@ def check_inputs(
     held_out = held_out_prompts(config, base, policy, read)
     prompt_tokens = stream.longest()
     longest = check_positions(config, policy.max_positions, prompt_tokens, held_out)
-    episode = longest_episode(policy.max_positions, config.environment.max_tokens)
-    check_readers(config, base, prompt_tokens, held_out, episode)
+    episode = max_trajectory_tokens(policy.max_positions, config.environment.max_tokens)
+    check_reader_positions(config, base, prompt_tokens, held_out, episode)
     if config.environment.name == "single_turn":  # any other may give the reward itself
         rewards.check(stream.rows())
         rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
-    shown, missing = demonstrations_of(config, policy, stream, base)
+    shown, missing = build_demonstrations(config, policy, stream, base)
     notes = [note for note in (stream.report(), missing) if note is not None]
-    notes += [TRUNCATED] if config.rollout.top_p < 1 or config.rollout.top_k else []
-    notes += remarks(config)
+    notes += [TRUNCATED_SAMPLING_NOTE] if config.rollout.top_p < 1 or config.rollout.top_k else []
+    notes += config_notes(config)
     imitated, left_out = list[Example](), 0
     if config.data.demonstrations and config.algorithm.auxiliary.sft > 0:
         most = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
         sources, template = config.data.demonstrations, config.data.template
         imitated, left_out = load_examples(sources, policy.tokenizer, template, most, "filter", base, config.seed)
         notes += [f"{left_out} data.demonstrations are longer than {most} tokens"] if left_out else []
-    return Inputs(recipe, stream, held_out, longest, shown, imitated, notes)
+    return RunInputs(recipe, stream, held_out, longest, shown, imitated, notes)
 
 
-def check_parts(
+def build_parts(
     config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards, read: ReadRows = read_rows
-) -> Parts:
+) -> RunParts:
     """All parts of an RL run; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
     for stage in (config.training, config.warm_start):
         if stage is not None:
             check_activations(policy.module, stage.activations)
     if config.training.compile:
         check_compile(policy.module)
-    inputs = check_inputs(config, base, policy, rewards, read)
+    inputs = build_inputs(config, base, policy, rewards, read)
     engine = roles.build_engine(policy, config.rollout)
-    driver = roles.build_driver(config, policy, engine, base)
+    driver = roles.build_runner(config, policy, engine, base)
     driver.demonstrations = inputs.demonstrations
-    paged = roles.paged_engine(engine)
+    paged = roles.find_paged_engine(engine)
     if paged is not None and config.rollout.cache_gib is not None:
         paged.plan(inputs.longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
-    parts = Parts(
+    parts = RunParts(
         config, policy, rewards, inputs.recipe, engine, driver, inputs.stream, inputs.held_out, inputs.notes, base=base
     )
     parts.imitated = inputs.imitated
     return parts
 
 
-def assemble(parts: Parts, run: Run) -> TrainContext:
+def build_context(parts: RunParts, run: Run) -> TrainContext:
     """The parts bound to a run; call it when the policy's weights are those RL starts from."""
     config, policy = parts.config, parts.policy
     for note in parts.notes:
         run.display.note(note)
-    made = _roles(parts, run)
+    made = _build_roles(parts, run)
     parts.policy, parts.engine, parts.driver.engine = made.policy, made.engine, made.engine
     policy = made.policy
     replay = build_replay(config)
@@ -273,15 +281,15 @@ def assemble(parts: Parts, run: Run) -> TrainContext:
         replay=replay,
         recipe=parts.recipe,
         validate=validate,
-        state=first_state(config.algorithm),
-        facts=facts_of(config),
-        demonstrations=imitation(parts, made.learner.device),
+        state=initial_state(config.algorithm),
+        facts=diagnosis_facts(config),
+        demonstrations=imitation_batches(parts, made.learner.device),
         process=process,
         memory=parts.memory,
     )
 
 
-def _roles(parts: Parts, run: Run) -> Roles:
+def _build_roles(parts: RunParts, run: Run) -> Roles:
     """Learner, reference, critic, process reward model and engine, in this process or in others."""
     config, policy, engine = parts.config, parts.policy, parts.engine
     if parts.cluster is not None:
@@ -290,28 +298,28 @@ def _roles(parts: Parts, run: Run) -> Roles:
     if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
         engine = roles.build_engine(policy, config.rollout)
     elif config.rollout.source.name != "sync":
-        engine = roles.own_engine(engine, policy, config.rollout)
-    paged = roles.paged_engine(engine)
+        engine = roles.engine_with_own_weights(engine, policy, config.rollout)
+    paged = roles.find_paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)
     learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy, parts.base)
     if reference is not None and "kl" in parts.recipe.loss.needs:
         learner.reference = reference.distribution
-    critic, process = roles.build_critic(config, policy), build_process(config, policy, parts.base)
+    critic, process = roles.build_critic(config, policy), build_process_reward_model(config, policy, parts.base)
     return Roles(policy, learner, reference, critic, engine, process)
 
 
-def facts_of(config: TrainConfig) -> Facts:
+def diagnosis_facts(config: TrainConfig) -> HealthContext:
     """What a diagnosis may point at."""
     rollout, dtype = config.rollout, config.model.dtype
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
     selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
     sampled = dtype if rollout.cache_dtype == "auto" else f"{dtype} with an {rollout.cache_dtype} cache"
-    return Facts(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
+    return HealthContext(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
 
 
-def imitation(parts: Parts, device: torch.device) -> Demonstrations | None:
+def imitation_batches(parts: RunParts, device: torch.device) -> ImitationBatch | None:
     """The rows of `data.demonstrations` for each mini-batch of the run, in a seeded order, with their weights in the loss."""
     if not parts.imitated:
         return None
@@ -338,7 +346,9 @@ def held_out_prompts(
     columns = {column for prompt in prompts for column in prompt.row.extra}
     if by is not None and by not in columns:
         known = ", ".join(sorted(columns)) or "none besides prompt and answer"
-        raise UserError(f"validation.by={by}: no held-out row has that column{nearest(by, columns)} (has: {known})")
+        raise UserError(
+            f"validation.by={by}: no held-out row has that column{did_you_mean(by, columns)} (has: {known})"
+        )
     return prompts
 
 
@@ -346,7 +356,7 @@ def build_validation(
     config: TrainConfig,
     run: Run,
     policy: PolicyModel,
-    driver: Driver,
+    driver: RolloutRunner,
     rewards: Rewards,
     prompts: list[Prompt],
     kind: str = "validation-",
@@ -366,14 +376,14 @@ def build_validation(
             progress = partial(run.display.phase, of=f"validation {when}, {name}")
             progress("starting")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
-            scored = measure(driver, rewards, prompts, mode.n, options, progress, step + 1)
+            scored = held_out_rollouts(driver, rewards, prompts, mode.n, options, progress, step + 1)
             if scored.failed:
                 text = f"{len(scored.failed)} of {len(scored.trajectories)} held-out samples could not be scored"
                 if step == 0 and len(scored.failed) == len(scored.trajectories):
                     raise UserError(f"before the first step {text}; mend the reward. First: {scored.failed[0].error}")
                 run.display.note(f"step {step}: {text} and do not count; first: {scored.failed[0].error}")
-            found = summary(scored, config.validation.by) | judge(scored)
-            if step == 0 and not values and (hint := step_metrics.might_be_verdicts(config, scored)):
+            found = validation_metrics(scored, config.validation.by) | judge(scored)
+            if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, scored)):
                 run.display.note(hint)
             values |= {f"validation/{name}/{k}": v for k, v in found.items()}
             run.samples(step, f"{kind}{name}", step_metrics.sample_rows(scored, None, policy.tokenizer))
@@ -382,7 +392,7 @@ def build_validation(
     return validate
 
 
-def demonstrations(
+def load_warm_start_examples(
     config: Sft, template: Template, seed: int, base: Path | None, policy: AnyPolicy
 ) -> tuple[list[Example], str | None]:
     """The examples of the warm start, and a note about those left out."""
@@ -392,7 +402,7 @@ def demonstrations(
     return examples, note
 
 
-def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
+def warm_start(parts: RunParts, config: Sft, run: Run, path: Path) -> None:
     """Supervised training of the policy in place, saved at `path` in the run; done once in a run's life."""
     seed, policy = parts.config.seed, parts.policy
     for k, source in enumerate(config.data):
@@ -406,36 +416,36 @@ def warm_start(parts: Parts, config: Sft, run: Run, path: Path) -> None:
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, parts.examples, config, seed, run.display.step)
     run.display.stop()  # its last step is shown before anything is said about what follows
-    expected = (read_warm_sums(path) or folder_sums(path)) if run.journal.num_events else None
+    expected = (read_warm_checksums(path) or folder_checksums(path)) if run.journal.num_events else None
     with atomic_directory(path, replace=True) as folder:
-        sums = write_contents(folder, policy.contents(leave))
+        sums = write_contents(folder, policy.contents(keep_in_place))
         if expected not in (None, {}, sums):
             raise UserError(
                 f"{path} is damaged or missing, and the warm start made again gives other weights than the run was begun with (another "
-                f"machine, library or number of threads?): restore the folder from a copy, {OR_ANEW}"
+                f"machine, library or number of threads?): restore the folder from a copy, {START_OVER_HINT}"
             )
         atomic_write(
-            warm_sums(path), json.dumps(sums, indent=1) + "\n"
+            warm_checksum_file(path), json.dumps(sums, indent=1) + "\n"
         )  # first: a folder without its checksums cannot be checked
 
 
-def warm_sums(path: Path) -> Path:
+def warm_checksum_file(path: Path) -> Path:
     """The file with the checksums of a warm-started model: beside its folder, which is a plain model directory."""
     return path.with_name(f"{path.name}.json")
 
 
-def read_warm_sums(path: Path) -> Sums | None:
+def read_warm_checksums(path: Path) -> Checksums | None:
     """The checksums of a warm-started model; None where their file is missing or damaged."""
     try:
-        sums: Any = json.loads(warm_sums(path).read_text())
+        sums: Any = json.loads(warm_checksum_file(path).read_text())
     except (OSError, ValueError):
         return None
-    return sums if sums and are_sums(sums) else None  # a model has files
+    return sums if sums and are_checksums(sums) else None  # a model has files
 
 
-def warm_damage(path: Path) -> str | None:
+def warm_start_damage(path: Path) -> str | None:
     """Why a warm-started model cannot be used, or None."""
-    sums = read_warm_sums(path)
+    sums = read_warm_checksums(path)
     if sums is None:
-        return f"{warm_sums(path).name}, which has its checksums, is missing or damaged"
-    return what_is_damaged(path, sums)
+        return f"{warm_checksum_file(path).name}, which has its checksums, is missing or damaged"
+    return first_damaged_file(path, sums)

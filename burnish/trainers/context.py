@@ -17,23 +17,23 @@ from burnish.data.prompt_stream import PromptStream
 from burnish.inference.engine_wrappers import MismatchEngine
 from burnish.models.policy import PolicyModel
 from burnish.rollout.replay import ReplayStore
-from burnish.rollout.sync_source import Source
-from burnish.run.checkpoint.contents import Blob, Snapshot
-from burnish.run.checkpoint.saving import Stage
-from burnish.run.health.mismatch_causes import Facts
-from burnish.run.health.monitor import Health
+from burnish.rollout.sync_source import RolloutSource
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import BytesFile, Snapshot
+from burnish.run.health.mismatch_causes import HealthContext
+from burnish.run.health.monitor import HealthMonitor
 from burnish.run.run import Run
 from burnish.trainers.mismatch import GapReport
-from burnish.trainers.performance import MemoryWatch
+from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
-from burnish.trainers.state import TrainerState, restored
-from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcess, AnyReference
+from burnish.trainers.state import TrainerState, state_from_checkpoint
+from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcessRewardModel, AnyReference
 from burnish.training.learner import Update
 
-Part = AnyLearner | AnyReference | AnyCritic | AnyProcess
+CheckpointedPart = AnyLearner | AnyReference | AnyCritic | AnyProcessRewardModel
 Validate = Callable[[int], dict[str, float]]
-Demonstrations = Callable[[int], Batch]
+ImitationBatch = Callable[[int], Batch]
 """The supervised rows that go with the k-th mini-batch of the run."""
 
 
@@ -49,19 +49,19 @@ class TrainContext:
     critic: AnyCritic | None
     engine: Engine
     stream: PromptStream
-    source: Source
+    source: RolloutSource
     recipe: AlgorithmPipeline
     validate: Validate
     state: TrainerState
-    facts: Facts
-    demonstrations: Demonstrations | None = None
+    facts: HealthContext
+    demonstrations: ImitationBatch | None = None
     process: ProcessRewards | None = None
     """What rewards single tokens, and learns to."""
-    health: Health = field(default_factory=Health)
+    health: HealthMonitor = field(default_factory=HealthMonitor)
     """What speaks when a step's numbers leave their healthy ranges."""
     profile: int | None = None
     """The step to record with a profiler."""
-    memory: MemoryWatch | None = None
+    memory: MemoryPlanCheck | None = None
     """The memory plan, to be compared with what a step held."""
     has_accuracy: bool = False
     """Whether the reward tells correct from wrong answers, as far as is known: then the accuracy is the default of `run.best_by`."""
@@ -75,7 +75,7 @@ class TrainContext:
         return [self.learner, *(part.learner for part in others if part is not None)]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[CheckpointedPart]:
         """What a checkpoint holds of weights and optimizers beside the policy's own."""
         process = self.process.model if self.process is not None else None
         return [part for part in (self.learner, self.reference, self.critic, process) if part is not None]
@@ -104,12 +104,12 @@ class StepResult:
     """The mean reward of those that are new, as the shapers left it: what a baseline of earlier steps is the mean of."""
 
 
-def snapshot(job: TrainContext, stage: Stage) -> Snapshot:
+def snapshot(job: TrainContext, stage: TensorStaging) -> Snapshot:
     """A checkpoint to be: a Hugging Face directory, plus optimizer, reference, critic, process reward model and trainer state."""
     state = [content for part in job.parts for content in part.contents(stage)]
     state += job.engine.contents(stage) if isinstance(job.engine, MismatchEngine) else []
     if job.policy.part.index == 0:
-        state.append(Blob("trainer.json", json.dumps(asdict(job.state))))
+        state.append(BytesFile("trainer.json", json.dumps(asdict(job.state))))
         state += job.replay.contents() if job.replay is not None else []
     return Snapshot(job.policy.contents(stage), state, job.policy.part)
 
@@ -121,7 +121,7 @@ def restore(job: TrainContext, folder: Path) -> None:
         part.load(folder)
     if job.replay is not None:
         job.replay.load(folder)
-    job.state = restored(json.loads((folder / "trainer.json").read_text()))
+    job.state = state_from_checkpoint(json.loads((folder / "trainer.json").read_text()))
     job.stream.restore(job.state.stream)
     if isinstance(job.engine, MismatchEngine):
         job.engine.restore(folder)

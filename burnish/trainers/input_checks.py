@@ -11,26 +11,26 @@ from typing import Any
 
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.requirements import AnyConfig, directories_of, places, plugin_files
+from burnish.config.requirements import AnyConfig, matching_paths, model_directories, plugin_files
 from burnish.config.rollout import SINGLE_TURN
 from burnish.config.schema import TrainConfig
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
-from burnish.data.rows import NO_ENVIRONMENT, read_rows, refuse_tools, source_name
-from burnish.models.architecture import positions_of
-from burnish.models.compatibility import digest, model_digest
-from burnish.models.lora.directory import base_of, is_adapter
+from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, read_rows, refuse_tools, source_name
+from burnish.models.architecture import max_positions_of
+from burnish.models.compatibility import digest_parts, model_digest
+from burnish.models.lora.peft_files import base_model_of, is_adapter
 from burnish.models.policy import find_directory
 from burnish.rewards.scoring import Rewards
-from burnish.run.checkpoint.contents import Sums, are_sums, file_sums, what_differs
+from burnish.run.checkpoint.snapshot import Checksums, are_checksums, file_checksum, first_difference
 from burnish.run.durable_files import atomic_write
 
-MANY_TIMES = 20
+MANY_REPEATS = 20
 """A run that draws each row more often says so: it can learn the rows by heart."""
 
 
 @dataclass
-class ReadOnce:
+class RowCache:
     """The rows of the files and plug-ins of a run, which are read once and handed on to the prompts that are made of them."""
 
     sizes: list[int | None] = field(default_factory=list)
@@ -48,9 +48,9 @@ class ReadOnce:
         return self._rows.pop(id(source)) if id(source) in self._rows else read_rows(source, base)
 
 
-def read_checked(config: TrainConfig, base: Path | None, rewards: Rewards) -> ReadOnce:
+def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) -> RowCache:
     """All rows of files and plug-ins; the error for one that the run could not score, or would read only in part."""
-    found = ReadOnce()
+    found = RowCache()
     for section, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for index, source in enumerate(sources):
             size = source.limit
@@ -69,24 +69,24 @@ def check_rows(config: TrainConfig, rows: list[Row], rewards: Rewards, answer_ke
     if config.environment.name != SINGLE_TURN:
         return
     for row in rows:
-        refuse_tools(row.extra, row.place, NO_ENVIRONMENT)
+        refuse_tools(row.extra, row.place, NO_TOOL_ENVIRONMENT)
     rewards.check(rows, answer_key)
 
 
 # --- how often rows come back ------------------------------------------------------------------------------------------------
 
 
-def draws_text(config: TrainConfig, sizes: list[int | None]) -> list[str]:
+def row_repeats_text(config: TrainConfig, sizes: list[int | None]) -> list[str]:
     """How often a run draws each row of its sources that have an end, one line a source."""
-    return [line for line, _ in _draws(config, sizes)]
+    return [line for line, _ in _row_repeats(config, sizes)]
 
 
-def repeated(config: TrainConfig, sizes: list[int | None]) -> list[str]:
+def often_repeated_rows(config: TrainConfig, sizes: list[int | None]) -> list[str]:
     """Those lines for sources of few rows, which a run draws so often that it can learn them by heart."""
-    return [line for line, times in _draws(config, sizes) if times > MANY_TIMES]
+    return [line for line, times in _row_repeats(config, sizes) if times > MANY_REPEATS]
 
 
-def _draws(config: TrainConfig, sizes: list[int | None]) -> list[tuple[str, float]]:
+def _row_repeats(config: TrainConfig, sizes: list[int | None]) -> list[tuple[str, float]]:
     steps, rollout = config.training.steps, config.rollout
     changing = (
         [rollout.at(step).prompts for step in range(1, steps + 1)] if rollout.stages else [rollout.prompts] * steps
@@ -102,14 +102,14 @@ def _draws(config: TrainConfig, sizes: list[int | None]) -> list[tuple[str, floa
         text = f"data: {source_name(source)} has {size:,} rows; {steps:,} steps draw {share:,.0f} prompts of it"
         if times >= 1:
             epoch = steps / times
-            text += f", each row {_times(times)} (an epoch is {epoch:,.1f} steps)"
+            text += f", each row {_times_text(times)} (an epoch is {epoch:,.1f} steps)"
         else:
             text += f", {times:.0%} of the rows"
         found.append((text, times))
     return found
 
 
-def _times(times: float) -> str:
+def _times_text(times: float) -> str:
     return "once" if times == 1 else f"{times:,.0f} times" if times >= 10 else f"{times:,.1f} times"
 
 
@@ -143,7 +143,7 @@ def check_positions(
     return max(prompt + max_tokens for _, max_tokens, prompt in wanted)
 
 
-def check_readers(
+def check_reader_positions(
     config: TrainConfig, base: Path | None, longest: int, held_out: list[Prompt], most: int | None
 ) -> None:
     """The same of the models that read what the policy wrote; `most` are the tokens that several turns may come to.
@@ -159,7 +159,7 @@ def check_readers(
         if path is None:
             continue
         directory = find_directory(path, base)
-        positions = positions_of(base_of(directory) if is_adapter(directory) else directory)
+        positions = max_positions_of(base_model_of(directory) if is_adapter(directory) else directory)
         check_positions(config, positions, longest, prompts, f"{key}={path}")
         if positions is not None and most is not None and turns > 1 and most > positions:
             raise UserError(
@@ -173,14 +173,14 @@ def check_readers(
 # A frozen reference, or the base of adapters, is read again from its directory when a run goes on, and a reward from its file. With other
 # numbers it would be another run, which is refused; other code may be on purpose, and is told of.
 
-Inputs = dict[str, dict[str, Any]]
-FILE = "inputs.json"
-WEIGHTS = ("*.safetensors", "*.bin")
-READERS = 8
+InputDigests = dict[str, dict[str, Any]]
+INPUTS_FILE = "inputs.json"
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+NUM_CHECKSUM_THREADS = 8
 """Files that are read at once for their checksums."""
 
 
-def keep_inputs(
+def record_inputs(
     folder: Path, config: AnyConfig, resolved: dict[str, Any], base: Path, forget: Callable[[], None] = lambda: None
 ) -> list[str]:
     """Write down what a run is made with; notes on what has changed since it was last begun, the error for other models.
@@ -188,11 +188,11 @@ def keep_inputs(
     `forget` is called where other code than that of rewards has changed: rollouts in the journal were sampled by a policy that the
     old code had trained. (Scores that are there stay as they are.)
     """
-    path, names = folder / FILE, dict(directories_of(config))
-    models = {key: found[0] for key, name in names.items() if (found := places(name, base, Path.is_dir))}
-    before, now = _read(path), inputs(models, resolved, base)
+    path, names = folder / INPUTS_FILE, dict(model_directories(config))
+    models = {key: found[0] for key, name in names.items() if (found := matching_paths(name, base, Path.is_dir))}
+    before, now = _read_digests(path), input_digests(models, resolved, base)
     for key in models:
-        changed = None if before is None else what_has_changed(before, now, key)
+        changed = None if before is None else model_difference(before, now, key)
         if changed is not None:
             raise UserError(
                 f"cannot resume: the model of {key}={names[key]} is not the one this run was begun with ({changed}); put that back, or start "
@@ -212,32 +212,32 @@ def keep_inputs(
     return notes
 
 
-def inputs(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> Inputs:
+def input_digests(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> InputDigests:
     """A digest and the checksums of each model directory by its key, and a digest of each plug-in's file by its name; what is not
     there is for others to say."""
     return {
         "models": {key: model_digest(model) for key, model in models.items()},
-        "weights": {key: weight_sums(model) for key, model in models.items()},
-        "plugins": {name: digest([file.read_bytes()]) for name, file in plugin_files(resolved, base).items()},
+        "weights": {key: weight_checksums(model) for key, model in models.items()},
+        "plugins": {name: digest_parts([file.read_bytes()]) for name, file in plugin_files(resolved, base).items()},
     }
 
 
-def what_has_changed(before: Inputs, now: Inputs, key: str) -> str | None:
+def model_difference(before: InputDigests, now: InputDigests, key: str) -> str | None:
     """In what the model of a key differs from the one that was written down, or None."""
-    changed = what_differs(now["weights"][key], before["weights"].get(key, {}))
+    changed = first_difference(now["weights"][key], before["weights"].get(key, {}))
     if changed is None and before["models"].get(key, "") not in ("", now["models"][key]):
         changed = "its config or tokenizer has changed"
     return changed
 
 
-def weight_sums(model: Path) -> Sums:
+def weight_checksums(model: Path) -> Checksums:
     """Size and CRC-32 of every file of weights: a digest of samples would not see a single bit."""
-    files = sorted({file for pattern in WEIGHTS for file in model.glob(pattern)})
-    with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip((file.name for file in files), pool.map(file_sums, files), strict=True))
+    files = sorted({file for pattern in WEIGHT_PATTERNS for file in model.glob(pattern)})
+    with ThreadPoolExecutor(NUM_CHECKSUM_THREADS) as pool:
+        return dict(zip((file.name for file in files), pool.map(file_checksum, files), strict=True))
 
 
-def _read(path: Path) -> Inputs | None:
+def _read_digests(path: Path) -> InputDigests | None:
     """What was written down; None where the file does not exist."""
     if not path.is_file():
         return None
@@ -247,7 +247,7 @@ def _read(path: Path) -> Inputs | None:
             if not isinstance(found[part], dict):
                 raise ValueError(f"{part!r} has no keys")
         for key, sums in found["weights"].items():
-            if not are_sums(sums):
+            if not are_checksums(sums):
                 raise ValueError(f"'weights' of {key}: a size or a checksum is missing")
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(

@@ -12,7 +12,7 @@ from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLER
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.policy.spec import SCOPES, scope_of
 from burnish.algorithms.spec import Algorithm
-from burnish.algorithms.terms.loss_terms import positive_nll_weights, weights_of_sequences
+from burnish.algorithms.terms.loss_terms import positive_nll_weights, sequence_aggregation_weights
 from burnish.config.plugins import check_options, load_plugin
 from burnish.config.records import Plugin, Slot
 from burnish.core.batch import Batch
@@ -29,14 +29,14 @@ def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, hori
     for _ in range(epochs):
         for k in range(num):
             part = (groups >= k * count // num) & (groups < (k + 1) * count // num)
-            yield weighted(batch.select(part.nonzero().squeeze(1)), algorithm, horizon)
+            yield with_loss_weights(batch.select(part.nonzero().squeeze(1)), algorithm, horizon)
 
 
-def weighted(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
+def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
     """The mini-batch with the weights of its policy loss and of the imitation of its right answers."""
     aggregation = algorithm.aggregation
     others = {name: column for name, column in mini.token.items() if name != "weight"}
-    weights = weights_of_sequences(mini, aggregation.name, aggregation.horizon or horizon)
+    weights = sequence_aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon)
     mini = replace(mini, token=others).with_sequence(weight=weights)
     if algorithm.auxiliary.positive_nll > 0:
         mini = mini.with_token(nll_weight=positive_nll_weights(mini, algorithm.auxiliary.positive_nll))
@@ -48,14 +48,14 @@ def weighted(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
 NOT_OPTIONS = {"name", "options"}
 
 
-def options_of(slot: Slot) -> dict[str, Any]:
+def slot_options(slot: Slot) -> dict[str, Any]:
     """A slot record's options as keyword arguments of its function."""
     return (
         dict(slot.options) if isinstance(slot, Plugin) else slot.model_dump(exclude={*NOT_OPTIONS, *slot.of_rollouts})
     )
 
 
-def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
+def slot_function(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
     """The function of a slot: ours by name, or the user's."""
     if not isinstance(slot, Plugin):
         return table[slot.name]
@@ -66,10 +66,10 @@ def function_of(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | N
 
 def filter_function(slot: Slot, base: Path | None) -> Callable[..., Any]:
     """The function of a filter, of whichever kind."""
-    return function_of(slot, {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS}, base)
+    return slot_function(slot, {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS}, base)
 
 
-def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
+def build_policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
     """The loss record of an algorithm."""
     custom = isinstance(algorithm.loss, Plugin)
     scope = "token" if custom else scope_of(algorithm.ratio, algorithm.clip, algorithm.loss)
@@ -81,14 +81,14 @@ def policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
     return PolicyLoss(
         ratio=algorithm.ratio.name,
         clip=algorithm.clip.name,
-        clip_options=options_of(algorithm.clip),
+        clip_options=slot_options(algorithm.clip),
         loss=algorithm.loss.name,
-        loss_options={} if custom else options_of(algorithm.loss),
-        custom=function_of(algorithm.loss, {}, base) if custom else None,
-        custom_options=options_of(algorithm.loss) if custom else {},
+        loss_options={} if custom else slot_options(algorithm.loss),
+        custom=slot_function(algorithm.loss, {}, base) if custom else None,
+        custom_options=slot_options(algorithm.loss) if custom else {},
         scope="batch" if algorithm.entropy.top_share is not None else scope,
         anchor="ref_logp" if anchored else "old_logp",
-        bypass=options_of(correction) if bypass else None,
+        bypass=slot_options(correction) if bypass else None,
         kl_estimator=algorithm.kl.loss.estimator,
         kl_coef=algorithm.kl.loss.coef,
         kl_is_corrected=algorithm.kl.loss.is_corrected,

@@ -8,22 +8,32 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import has_demonstrations, new_ones, put_back, sampled
+from burnish.algorithms.batch_columns import has_demonstrations, sampled_sequences, scatter_sampled, without_replayed
 from burnish.algorithms.correction.budget import RUNGS, BudgetState, budget_correction
-from burnish.algorithms.correction.corrections import decoupled_correction, measured
-from burnish.algorithms.correction.diagnostics import symptoms
-from burnish.algorithms.correction.gap import LARGEST
-from burnish.algorithms.correction.profiles import Compared, compared, gap_profiles, worst_tokens
-from burnish.algorithms.correction.spec import BudgetCorrection, BypassCorrection, DecoupledCorrection, SeedCorrection
+from burnish.algorithms.correction.corrections import decoupled_correction, no_correction
+from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
+from burnish.algorithms.correction.mismatch_profiles import (
+    ComparedTokens,
+    compare_tokens,
+    mismatch_profiles,
+    worst_tokens,
+)
+from burnish.algorithms.correction.rollout_mismatch import MAX_ABS_LOGP
+from burnish.algorithms.correction.spec import (
+    BudgetCorrection,
+    BypassCorrection,
+    CoupledCorrection,
+    DecoupledCorrection,
+)
 from burnish.algorithms.correction.table import CORRECTIONS
-from burnish.algorithms.correction.weights_and_rejection import Corrected
+from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.config.records import Slot
 from burnish.core.batch import Batch
-from burnish.trainers.minibatches import options_of
+from burnish.trainers.minibatches import slot_options
 
-NUM_WORST = 8
+NUM_WORST_TOKENS = 8
 """Tokens a step that are shown one by one."""
-BEFORE, AFTER = 16, 8
+TOKENS_BEFORE, TOKENS_AFTER = 16, 8
 """Tokens around each of them that are shown with it."""
 NO_TOKEN = -1
 
@@ -58,10 +68,10 @@ class GapReport:
 
 def acts_before_advantages(correction: Slot) -> bool:
     """Whether weights or rejection are made here; bypass makes its own inside the loss."""
-    return isinstance(correction, SeedCorrection | DecoupledCorrection | BudgetCorrection) and correction.acts
+    return isinstance(correction, CoupledCorrection | DecoupledCorrection | BudgetCorrection) and correction.acts
 
 
-def corrected(
+def apply_correction(
     batch: Batch, correction: Slot, stats: dict[str, float], budget: BudgetState | None
 ) -> tuple[Batch, BudgetState | None, str]:
     """The batch with weights (`rollout_weight`) and without what is rejected; where a budget chooses the correction, its
@@ -73,32 +83,34 @@ def corrected(
     if not acts_before_advantages(correction):
         return batch, None, ""
     if has_demonstrations(batch):  # nobody sampled them: they weigh 1, and none is rejected
-        own = sampled(batch)
+        own = sampled_sequences(batch)
         if own.num_sequences == 0:
             return batch, budget, ""
-        own, budget, why = corrected(own, correction, stats, budget)
+        own, budget, why = apply_correction(own, correction, stats, budget)
         fills: dict[str, float | bool] = {"rollout_weight": 1.0, "loss_mask": True}
-        columns = {name: put_back(batch, own.token[name], fill) for name, fill in fills.items() if name in own.token}
+        columns = {
+            name: scatter_sampled(batch, own.token[name], fill) for name, fill in fills.items() if name in own.token
+        }
         columns["loss_mask"] &= batch.loss_mask
         return batch.with_token(**columns), budget, why
-    new, why, found = new_ones(batch), "", None
+    new, why, found = without_replayed(batch), "", None
     if new.num_sequences:
         if isinstance(correction, BudgetCorrection):
-            found, budget, why = budget_correction(new, budget, **options_of(correction))
+            found, budget, why = budget_correction(new, budget, **slot_options(correction))
         else:
-            found = CORRECTIONS[correction.name](new, **options_of(correction))
+            found = CORRECTIONS[correction.name](new, **slot_options(correction))
         stats |= found.metrics
     if found is None or new.num_sequences < batch.num_sequences:
-        found = _applied(batch, correction, budget)
+        found = _correct_whole_batch(batch, correction, budget)
     batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
     return batch if found.weights is None else batch.with_token(rollout_weight=found.weights), budget, why
 
 
-def _applied(batch: Batch, correction: Slot, budget: BudgetState | None) -> Corrected:
+def _correct_whole_batch(batch: Batch, correction: Slot, budget: BudgetState | None) -> CorrectionResult:
     """A correction of all of a batch; of a budget, the rung it is on."""
     if isinstance(correction, BudgetCorrection):
         return decoupled_correction(batch, **RUNGS[(budget or BudgetState()).rung].options)
-    found: Corrected = CORRECTIONS[correction.name](batch, **options_of(correction))
+    found: CorrectionResult = CORRECTIONS[correction.name](batch, **slot_options(correction))
     return found
 
 
@@ -113,16 +125,16 @@ def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: S
     """
     if learner is not None:
         batch = batch.with_token(learner_logp=learner)
-    whole, batch = sampled(whole), sampled(batch)
-    used = compared(batch, batch.token["old_logp" if learner is None else "learner_logp"], batch.loss_mask)
-    seen = used if learner is not None else compared(whole, whole.token["old_logp"], whole.action_mask)
-    metrics = in_the_loss(used, correction) | gap_profiles(seen)
+    whole, batch = sampled_sequences(whole), sampled_sequences(batch)
+    used = compare_tokens(batch, batch.token["old_logp" if learner is None else "learner_logp"], batch.loss_mask)
+    seen = used if learner is not None else compare_tokens(whole, whole.token["old_logp"], whole.action_mask)
+    metrics = loss_token_metrics(used, correction) | mismatch_profiles(seen)
     if seen.num_tokens:
-        metrics |= symptoms(seen.alone(), version)
-    return GapReport(metrics, worst_of(seen, acts_before_advantages(correction)))
+        metrics |= symptom_metrics(seen.alone(), version)
+    return GapReport(metrics, find_worst_tokens(seen, acts_before_advantages(correction)))
 
 
-def in_the_loss(used: Compared, correction: Slot) -> dict[str, float]:
+def loss_token_metrics(used: ComparedTokens, correction: Slot) -> dict[str, float]:
     """The gap at the tokens in the loss, and the report of a correction that only measures: one that acts made its own
     with the weights.
     """
@@ -135,17 +147,17 @@ def in_the_loss(used: Compared, correction: Slot) -> dict[str, float]:
         return values
     alone = used.alone()
     if isinstance(correction, BypassCorrection):
-        return values | measured(alone).metrics
-    found: Corrected = CORRECTIONS[correction.name](alone, **options_of(correction))
+        return values | no_correction(alone).metrics
+    found: CorrectionResult = CORRECTIONS[correction.name](alone, **slot_options(correction))
     return values | found.metrics
 
 
-def worst_of(seen: Compared, is_corrected: bool) -> list[WorstToken]:
+def find_worst_tokens(seen: ComparedTokens, is_corrected: bool) -> list[WorstToken]:
     """The tokens of largest gap, the worst first; none where engine and trainer agree exactly."""
-    which = worst_tokens(seen, NUM_WORST)
+    which = worst_tokens(seen, NUM_WORST_TOKENS)
     batch, place = seen.batch, seen.place[which]
     sequence = torch.searchsorted(batch.offsets, place, right=True) - 1
-    around = place[:, None] + torch.arange(-BEFORE, AFTER + 1, device=place.device)
+    around = place[:, None] + torch.arange(-TOKENS_BEFORE, TOKENS_AFTER + 1, device=place.device)
     inside = (around >= batch.offsets[sequence, None]) & (around < batch.offsets[sequence + 1, None])
     windows = torch.where(inside, batch.tokens[around.clamp(0, batch.num_tokens - 1)], NO_TOKEN)
     weights: list[float | None] = [None] * len(place)
@@ -153,12 +165,14 @@ def worst_of(seen: Compared, is_corrected: bool) -> list[WorstToken]:
         weight = batch.token["rollout_weight"][place] if "rollout_weight" in batch.token else 1.0
         weights = (weight * batch.loss_mask[place].double()).tolist()
     owners = batch.sequence["trajectory_ids"][sequence]
-    log_probs = (side[which].clamp(-LARGEST, LARGEST) for side in (seen.engine, seen.trainer))
+    log_probs = (side[which].clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP) for side in (seen.engine, seen.trainer))
     columns = (owners, seen.position[which], windows, *log_probs, seen.gap[which])
     found = []
     for owner, position, window, engine, trainer, gap, weight in zip(
         *(c.tolist() for c in columns), weights, strict=True
     ):
-        before, after = ([t for t in part if t != NO_TOKEN] for part in (window[:BEFORE], window[BEFORE + 1 :]))
-        found.append(WorstToken(owner, position, window[BEFORE], before, after, engine, trainer, gap, weight))
+        before, after = (
+            [t for t in part if t != NO_TOKEN] for part in (window[:TOKENS_BEFORE], window[TOKENS_BEFORE + 1 :])
+        )
+        found.append(WorstToken(owner, position, window[TOKENS_BEFORE], before, after, engine, trainer, gap, weight))
     return found

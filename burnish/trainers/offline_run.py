@@ -14,29 +14,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from burnish.config.loading import completed, dump
-from burnish.config.preference import PreferConfig, RewardModelConfig
+from burnish.config.loading import add_missing_defaults, dump
+from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig
 from burnish.config.schema import Run as RunConfig
-from burnish.config.schema import SftConfig
 from burnish.run.checkpoint.checkpoints import score_by
-from burnish.run.checkpoint.contents import Blob, Content, Part, Snapshot
-from burnish.run.checkpoint.saving import Stage
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import BytesFile, Content, Snapshot, WriterRank
 from burnish.run.durable_files import FolderId
-from burnish.run.metrics import read
-from burnish.run.run import Follower, Run
+from burnish.run.metrics import read_metrics
+from burnish.run.run import FollowerRun, Run
 from burnish.run.run_directory import RunDirectory, run_name
 from burnish.run.supervisor.liveness import StopOnInterrupt
-from burnish.trainers.input_checks import keep_inputs
-from burnish.trainers.performance import MemoryWatch
+from burnish.trainers.input_checks import record_inputs
+from burnish.trainers.performance import MemoryPlanCheck
 from burnish.training.learner import Learner
-from burnish.training.optimizers.factory import described
+from burnish.training.optimizers.update_rules import describe_lr
 from burnish.training.parallel.ranks import Ranks
 from burnish.training.profiler import profiled, step_to_profile
 
 UpdateConfig = SftConfig | PreferConfig | RewardModelConfig
 OnUpdate = Callable[[int, dict[str, float]], bool | None]
 """Called after every update with its number and metrics; True ends the training there."""
-Around = Callable[[int], AbstractContextManager[None]]
+UpdateContext = Callable[[int], AbstractContextManager[None]]
 """The context an update is made in, by its number."""
 
 
@@ -53,17 +52,17 @@ class Outcome:
     model: Path
 
 
-class Savable(Protocol):
+class SavableModel(Protocol):
     """A model with its tokenizer, as checkpoints see it: a `PolicyModel`, or a scorer."""
 
     note: str
     """What it is, for people."""
 
     @property
-    def part(self) -> Part:
+    def part(self) -> WriterRank:
         """Which of the processes that hold the model this is."""
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         """The files of a Hugging Face directory that this process writes."""
 
     def load_weights(self, directory: Path) -> None:
@@ -71,12 +70,12 @@ class Savable(Protocol):
 
 
 @dataclass
-class UpdateJob:
+class OfflineRun:
     """The parts of a run; `updates` counts those made, also by the run's earlier lives."""
 
     settings: RunConfig
     run: Run
-    policy: Savable
+    policy: SavableModel
     learner: Learner
     total: int
     """Updates of the whole run."""
@@ -85,7 +84,7 @@ class UpdateJob:
     updates: int = 0
     profile: int | None = None
     """The update to record with a profiler."""
-    memory: MemoryWatch | None = None
+    memory: MemoryPlanCheck | None = None
     """The memory plan, to be compared with what an update held."""
 
     def used(self, update: int) -> Sequence[str]:
@@ -113,7 +112,7 @@ Row = TypeVar("Row", bound=HasId)
 
 
 @dataclass
-class RowsJob(UpdateJob, Generic[Row]):
+class RowsRun(OfflineRun, Generic[Row]):
     """A run whose updates are made of so many rows each, in an order known beforehand, with others held out."""
 
     rows: list[Row] = field(kw_only=True)
@@ -154,16 +153,16 @@ def open_run(
     """
     settings = config.run
     if not ranks.is_first:
-        return Follower(Path(ranks.from_first("")), settings)
+        return FollowerRun(Path(ranks.from_first("")), settings)
     folder = RunDirectory.create(
         Path(settings.directory),
         run_name(settings.name, name, config.seed),
         dump(config),
-        partial(completed, type(config)),
+        partial(add_missing_defaults, type(config)),
         replaced,
     )
     try:
-        notes = keep_inputs(folder.path, config, resolved, base)
+        notes = record_inputs(folder.path, config, resolved, base)
     except BaseException:
         folder.close()
         raise
@@ -174,7 +173,7 @@ def open_run(
     return run
 
 
-def begin(job: UpdateJob, what: str, profile: int | None) -> bool:
+def start_training(job: OfflineRun, what: str, profile: int | None) -> bool:
     """Say what is trained, and measure before the first update; False where all updates are done. `profile`: `step_to_profile`."""
     display = job.run.display
     if job.updates >= job.total:
@@ -182,14 +181,14 @@ def begin(job: UpdateJob, what: str, profile: int | None) -> bool:
         return False
     display.start(f"{what}: {job.policy.note}", job.total, job.updates)
     if job.run.directory.changes_training:
-        display.note(described(job.learner.config, job.updates, job.total))
+        display.note(describe_lr(job.learner.config, job.updates, job.total))
     job.profile = step_to_profile(profile, job.updates, job.total) if job.learner.ranks.is_first else None
     if job.updates == 0 and (before := job.measure(0)):
         job.run.commit(0, before, [])
     return True
 
 
-def train(job: UpdateJob, loop: Callable[[OnUpdate, Around], None]) -> None:
+def run_updates(job: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], None]) -> None:
     """Updates to the end, or until the user asks to stop; each is committed, some are saved, the last one always."""
     with StopOnInterrupt(job.run.display.note) as stop:
 
@@ -217,7 +216,7 @@ def train(job: UpdateJob, loop: Callable[[OnUpdate, Around], None]) -> None:
         loop(after, around)
 
 
-def resume(job: UpdateJob) -> None:
+def resume(job: OfflineRun) -> None:
     """Take everything back to the newest checkpoint, if there is one."""
     checkpoint = job.learner.ranks.from_first(job.run.resume())
     if checkpoint is None:
@@ -227,20 +226,20 @@ def resume(job: UpdateJob) -> None:
     job.updates = int(json.loads((checkpoint.path / "trainer.json").read_text())["updates"])
 
 
-def snapshot(job: UpdateJob, stage: Stage) -> Snapshot:
+def snapshot(job: OfflineRun, stage: TensorStaging) -> Snapshot:
     """A checkpoint to be: a Hugging Face directory, plus optimizer and trainer state."""
     state = job.learner.contents(stage)
     if job.policy.part.index == 0:
-        state.append(Blob("trainer.json", json.dumps({"updates": job.updates})))
+        state.append(BytesFile("trainer.json", json.dumps({"updates": job.updates})))
     return Snapshot(job.policy.contents(stage), state, job.policy.part)
 
 
-def outcome(job: UpdateJob) -> Outcome:
+def outcome(job: OfflineRun) -> Outcome:
     """What there is to say at the end, from what is on disk."""
     latest = job.run.checkpoints.latest()
     assert latest is not None  # training ends with a checkpoint, and a complete run has one
     is_complete = job.updates >= job.total
-    last = next((row for row in read(job.run.directory.metrics) if row["step"] == job.updates), None)
+    last = next((row for row in read_metrics(job.run.directory.metrics) if row["step"] == job.updates), None)
     loss = None if last is None else last.get(f"{job.prefix}/loss")
     job.run.end(job.updates, is_complete)
     return Outcome(job.run.directory.path, is_complete, loss, last is not None, latest.path)

@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
-from burnish.memory_plan.from_config import Planned
+from burnish.memory_plan.from_config import PlannedRun
 from burnish.memory_plan.planner import GIB
-from burnish.memory_plan.suggestions import error_text
+from burnish.memory_plan.suggestions import plan_error
 from burnish.rollout.scoring import RolloutBatch
 from burnish.training.interfaces import AnyLearner
-from burnish.training.meter import Reading, peak_flops
+from burnish.training.meter import MeterReading, peak_flops
 
 
-def learner_values(learners: Sequence[AnyLearner], started: float) -> dict[str, float]:
+def learner_metrics(learners: Sequence[AnyLearner], started: float) -> dict[str, float]:
     """Of the learners that worked since `started`; their meters are read, which waits for their device."""
     reading = reduce(add, [learner.meter.read() for learner in learners])
     learn_s = time.perf_counter() - started
     first = learners[0]
     peak = peak_flops(first.device, first.dtype)
-    return time_values(reading, learn_s) | rate_values(reading, peak) | first.usage()
+    return time_metrics(reading, learn_s) | throughput_metrics(reading, peak) | first.usage()
 
 
-def time_values(reading: Reading, learn_s: float) -> dict[str, float]:
+def time_metrics(reading: MeterReading, learn_s: float) -> dict[str, float]:
     """The split of the learning phase; what the learners' parts leave of it is other."""
     values = {f"time/{part}_s": seconds for part, seconds in reading.seconds.items() if part != "other"}
     return values | {"time/learn_s": learn_s, "time/other_s": max(0.0, learn_s - sum(values.values()))}
 
 
-def rate_values(reading: Reading, peak: float | None) -> dict[str, float]:
+def throughput_metrics(reading: MeterReading, peak: float | None) -> dict[str, float]:
     """Tokens and operations a second while the learners worked, and their share of the device's peak where that is known."""
     seconds = reading.total_s
     if seconds == 0 or reading.tokens == 0:
@@ -46,7 +46,7 @@ def rate_values(reading: Reading, peak: float | None) -> dict[str, float]:
     return values
 
 
-def rollout_rate(rollouts: RolloutBatch) -> dict[str, float]:
+def rollout_throughput(rollouts: RolloutBatch) -> dict[str, float]:
     """Tokens a second of the rollouts; nothing where they were taken from the journal."""
     if rollouts.rollout_s == 0:
         return {}
@@ -57,10 +57,10 @@ def rollout_rate(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 @dataclass
-class MemoryWatch:
+class MemoryPlanCheck:
     """Compares the plan of a stage with the measured peak, until an update has found the optimizer's state in place."""
 
-    planned: Planned
+    planned: PlannedRun
     stage: str
     is_done: bool = False
 
@@ -70,7 +70,7 @@ class MemoryWatch:
         if self.is_done or not updates or measured is None or made is None:
             return {}
         expected = made.learners_peak(updates) if self.planned.is_gpu else made.total
-        error, text = error_text(expected, int(measured * GIB))
+        error, text = plan_error(expected, int(measured * GIB))
         self.is_done = updates > 1
         if self.planned.is_gpu:  # the resident size of a process is more than its tensors
             tell(text)

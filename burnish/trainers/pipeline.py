@@ -12,9 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import Estimate
-from burnish.algorithms.advantages.table import ADVANTAGES
-from burnish.algorithms.batch_columns import behaviour_anchor, is_replayed, new_ones, place_rewards, with_behaviour
+from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
+from burnish.algorithms.advantages.returns import AdvantagesAndReturns
+from burnish.algorithms.batch_columns import (
+    is_replayed,
+    place_rewards,
+    replay_anchor_logp,
+    with_replayed_behaviour_logp,
+    without_replayed,
+)
 from burnish.algorithms.correction.budget import BudgetState
 from burnish.algorithms.curriculum.prompt_selection import linear_anneal
 from burnish.algorithms.curriculum.spec import HardOnlyCurriculum
@@ -22,9 +28,9 @@ from burnish.algorithms.filters.filter_functions import (
     GROUP_FILTERS,
     RESAMPLERS,
     SAMPLE_FILTERS,
-    better_of_two,
-    edges_left,
-    loss_mask_from,
+    chosen_of_pair,
+    has_untrained_edges,
+    loss_mask_from_plugin,
     pair_counts,
 )
 from burnish.algorithms.losses.model_losses import explained_variance
@@ -35,11 +41,11 @@ from burnish.config.errors import UserError
 from burnish.config.records import Plugin
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
-from burnish.rewards.types import out_of_range
-from burnish.trainers.minibatches import filter_function, function_of, options_of, policy_loss
-from burnish.trainers.mismatch import GapReport, acts_before_advantages, corrected, gap_report
+from burnish.rewards.score_types import reward_problem
+from burnish.trainers.minibatches import build_policy_loss, filter_function, slot_function, slot_options
+from burnish.trainers.mismatch import GapReport, acts_before_advantages, apply_correction, gap_report
 from burnish.trainers.process_rewards import ProcessRewards
-from burnish.trainers.state import TrainerState, first_state
+from burnish.trainers.state import TrainerState, initial_state
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
 from burnish.training.learner import Update
 
@@ -65,13 +71,13 @@ class AlgorithmPipeline:
     ) -> None:
         """`part_weights` are those of the reward's parts, for an advantage that adds them up itself."""
         self.algorithm = algorithm
-        self.advantage = function_of(algorithm.advantage, ADVANTAGES, base)
-        self.advantage_options = options_of(algorithm.advantage)
+        self.advantage = slot_function(algorithm.advantage, ADVANTAGES, base)
+        self.advantage_options = slot_options(algorithm.advantage)
         if algorithm.advantage.name == "gdpo" and not self.advantage_options["weights"]:
             self.advantage_options["weights"] = dict(part_weights or {})
-        self.shapers = [(s.name, function_of(s, SHAPERS, base), options_of(s)) for s in algorithm.shaping]
-        self.filters = [(f.name, filter_function(f, base), options_of(f)) for f in algorithm.filters]
-        self.loss = policy_loss(algorithm, base)
+        self.shapers = [(s.name, slot_function(s, SHAPERS, base), slot_options(s)) for s in algorithm.shaping]
+        self.filters = [(f.name, filter_function(f, base), slot_options(f)) for f in algorithm.filters]
+        self.loss = build_policy_loss(algorithm, base)
         self.bypass = algorithm.correction.name == "bypass"
         # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
         own_anchor = num_updates == 1 and algorithm.replay is None
@@ -104,7 +110,7 @@ class AlgorithmPipeline:
                 )
             result = result.double()
             largest = result.abs().max() if result.numel() else torch.zeros(())
-            if wrong := out_of_range(float(largest)):
+            if wrong := reward_problem(float(largest)):
                 raise UserError(f"shaper {name} returned a reward out of range: {wrong}")
             if result.shape == (batch.num_sequences,):
                 batch = batch.with_sequence(reward=result)
@@ -158,25 +164,27 @@ class AlgorithmPipeline:
         `state` has what is steered: the coefficient of the KL in the reward, the mean reward of earlier steps. While the
         critic is `warming` it learns Monte-Carlo returns, whatever its lambda later.
         """
-        state = state or first_state(self.algorithm)
+        state = state or initial_state(self.algorithm)
         stats: dict[str, float] = {}
         is_reference = reference is not None and self.needs_ref and reference.is_policy and not self.bypass
         if self.needs_sum_p2 or (self.needs_old and not self.bypass):
             wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
-            asked = batch if self.needs_old_of_all or is_reference else new_ones(batch)
+            asked = batch if self.needs_old_of_all or is_reference else without_replayed(batch)
             outputs = learner.outputs(asked, wanted) if asked.num_sequences else {"logp": asked.token["behaviour_logp"]}
             old = outputs.pop("logp")
             if self.needs_sum_p2 and (self.bypass or self.algorithm.replay is not None):
                 outputs["policy_logp"] = old  # `old_logp` will be of other policies, `sum_p2` is of this one
-            batch = batch.with_token(old_logp=old if asked is batch else with_behaviour(batch, old), **outputs)
+            batch = batch.with_token(
+                old_logp=old if asked is batch else with_replayed_behaviour_logp(batch, old), **outputs
+            )
         if self.bypass:  # the engine's policy is the anchor, whatever else was computed
             batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
-        batch, budget, why = corrected(batch, self.algorithm.correction, stats, state.budget)
+        batch, budget, why = apply_correction(batch, self.algorithm.correction, stats, state.budget)
         if reference is not None and self.needs_ref:
             same = is_reference and self.needs_old  # one pass serves both
             batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
         if self.algorithm.replay is not None and self.needs_old and "rollout_weight" not in batch.token:
-            batch = batch.with_token(old_logp=behaviour_anchor(batch))  # weights count the steps in between already
+            batch = batch.with_token(old_logp=replay_anchor_logp(batch))  # weights count the steps in between already
         if critic is not None:
             batch = batch.with_token(values=critic.values(batch))
         notes = [f"correction: {why}"] if why else []
@@ -193,7 +201,7 @@ class AlgorithmPipeline:
         if warming:
             options["lam_critic"] = 1.0
         estimate = self.advantage(batch, **options)
-        if isinstance(estimate, Estimate):
+        if isinstance(estimate, AdvantagesAndReturns):
             batch = batch.with_token(returns=estimate.returns)
             explained = explained_variance(estimate.returns, batch.token["values"], batch.action_mask)
             stats |= {} if math.isnan(explained) else {"vf_explained_var": explained}  # returns that are all alike
@@ -220,7 +228,7 @@ class AlgorithmPipeline:
         if self.algorithm.replay is not None:
             fresh = ~is_replayed(batch)[batch.sequence_ids]
             learner = None if learner is None else learner[fresh]
-            whole, batch = new_ones(whole), new_ones(batch)
+            whole, batch = without_replayed(whole), without_replayed(batch)
         if self.needs_old and not self.bypass:
             return gap_report(whole, batch, None, self.algorithm.correction, version)
         if len(updates) == 1:
@@ -265,11 +273,11 @@ class AlgorithmPipeline:
             elif name in SAMPLE_FILTERS:
                 batch = batch.with_token(loss_mask=function(batch, **options))
             elif name not in GROUP_FILTERS:
-                batch = batch.with_token(loss_mask=loss_mask_from(function(batch, **options), batch, name))
+                batch = batch.with_token(loss_mask=loss_mask_from_plugin(function(batch, **options), batch, name))
         left = torch.zeros_like(batch.sequence["truncated"])
         left[batch.sequence_ids[batch.loss_mask]] = True
         batch = batch.select(left.nonzero().squeeze(1))
-        return batch.with_sequence(chosen=better_of_two(batch)) if self.is_paired else batch
+        return batch.with_sequence(chosen=chosen_of_pair(batch)) if self.is_paired else batch
 
     def unfinished(self, batch: Batch) -> list[int] | None:
         """The trajectories of trees that have edges for later steps, whether or not filters left any of them for this one; None where
@@ -277,7 +285,7 @@ class AlgorithmPipeline:
         options = next((options for name, _, options in self.filters if name == "tree_edges"), None)
         if options is None or self.algorithm.replay is None:
             return None
-        found: list[int] = batch.sequence["trajectory_ids"][edges_left(batch, **options)].tolist()
+        found: list[int] = batch.sequence["trajectory_ids"][has_untrained_edges(batch, **options)].tolist()
         return found
 
 

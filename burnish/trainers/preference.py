@@ -6,34 +6,56 @@ with another prompt's answer behind the same prompt, by which KTO sees how far t
 
 from __future__ import annotations
 
+import hashlib
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.model_losses import PreferenceLoss, measures
-from burnish.algorithms.losses.view import View, view_of
-from burnish.algorithms.terms.loss_terms import weights_of_sequences
+from burnish.algorithms.losses.loss_view import LossView, loss_view
+from burnish.algorithms.losses.model_losses import PreferenceLoss, preference_metrics
+from burnish.algorithms.terms.loss_terms import sequence_aggregation_weights
+from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.preference import Preference
+from burnish.config.schema import PreferConfig, Preference
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum
-from burnish.data.preference_pairs import Labelled, Pair
+from burnish.data.preference_pairs import (
+    EncodingOptions,
+    LabelledAnswer,
+    LeftOutRows,
+    PreferencePair,
+    load_labelled,
+    load_pairs,
+)
 from burnish.data.supervised import Example, example_order
-from burnish.trainers.offline_run import Around, OnUpdate
-from burnish.trainers.performance import learner_values
+from burnish.distributed.roles import build_policy
+from burnish.memory_plan.from_config import plan_run
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.policy import PolicyModel, resolve_device
+from burnish.run.durable_files import FolderId, atomic_write
+from burnish.run.metrics import check_trackers
+from burnish.run.run import Run
+from burnish.trainers import offline_run
+from burnish.trainers.offline_run import OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
+from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
 from burnish.trainers.sft import pack_examples
 from burnish.training.learner import Learner
-from burnish.training.meter import restart_peak
+from burnish.training.meter import reset_peak_memory
+from burnish.training.parallel.ranks import Ranks, join_process_group, parallelize_model
+from burnish.training.reference import Reference
 
-STREAM = "preference"
+ORDER_LABEL = "preference"
 
 
 @dataclass(frozen=True)
-class Unit:
+class AnswerPair:
     """Two answers behind one prompt: chosen and rejected, or a labelled one and one that belongs elsewhere."""
 
     id: str
@@ -47,19 +69,22 @@ References = Callable[[Sequence[int], Batch], Tensor]
 """[2U] mean log-prob of each answer under the reference, of the units of these numbers, packed as this batch."""
 
 
-def units_of_pairs(pairs: Sequence[Pair]) -> list[Unit]:
-    return [Unit(pair.id, pair.chosen, pair.rejected) for pair in pairs]
+def answer_pairs(pairs: Sequence[PreferencePair]) -> list[AnswerPair]:
+    return [AnswerPair(pair.id, pair.chosen, pair.rejected) for pair in pairs]
 
 
-def units_of_labelled(answers: Sequence[Labelled], max_tokens: int) -> list[Unit]:
+def answer_pairs_of_labelled(answers: Sequence[LabelledAnswer], max_tokens: int) -> list[AnswerPair]:
     """Each answer with the next one in the data that answers another prompt and fits behind this one's."""
-    return [Unit(one.id, one.answer, _mismatched(answers, i, max_tokens), one.is_good) for i, one in enumerate(answers)]
+    return [
+        AnswerPair(one.id, one.answer, _mismatched_answer(answers, i, max_tokens), one.is_good)
+        for i, one in enumerate(answers)
+    ]
 
 
-def _mismatched(answers: Sequence[Labelled], index: int, max_tokens: int) -> Example:
-    prompt, _ = _parts(answers[index].answer)
+def _mismatched_answer(answers: Sequence[LabelledAnswer], index: int, max_tokens: int) -> Example:
+    prompt, _ = _split_prompt(answers[index].answer)
     for step in range(1, len(answers)):
-        other, said = _parts(answers[(index + step) % len(answers)].answer)
+        other, said = _split_prompt(answers[(index + step) % len(answers)].answer)
         if other.tokens != prompt.tokens and len(prompt.tokens) + len(said.tokens) <= max_tokens:
             name = f"{answers[index].id}/mismatched"
             return Example(name, prompt.tokens + said.tokens, prompt.mask + said.mask)
@@ -69,14 +94,14 @@ def _mismatched(answers: Sequence[Labelled], index: int, max_tokens: int) -> Exa
     )
 
 
-def _parts(example: Example) -> tuple[Example, Example]:
+def _split_prompt(example: Example) -> tuple[Example, Example]:
     """What is before the first token of the answer, and what is from there on."""
     at = example.mask.index(True)
     before, after = (Example(example.id, example.tokens[s], example.mask[s]) for s in (slice(at), slice(at, None)))
     return before, after
 
 
-def pack_units(units: Sequence[Unit], loss: PreferenceLoss) -> Batch:
+def pack_answer_pairs(units: Sequence[AnswerPair], loss: PreferenceLoss) -> Batch:
     """Units as a batch of twice as many sequences, the first of each before the second, with the columns the loss reads."""
     batch = pack_examples([example for unit in units for example in (unit.first, unit.second)])
     is_first = torch.tensor([True, False]).repeat(len(units))
@@ -86,7 +111,7 @@ def pack_units(units: Sequence[Unit], loss: PreferenceLoss) -> Batch:
     else:
         columns["mismatched"] = ~is_first
         columns["desirable"] = torch.tensor([unit.is_good for unit in units]).repeat_interleave(2)
-    return batch.with_sequence(weight=weights_of_sequences(batch, "seq-mean-token-mean"), **columns)
+    return batch.with_sequence(weight=sequence_aggregation_weights(batch, "seq-mean-token-mean"), **columns)
 
 
 def mean_logprobs(ask: Callable[[Batch], Tensor], learner: Learner, batch: Batch) -> Tensor:
@@ -99,14 +124,14 @@ def mean_logprobs(ask: Callable[[Batch], Tensor], learner: Learner, batch: Batch
 
 def train(
     learner: Learner,
-    units: Sequence[Unit],
+    units: Sequence[AnswerPair],
     loss: PreferenceLoss,
     config: Preference,
     order: Sequence[int],
     references: References | None,
     on_update: OnUpdate,
     start: int = 0,
-    around: Around = lambda update: nullcontext(),
+    around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
     """Updates `start`+1 to `config.updates`, each on the next `batch_size` units of the `order`.
 
@@ -114,16 +139,16 @@ def train(
     """
     for update in range(start, config.updates):
         started = time.perf_counter()
-        restart_peak(learner.device)
+        reset_peak_memory(learner.device)
         rows = order[update * config.batch_size : (update + 1) * config.batch_size]
-        batch = prepared(learner, units, rows, loss, references)
+        batch = prepare_batch(learner, units, rows, loss, references)
         with around(update + 1):
             learning = time.perf_counter()
             share = learner.ranks.share(batch, learner.packing.attention_cost)
             result = learner.update(share, loss)
-            speed = learner_values([learner], learning)
+            speed = learner_metrics([learner], learning)
         assert result.logp is not None, "columns were asked for"
-        told = result.stats | measures(whole_view(learner, share, result.logp), loss)
+        told = result.stats | preference_metrics(gathered_view(learner, share, result.logp), loss)
         values = {f"preference/{name}": value for name, value in told.items()} | speed
         if result.skipped:
             values["preference/skipped"] = 1.0
@@ -133,31 +158,252 @@ def train(
             return
 
 
-def unit_order(num_units: int, config: Preference, seed: int) -> list[int]:
+def answer_pair_order(num_units: int, config: Preference, seed: int) -> list[int]:
     """The numbers of the units of all updates: seeded epochs, a new order each."""
-    return example_order(num_units, seed, config.updates * config.batch_size, STREAM)
+    return example_order(num_units, seed, config.updates * config.batch_size, ORDER_LABEL)
 
 
-def prepared(
-    learner: Learner, units: Sequence[Unit], rows: Sequence[int], loss: PreferenceLoss, references: References | None
+def prepare_batch(
+    learner: Learner,
+    units: Sequence[AnswerPair],
+    rows: Sequence[int],
+    loss: PreferenceLoss,
+    references: References | None,
 ) -> Batch:
     """The units of these numbers as a batch on the learner's device, with the reference's word on them."""
-    batch = pack_units([units[i] for i in rows], loss).to(learner.device)
+    batch = pack_answer_pairs([units[i] for i in rows], loss).to(learner.device)
     return batch if references is None else batch.with_sequence(ref_logp=references(rows, batch).to(learner.device))
 
 
-def whole_view(learner: Learner, share: Batch, logp: Tensor) -> View:
+def gathered_view(learner: Learner, share: Batch, logp: Tensor) -> LossView:
     """What the loss sees of a batch and [N] log-probs, put together from all ranks."""
     whole = learner.ranks.whole(share, {"logp": logp})
-    return view_of(whole.batch, logp=whole.outputs["logp"][whole.batch.loss_mask])
+    return loss_view(whole.batch, logp=whole.outputs["logp"][whole.batch.loss_mask])
 
 
 def measure(
-    learner: Learner, units: Sequence[Unit], loss: PreferenceLoss, references: References | None
+    learner: Learner, units: Sequence[AnswerPair], loss: PreferenceLoss, references: References | None
 ) -> dict[str, float]:
     """Loss, accuracy, margin, implicit rewards and log-probs on all of some units, without gradient."""
-    batch = prepared(learner, units, range(len(units)), loss, references)
+    batch = prepare_batch(learner, units, range(len(units)), loss, references)
     share = learner.ranks.share(batch, learner.packing.attention_cost)
-    view = whole_view(learner, share, learner.logprobs(share))
+    view = gathered_view(learner, share, learner.logprobs(share))
     with torch.no_grad():
-        return {"loss": float(loss(view)[0]), **measures(view, loss)}
+        return {"loss": float(loss(view)[0]), **preference_metrics(view, loss)}
+
+
+# --- One preference run from start to end, or from where it was: reference, updates, measurements, checkpoints.
+
+# --- The reference's log-probs, computed once before training and kept in the run directory.
+#
+# A run computes them with the model as it starts, so that no second one is ever held. They are saved chunk by chunk:
+# a kill loses at most one chunk, and a run that goes on reads the rest, the same bits. Each file knows the tokens it was made
+# from; data that has changed since is an error.
+
+PAIRS_PER_FILE = 512
+"""Units in a file."""
+REFERENCE_FOLDER = "reference"
+
+
+def cached_mean_logprobs(
+    run: Run, name: str, learner: Learner, units: Sequence[AnswerPair], loss: PreferenceLoss
+) -> Tensor:
+    """[U, 2] float64 mean log-prob of each answer under the weights the learner has now, or had when the run began."""
+    found = []
+    folder = run.directory.path / REFERENCE_FOLDER
+    for start in range(0, len(units), PAIRS_PER_FILE):
+        part = units[start : start + PAIRS_PER_FILE]
+        path = folder / f"{name}-{start:08d}.safetensors"
+        # One process looks: another might see a file that was not there a moment ago, and they would wait for each other.
+        values = learner.ranks.from_first(_read_means(path, part) if learner.ranks.is_first else None)
+        if values is None and path.is_file():
+            run.display.note(f"{path} is damaged: its log-probs are computed again")
+        if values is None:
+            run.display.phase(f"reference log-probs of {name} {start:,}/{len(units):,}")
+            batch = pack_answer_pairs(part, loss).to(learner.device)
+            values = mean_logprobs(learner.logprobs, learner, batch).view(-1, 2).cpu()
+            if learner.ranks.is_first:
+                _write_means(path, part, values)
+        found.append(values)
+    return torch.cat(found)
+
+
+def _fingerprint(units: Sequence[AnswerPair]) -> str:
+    """What identifies the tokens of some units, and which of them are the answers'."""
+    digest = hashlib.sha256()
+    for unit in units:
+        digest.update(repr((unit.first.tokens, unit.first.mask, unit.second.tokens, unit.second.mask)).encode())
+    return digest.hexdigest()
+
+
+def _read_means(path: Path, units: Sequence[AnswerPair]) -> Tensor | None:
+    """What a file holds; None where it is missing or damaged, and is made again with the same weights."""
+    if not path.is_file():
+        return None
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            known, values = (file.metadata() or {}).get("tokens", ""), file.get_tensor("means")
+    except (SafetensorError, OSError):
+        return None
+    tokens, _, crc = known.partition(" ")
+    if crc != _checksum(tokens, values):
+        return None
+    if tokens != _fingerprint(units):
+        raise UserError(
+            f"{path} was computed from other rows: the data (or the tokenizer) has changed since this run began. "
+            "Put the old data back, or give the run another run.name"
+        )
+    return values
+
+
+def _checksum(tokens: str, values: Tensor) -> str:
+    return f"{zlib.crc32(values.numpy().tobytes(), zlib.crc32(tokens.encode())):08x}"
+
+
+def _write_means(path: Path, units: Sequence[AnswerPair], values: Tensor) -> None:
+    from safetensors.torch import save
+
+    path.parent.mkdir(exist_ok=True)
+    tokens = _fingerprint(units)
+    # One entry, because the library writes several in any order, and equal runs shall have equal files.
+    atomic_write(path, save({"means": values.contiguous()}, {"tokens": f"{tokens} {_checksum(tokens, values)}"}))
+
+
+@dataclass
+class PreferenceRun(RowsRun[AnswerPair]):
+    """A run on preferences; what of it is measured, and when."""
+
+    config: PreferConfig = field(kw_only=True)
+    loss: PreferenceLoss = field(kw_only=True)
+    references: dict[str, References | None] = field(default_factory=dict, kw_only=True)
+    """Of `train` and `held_out`."""
+
+    @property
+    def kind(self) -> str:
+        return "pairs" if self.loss.is_paired else "answers"
+
+    def measure(self, update: int) -> dict[str, float]:
+        """On the held-out rows: before the first update, every so many, and after the last."""
+        every = self.config.preference.held_out_every
+        if not self.held_out or not (update in (0, self.total) or (every and update % every == 0)):
+            return {}
+        self.run.display.phase("measuring on held-out rows", of=validation_name(update))
+        found = measure(self.learner, self.held_out, self.loss, self.references["held_out"])
+        return {f"validation/{self.kind}/{name}": value for name, value in found.items()}
+
+
+def execute(
+    config: PreferConfig,
+    resolved: dict[str, Any],
+    base: Path,
+    name: str,
+    profile: int | None = None,
+    replaced: FolderId | None = None,
+) -> Outcome | None:
+    """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
+
+    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it. Of several processes all do the same, each on its share of
+    every batch; the first one owns the run, and has the outcome.
+    """
+    stage = config.preference
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    check_trackers(config.run.trackers)
+    # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its preferences.
+    plain = [source.model_copy(update={"options": {}}) for source in stage.data]
+    ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
+    where = config.model if ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
+    memory = plan_run(config, base)
+    warnings = memory.check()
+    policy = build_policy(where, plain, config.seed, base)
+    loss = PreferenceLoss(stage.loss.name, stage.loss.model_dump(exclude={"name"}))
+    units, left_out = load_answer_pairs(config, stage.data, loss, policy, base, "train")
+    held_out, _ = load_answer_pairs(config, stage.held_out, loss, policy, base, "test")
+    live = live_reference(config, policy, ranks)
+    set_activations(policy.module, stage.activations)
+    parallelize_model(policy.module, ranks, config.parallel.offload)
+    learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
+    with offline_run.open_run(config, resolved, base, name, ranks, replaced) as run:
+        job = PreferenceRun(
+            config.run, run, policy, learner, stage.updates, "preference", memory=MemoryPlanCheck(memory, "preference"),
+            config=config, loss=loss, rows=units, held_out=held_out, batch_size=stage.batch_size,
+            order=answer_pair_order(len(units), stage, config.seed),
+        )  # fmt: skip
+        for text in [memory.text, *warnings, *left_out.notes]:
+            run.display.note(text)
+        job.references = make_references(job, live)  # the weights are still those the run started from
+        offline_run.resume(job)
+        _train_remaining(job, profile)
+        return offline_run.outcome(job) if ranks.is_first else None
+
+
+def load_answer_pairs(
+    config: PreferConfig, sources: list[Source], loss: PreferenceLoss, policy: PolicyModel, base: Path, split: str
+) -> tuple[list[AnswerPair], LeftOutRows]:
+    """The units that fit `preference.max_tokens` and the model's positions, and what was left out."""
+    stage = config.preference
+    if not sources:
+        return [], LeftOutRows()
+    longest = min(stage.max_tokens, policy.max_positions or stage.max_tokens)
+    reading = EncodingOptions(policy.tokenizer, config.template, longest, stage.overlong, base, config.seed)
+    if loss.is_paired:
+        pairs, left_out = load_pairs(sources, reading, split)
+        return answer_pairs(pairs), left_out
+    answers, left_out = load_labelled(sources, reading, split)
+    return answer_pairs_of_labelled(answers, longest), left_out
+
+
+def live_reference(config: PreferConfig, policy: PolicyModel, ranks: Ranks) -> Reference | None:
+    """The model as it is now, where it is asked in every update; to be called before it is divided among ranks."""
+    if config.preference.reference != "live":
+        return None
+    return Reference(policy.module, config.preference.token_budget, 1.0, ranks)
+
+
+def make_references(job: PreferenceRun, live: Reference | None) -> dict[str, References | None]:
+    """Who says what the reference thinks of the rows trained on, and of those held out."""
+    if "reference" not in job.config.preference.loss.needs:
+        return {"train": None, "held_out": None}
+    if live is not None:
+        return dict.fromkeys(("train", "held_out"), _live_references(live, job.learner))
+    tables = {"train": job.rows, "held_out": job.held_out}
+    return {
+        name: _cached_references(cached_mean_logprobs(job.run, name, job.learner, units, job.loss)) if units else None
+        for name, units in tables.items()
+    }
+
+
+def _live_references(live: Reference, learner: Learner) -> References:
+    def ask(rows: Sequence[int], batch: Batch) -> Tensor:
+        return mean_logprobs(live.logprobs, learner, batch)
+
+    return ask
+
+
+def _cached_references(means: Tensor) -> References:
+    def look(rows: Sequence[int], batch: Batch) -> Tensor:
+        return means[torch.tensor(rows)].view(-1)
+
+    return look
+
+
+def _train_remaining(job: PreferenceRun, profile: int | None) -> None:
+    """What is left of the updates, with a measurement before the first one."""
+    if not offline_run.start_training(job, f"{job.loss.name} on {len(job.rows):,} {job.kind}", profile):
+        return
+    offline_run.run_updates(
+        job,
+        lambda after, around: train(
+            job.learner,
+            job.rows,
+            job.loss,
+            job.config.preference,
+            job.order,
+            job.references["train"],
+            after,
+            job.updates,
+            around,
+        ),
+    )

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.batch_columns import is_replayed
-from burnish.algorithms.losses.model_losses import ROUNDING, OutcomeLoss, verdicts
+from burnish.algorithms.losses.model_losses import LOGP_ROUNDING_ULPS, ImplicitPrmLoss, outcome_prediction_metrics
 from burnish.config.model import ProcessModel
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, contiguous_sum, segment_mean, segment_sum
 from burnish.core.trajectory import pack
 from burnish.rollout.scoring import RolloutBatch
-from burnish.training.interfaces import AnyProcess
+from burnish.training.interfaces import AnyProcessRewardModel
 from burnish.training.learner import Update
 
 
@@ -35,7 +35,7 @@ class Rewarded(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Answers(NamedTuple):
+class JudgedAnswers(NamedTuple):
     """What a model makes of answers whose outcome is known; [T] each."""
 
     log_ratio: Tensor
@@ -45,16 +45,16 @@ class Answers(NamedTuple):
 
     def verdicts(self) -> dict[str, float]:
         """How well the log-ratios tell right from wrong."""
-        rounding = ROUNDING * torch.finfo(self.log_ratio.dtype).eps * float(self.size.max())
-        return verdicts(self.log_ratio, self.outcome, rounding)
+        rounding = LOGP_ROUNDING_ULPS * torch.finfo(self.log_ratio.dtype).eps * float(self.size.max())
+        return outcome_prediction_metrics(self.log_ratio, self.outcome, rounding)
 
 
 class ProcessRewards:
     """A process reward model with the settings it learns by."""
 
-    def __init__(self, model: AnyProcess, settings: ProcessModel) -> None:
+    def __init__(self, model: AnyProcessRewardModel, settings: ProcessModel) -> None:
         self.model, self.settings = model, settings
-        self.loss = OutcomeLoss(settings.loss, settings.beta)
+        self.loss = ImplicitPrmLoss(settings.loss, settings.beta)
 
     def __call__(self, batch: Batch) -> Rewarded:
         """Learn from the batch and reward its tokens, in the order of the settings.
@@ -63,12 +63,12 @@ class ProcessRewards:
         """
         prior = self.model.prior(batch)
         logp = self.model.logprobs(batch) if self.settings.update == "after" else None
-        updates, seen = list[Update](), list[Answers]()
-        for mini in mini_batches(judged(batch, prior), self.settings.mini_batches):
+        updates, seen = list[Update](), list[JudgedAnswers]()
+        for mini in outcome_mini_batches(outcome_batch(batch, prior), self.settings.mini_batches):
             update = self.model.update(mini, self.loss)
             assert update.logp is not None, "columns are asked for"
             updates.append(update)
-            seen.append(answers(mini, update.logp))
+            seen.append(judged_answers(mini, update.logp))
         logp = self.model.logprobs(batch) if logp is None else logp
         batch = batch.with_token(process_rewards=self.settings.beta * (logp - prior))
         return Rewarded(batch, _stats(updates, seen), tuple(_notes(updates)))
@@ -79,11 +79,11 @@ class ProcessRewards:
         if not known:
             return {}
         batch = pack(known).to(self.model.learner.device)
-        found = answers(judged(batch, self.model.prior(batch)), self.model.logprobs(batch)).verdicts()
+        found = judged_answers(outcome_batch(batch, self.model.prior(batch)), self.model.logprobs(batch)).verdicts()
         return {f"process_{name}": found[name] for name in ("accuracy", "ranking") if name in found}
 
 
-def judged(batch: Batch, prior: Tensor) -> Batch:
+def outcome_batch(batch: Batch, prior: Tensor) -> Batch:
     """The columns that `OutcomeLoss` reads, but its weights; only answers that were judged, have a token and are new are in the loss."""
     owner, num = compact_ids(batch.sequence["trajectory_ids"])
     written = contiguous_sum(batch.action_mask.double(), batch.offsets)
@@ -106,7 +106,7 @@ def judged(batch: Batch, prior: Tensor) -> Batch:
     )
 
 
-def mini_batches(batch: Batch, num: int) -> Iterator[Batch]:
+def outcome_mini_batches(batch: Batch, num: int) -> Iterator[Batch]:
     """The judged answers in `num` parts of nearly equal group count, each with the weights of its mean."""
     batch = batch.select(batch.sequence["is_known"].nonzero().squeeze(1))
     groups, count = compact_ids(batch.sequence["group_ids"])
@@ -117,7 +117,7 @@ def mini_batches(batch: Batch, num: int) -> Iterator[Batch]:
         yield mini.with_sequence(weight=torch.full(owner.shape, 1 / size, dtype=torch.float64, device=owner.device))
 
 
-def answers(batch: Batch, logp: Tensor) -> Answers:
+def judged_answers(batch: Batch, logp: Tensor) -> JudgedAnswers:
     """The judged answers of a batch under log-probs of a process reward model."""
     known = batch.sequence["is_known"]
     owner, num = compact_ids(batch.sequence["answer_ids"][known])
@@ -127,13 +127,13 @@ def answers(batch: Batch, logp: Tensor) -> Answers:
         return segment_sum(contiguous_sum(masked, batch.offsets)[known], owner, num)
 
     outcome = segment_mean(batch.sequence["outcome"][known], owner, num)
-    return Answers(of_answers(logp - batch.token["prior_logp"]), outcome, of_answers(logp).abs())
+    return JudgedAnswers(of_answers(logp - batch.token["prior_logp"]), outcome, of_answers(logp).abs())
 
 
-def _stats(updates: list[Update], seen: list[Answers]) -> dict[str, float]:
+def _stats(updates: list[Update], seen: list[JudgedAnswers]) -> dict[str, float]:
     if not seen:
         return {}
-    found = Answers(*(torch.cat(columns) for columns in zip(*seen, strict=True))).verdicts()
+    found = JudgedAnswers(*(torch.cat(columns) for columns in zip(*seen, strict=True))).verdicts()
     for name in ("loss", "grad_norm", "lr"):
         found[name] = sum(update.stats.get(name, 0.0) for update in updates) / len(updates)
     return {f"process/{name}": value for name, value in found.items()}

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.model_losses import ScorerLoss
-from burnish.algorithms.losses.sequence_losses import bradley_terry
-from burnish.config.preference import RewardModel
+from burnish.algorithms.losses.loss_functions import bradley_terry
+from burnish.algorithms.losses.model_losses import RewardModelLoss
+from burnish.config.data import Source
+from burnish.config.schema import RewardModel, RewardModelConfig
 from burnish.core.batch import Batch
 from burnish.core.random_keys import permutation
 from burnish.core.segments import offsets_from_lengths
-from burnish.data.preference_pairs import Pair
-from burnish.models.heads import score_positions
-from burnish.trainers.offline_run import Around, OnUpdate
-from burnish.trainers.performance import learner_values
+from burnish.data.preference_pairs import EncodingOptions, LeftOutRows, PreferencePair, load_pairs
+from burnish.distributed.roles import build_policy
+from burnish.memory_plan.from_config import plan_run
+from burnish.models.activation_checkpointing import set_activations
+from burnish.models.heads import SCORE_STATISTICS_FILE, ScoreModel, new_score_model, score_positions
+from burnish.models.policy import PolicyModel
+from burnish.models.tokenizer import Tokenizer
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, writer_rank_of
+from burnish.run.durable_files import FolderId
+from burnish.run.metrics import check_trackers
+from burnish.trainers import offline_run
+from burnish.trainers.offline_run import OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
+from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
 from burnish.training.learner import Learner
-from burnish.training.meter import restart_peak
+from burnish.training.meter import reset_peak_memory
+from burnish.training.parallel.ranks import SOLO
 
-CHUNK = 256  # pairs measured at once
+MEASURE_CHUNK = 256  # pairs measured at once
 
 
-def pack_pairs(pairs: Sequence[Pair], pad_id: int) -> Batch:
+def pack_pairs(pairs: Sequence[PreferencePair], pad_id: int) -> Batch:
     """Pairs as a batch of twice as many sequences, chosen before rejected; the masks mark the token each is scored at.
 
     Sequence columns: `group_ids` (the pair), `chosen`, `margin`, `weight` (1 / pairs).
@@ -53,28 +68,28 @@ def pack_pairs(pairs: Sequence[Pair], pad_id: int) -> Batch:
 
 def train(
     learner: Learner,
-    pairs: Sequence[Pair],
+    pairs: Sequence[PreferencePair],
     pad_id: int,
     config: RewardModel,
     order: Sequence[int],
     on_update: OnUpdate,
     start: int = 0,
-    around: Around = lambda update: nullcontext(),
+    around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
     """Updates `start`+1 to `config.updates`, each on the next `batch_size` pairs of the order.
 
     `around` gives the context an update is made in, by its number.
     """
-    loss = ScorerLoss(config.margin, config.centre)
+    loss = RewardModelLoss(config.margin, config.centre)
     for update in range(start, config.updates):
         started = time.perf_counter()
-        restart_peak(learner.device)
+        reset_peak_memory(learner.device)
         chosen = [pairs[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
         batch = pack_pairs(chosen, pad_id).to(learner.device)
         with around(update + 1):
             learning = time.perf_counter()
             result = learner.update(batch, loss, columns=False)
-            speed = learner_values([learner], learning)
+            speed = learner_metrics([learner], learning)
         values = {f"reward_model/{name}": value for name, value in result.stats.items()} | speed
         if result.skipped:
             values["reward_model/skipped"] = 1.0
@@ -91,7 +106,7 @@ def pair_order(size: int, seed: int, num_draws: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PairMeasurements:
     """How a scorer does on pairs it was not trained on, and where its scores lie."""
 
     accuracy: float
@@ -112,7 +127,9 @@ class Measured:
         return {f"validation/pairs/{name}": value for name, value in named.items()}
 
 
-def measure(learner: Learner, pairs: Sequence[Pair], pad_id: int, config: RewardModel, chunk: int = CHUNK) -> Measured:
+def measure(
+    learner: Learner, pairs: Sequence[PreferencePair], pad_id: int, config: RewardModel, chunk: int = MEASURE_CHUNK
+) -> PairMeasurements:
     """Scores of pairs, without gradient; the loss is the one that is trained."""
     found: list[Tensor] = []
     for at in range(0, len(pairs), chunk):
@@ -123,11 +140,131 @@ def measure(learner: Learner, pairs: Sequence[Pair], pad_id: int, config: Reward
     ahead = scores[:, 0] - scores[:, 1]
     margins = torch.tensor([pair.margin + config.margin for pair in pairs], dtype=torch.float64)
     terms = bradley_terry(scores[:, 0], scores[:, 1], margins)
-    return Measured(
+    return PairMeasurements(
         accuracy=float((ahead > 0).double().mean()),
         margin=float(ahead.mean()),
         loss=float((terms + config.centre * scores.sum(1).square()).mean()),
         mean=float(scores.mean()),
         std=math.sqrt(float(scores.var(correction=0))),
         pairs=len(pairs),
+    )
+
+
+# --- One run that trains a reward model, from start to end or from where it was: updates, measurements, checkpoints.
+
+
+@dataclass
+class ScorerCheckpoint:
+    """A scorer with its tokenizer and what was measured of it: what a checkpoint holds."""
+
+    module: ScoreModel
+    tokenizer: Tokenizer
+    source: Path | None
+    """The directory its layers came from."""
+    note: str
+    measured: PairMeasurements | None = None
+
+    @property
+    def part(self) -> WriterRank:
+        return writer_rank_of(self.module.parameters())
+
+    def contents(self, stage: TensorStaging) -> list[Content]:
+        """A Hugging Face directory for sequence classification (with adapters: what PEFT saves of one), with where its scores lie."""
+        files = self.module.contents(stage, self.source, self.tokenizer)
+        if self.measured is not None:
+            files.append(BytesFile(SCORE_STATISTICS_FILE, json.dumps(asdict(self.measured), indent=1)))
+        return files
+
+    def load_weights(self, directory: Path) -> None:
+        """Weights in place, and what was measured of them."""
+        self.module.load_weights(directory)
+        self.measured = read_measurements(directory)
+
+
+def read_measurements(directory: Path) -> PairMeasurements | None:
+    """How the scorer of a directory does on the held-out pairs of its run, if it had any."""
+    statistics = directory / SCORE_STATISTICS_FILE
+    return PairMeasurements(**json.loads(statistics.read_text())) if statistics.is_file() else None
+
+
+@dataclass
+class RewardModelRun(RowsRun[PreferencePair]):
+    """A run that trains a scorer; what of it is measured, and when."""
+
+    config: RewardModelConfig = field(kw_only=True)
+    scorer: ScorerCheckpoint = field(kw_only=True)
+
+    def measure(self, update: int) -> dict[str, float]:
+        """On the held-out pairs: before the first update, every so many, with every checkpoint, and after the last."""
+        every, save_every = self.config.reward_model.held_out_every, self.settings.save_every
+        due = update in (0, self.total) or update % save_every == 0 or (every and update % every == 0)
+        if not self.held_out or not due:
+            return {}
+        self.run.display.phase("measuring on held-out pairs", of=validation_name(update))
+        self.scorer.measured = measure(
+            self.learner, self.held_out, self.scorer.tokenizer.pad_id, self.config.reward_model
+        )
+        return self.scorer.measured.values
+
+
+def execute(
+    config: RewardModelConfig,
+    resolved: dict[str, Any],
+    base: Path,
+    name: str,
+    profile: int | None = None,
+    replaced: FolderId | None = None,
+) -> Outcome:
+    """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
+
+    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it.
+    """
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    check_trackers(config.run.trackers)
+    stage = config.reward_model
+    # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its pairs.
+    plain = [source.model_copy(update={"options": {}}) for source in stage.data]
+    memory = plan_run(config, base)
+    warnings = memory.check()
+    policy = build_policy(config.model, plain, config.seed, base)
+    pairs, left_out = load_reward_pairs(config, policy, base, stage.data, "train")
+    held_out, _ = load_reward_pairs(config, policy, base, stage.held_out, "test")
+    scorer = ScorerCheckpoint(new_score_model(policy.module, config.seed), policy.tokenizer, policy.source, policy.note)
+    del policy  # and with it the output head
+    set_activations(scorer.module, stage.activations)
+    learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
+    with offline_run.open_run(config, resolved, base, name, SOLO, replaced) as run:
+        order = pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
+        job = RewardModelRun(
+            config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryPlanCheck(memory, "reward model"),
+            config=config, scorer=scorer, rows=pairs, held_out=held_out, order=order, batch_size=stage.batch_size,
+        )  # fmt: skip
+        for text in [memory.text, *warnings, *left_out.notes]:
+            run.display.note(text)
+        offline_run.resume(job)
+        _train_remaining(job, profile)
+        return offline_run.outcome(job)
+
+
+def load_reward_pairs(
+    config: RewardModelConfig, policy: PolicyModel, base: Path, sources: list[Source], split: str
+) -> tuple[list[PreferencePair], LeftOutRows]:
+    """The pairs that fit `max_tokens` and the model's positions, and what was left out."""
+    stage = config.reward_model
+    if not sources:
+        return [], LeftOutRows()
+    longest = min(stage.max_tokens, policy.max_positions or stage.max_tokens)
+    reading = EncodingOptions(policy.tokenizer, config.template, longest, stage.overlong, base, config.seed)
+    return load_pairs(sources, reading, split)
+
+
+def _train_remaining(job: RewardModelRun, profile: int | None) -> None:
+    """What is left of the updates, with a measurement before the first one."""
+    if not offline_run.start_training(job, f"reward model on {len(job.rows):,} pairs", profile):
+        return
+    stage, pad_id = job.config.reward_model, job.scorer.tokenizer.pad_id
+    offline_run.run_updates(
+        job,
+        lambda after, around: train(job.learner, job.rows, pad_id, stage, job.order, after, job.updates, around),
     )

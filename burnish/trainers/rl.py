@@ -20,11 +20,11 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from burnish.algorithms.batch_columns import is_replayed, new_ones, replay_drift, sampled
+from burnish.algorithms.batch_columns import is_replayed, replay_drift, sampled_sequences, without_replayed
 from burnish.algorithms.correction.budget import BudgetError
-from burnish.algorithms.correction.diagnostics import surprise, symptoms
+from burnish.algorithms.correction.mismatch_diagnostics import surprise_metrics, symptom_metrics
 from burnish.algorithms.losses.policy_loss import NllLoss
-from burnish.config.consistency import always_judges
+from burnish.config.consistency import always_gives_verdicts
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
@@ -32,28 +32,28 @@ from burnish.core.trajectory import pack
 from burnish.rollout.runner import RolloutStopped
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.checkpoint.checkpoints import score_by
-from burnish.run.metrics import held_out_figures, read
+from burnish.run.metrics import held_out_figures, read_metrics
 from burnish.run.run import Run
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.assembly import rollout_plan
 from burnish.trainers.context import StepResult, TrainContext, snapshot
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.performance import learner_values, rollout_rate
+from burnish.trainers.performance import learner_metrics, rollout_throughput
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.state import advance, entropy_coefficient
-from burnish.trainers.step_metrics import demonstration_values
-from burnish.training.meter import restart_peak
+from burnish.trainers.step_metrics import demonstration_metrics
+from burnish.training.meter import reset_peak_memory
 from burnish.training.profiler import profiled
 
 # --- Why a run stopped because engine and trainer are too far apart: the step is not finished, so the health check had no say.
 
 
-def explained(job: TrainContext, step: int, error: BudgetError) -> UserError:
+def mismatch_budget_error(job: TrainContext, step: int, error: BudgetError) -> UserError:
     """The error of a budget that no correction holds, with the likely cause of the gap and what to try."""
     batch = error.batch
     outputs = job.learner.outputs(batch, frozenset({"entropy"}))
-    seen = symptoms(batch, job.state.step) | surprise(batch, outputs["logp"], outputs["entropy"])
+    seen = symptom_metrics(batch, job.state.step) | surprise_metrics(batch, outputs["logp"], outputs["entropy"])
     return UserError(f"step {step}: {error}; likely cause: {job.health.explain(seen, job.facts)}")
 
 
@@ -66,52 +66,52 @@ def train(job: TrainContext) -> bool:
     config, run = job.config, job.run
     total = config.training.steps
     run.display.start(f"{config.algorithm.preset} on {run.directory.name}: {job.policy.note}", total, job.state.step)
-    job.has_accuracy = always_judges(config) or was_accuracy_measured(run)
+    job.has_accuracy = always_gives_verdicts(config) or was_accuracy_measured(run)
     if job.state.step == 0 and config.validation.before and config.data.validation:
         measured = job.validate(0)
-        refuse_unmeasured(job, measured)
+        check_best_metric(job, measured)
         run.commit(0, measured, [])
     with StopOnInterrupt(run.display.note, end_early=job.source.stop) as stop:
         try:
-            return make_steps(job, stop)
+            return run_steps(job, stop)
         except RolloutStopped:
             return False
 
 
-def make_steps(job: TrainContext, stop: StopOnInterrupt) -> bool:
+def run_steps(job: TrainContext, stop: StopOnInterrupt) -> bool:
     """The steps that are left; False when the user asked to stop."""
     config, run, num_unscored = job.config, job.run, 0
     total = config.training.steps
     for step in range(job.state.step + 1, total + 1):
         started = time.perf_counter()
-        restart_peak(job.learner.device)
-        with recording(job, step):
-            with record_function("rollout"), saved_if_stopped(job):
-                rollouts, batch = gather(job, step)
-                if not is_scored(rollouts) and num_unscored == 0:
+        reset_peak_memory(job.learner.device)
+        with profiled_step(job, step):
+            with record_function("rollout"), save_on_stop(job):
+                rollouts, batch = collect_rollouts(job, step)
+                if not has_scored_sample(rollouts) and num_unscored == 0:
                     save_last_step(job)
                 num_unscored = count_unscored(rollouts, step, num_unscored, total)
                 job.source.begin(step + 1)
             learning = time.perf_counter()
             learned = learn(job, step, batch) if batch is not None else StepResult()
             after_step(job, step, rollouts, learned)
-            speed = learner_values(job.learners, learning) | rollout_rate(rollouts)
+            speed = learner_metrics(job.learners, learning) | rollout_throughput(rollouts)
         is_shaped = bool(config.algorithm.shaping)
-        values = step_metrics.step_values(rollouts, learned, time.perf_counter() - started, is_shaped) | speed
+        values = step_metrics.training_metrics(rollouts, learned, time.perf_counter() - started, is_shaped) | speed
         values |= job.source.values(rollouts, step - 1)
-        values |= demonstration_values(rollouts) if config.data.demonstrations_per_group else {}
+        values |= demonstration_metrics(rollouts) if config.data.demonstrations_per_group else {}
         if job.memory is not None:
             values |= job.memory.after(job.learner.updates, values, run.display.note)
         for line in job.health.check(step, values, job.facts):
             run.display.note(line)
-        stopping = finish_step(job, step, values, rollouts, learned, stop)
+        stopping = commit_step(job, step, values, rollouts, learned, stop)
         if stopping and step < total:
             return False
     return True
 
 
 @contextmanager
-def saved_if_stopped(job: TrainContext) -> Iterator[None]:
+def save_on_stop(job: TrainContext) -> Iterator[None]:
     """Save the last step that is done if the user asks to stop while the next one samples: no weights have changed since."""
     try:
         yield
@@ -127,7 +127,7 @@ def save_last_step(job: TrainContext) -> None:
         job.run.wait()
 
 
-def gather(job: TrainContext, step: int) -> tuple[RolloutBatch, Batch | None]:
+def collect_rollouts(job: TrainContext, step: int) -> tuple[RolloutBatch, Batch | None]:
     """Rollouts of a step and the batch the group filters leave, generated again while that is too small.
 
     The batch is None when there is nothing to learn from; a note says why.
@@ -165,19 +165,19 @@ def gather(job: TrainContext, step: int) -> tuple[RolloutBatch, Batch | None]:
         )
     batch = job.recipe.select(shaped, settings.prompts)
     if batch.num_sequences == 0:
-        note(job, step, f"no update, {step_metrics.why_no_signal(shaped)}")
+        note(job, step, f"no update, {step_metrics.no_signal_text(shaped)}")
         return rollouts, None
     return rollouts, batch.to(job.learner.device)
 
 
-def is_scored(rollouts: RolloutBatch) -> bool:
+def has_scored_sample(rollouts: RolloutBatch) -> bool:
     """Whether a step has one new sample with a reward."""
     return any(t.reward is not None for t in rollouts.trajectories)
 
 
 def count_unscored(rollouts: RolloutBatch, step: int, earlier: int, total: int) -> int:
     """Steps in a row, this one included, without one scored sample; the error for too many of them, and for such a last step."""
-    if is_scored(rollouts):
+    if has_scored_sample(rollouts):
         return 0
     if earlier + 1 >= MAX_UNSCORED_STEPS or step == total:
         steps = f"{earlier + 1} steps in a row" if earlier else "this step"
@@ -206,16 +206,16 @@ def learn(job: TrainContext, step: int, batch: Batch) -> StepResult:
             batch, job.learner, job.reference, job.critic, state, warming, job.process
         )
     except BudgetError as error:
-        raise explained(job, step, error) from error
+        raise mismatch_budget_error(job, step, error) from error
     for text in notes:
         note(job, step, text)
     batch = recipe.trim(whole, stats)
-    learned = StepResult(batch, prepared=stats, num_prepared=sampled(whole).num_sequences, budget=budget)
+    learned = StepResult(batch, prepared=stats, num_prepared=sampled_sequences(whole).num_sequences, budget=budget)
     learned.unfinished = recipe.unfinished(whole)
-    rewards = new_ones(sampled(whole)).sequence["reward"]
+    rewards = without_replayed(sampled_sequences(whole)).sequence["reward"]
     learned.reward = float(rewards.mean()) if rewards.numel() else None
     if batch.num_sequences == 0:
-        note(job, step, f"no update, {step_metrics.why_nothing_left(whole)}")
+        note(job, step, f"no update, {step_metrics.nothing_left_text(whole)}")
     loss = replace(recipe.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
     horizon, training = config.rollout.at(step).max_tokens, config.training
     parts = mini_batches(batch, config.algorithm, training.mini_batches, training.epochs, horizon)
@@ -229,7 +229,7 @@ def learn(job: TrainContext, step: int, batch: Batch) -> StepResult:
         is_first = not learned.updates  # its forward pass saw the policy before it moved
         update = job.learner.update(mini, loss, recipe.lr_scale(step), imitated, columns=is_first)
         if is_first and update.logp is not None:
-            learned.prepared |= surprise(mini, update.logp, update.entropy) | replay_drift(mini, update.logp)
+            learned.prepared |= surprise_metrics(mini, update.logp, update.entropy) | replay_drift(mini, update.logp)
         learned.updates.append(update)
         if update.skipped:
             note(job, step, f"no update, {update.skipped}")
@@ -257,7 +257,7 @@ def after_step(job: TrainContext, step: int, rollouts: RolloutBatch, learned: St
     job.state = advance(state, job.config.algorithm, stats, learned.num_prepared)
 
 
-def finish_step(
+def commit_step(
     job: TrainContext,
     step: int,
     values: dict[str, Any],
@@ -275,13 +275,13 @@ def finish_step(
     if due or step == config.training.steps:
         measured = job.validate(step)
         values |= measured
-        score = score_of(job, measured)
+        score = checkpoint_score(job, measured)
         if measured and score is None:
-            note(job, step, f"this checkpoint has no score: {no_score(job, measured)}")
+            note(job, step, f"this checkpoint has no score: {missing_score_text(job, measured)}")
     if step % config.run.samples_every == 0 or step in (1, config.training.steps):
         rows = step_metrics.sample_rows(rollouts, learned.batch, job.policy.tokenizer, learned.trainer_logp)
         run.samples(step, "train", rows)
-    run.worst_tokens.append(step, step_metrics.worst_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
+    run.worst_tokens.append(step, step_metrics.worst_token_rows(rollouts, learned.mismatch.worst, job.policy.tokenizer))
     late = step_metrics.num_timed_out(rollouts)
     if late and 2 * late >= len(rollouts.trajectories):
         note(
@@ -292,11 +292,13 @@ def finish_step(
         )
     for failed in rollouts.failed[:1]:
         note(job, step, f"{len(rollouts.failed)} samples could not be scored and are not used; first: {failed.error}")
-    run.commit(step, values, step_metrics.used_ids(rollouts, learned.batch), step_metrics.visits(rollouts))
+    run.commit(
+        step, values, step_metrics.used_trajectory_ids(rollouts, learned.batch), step_metrics.prompt_visits(rollouts)
+    )
     stopping = stop.requested
     measured_best = config.run.keep_best and score is not None
     is_due = stopping or step == config.training.steps or measured_best or step % config.run.save_every == 0
-    if is_due and is_scored(
+    if is_due and has_scored_sample(
         rollouts
     ):  # else the last scored step was saved: a run whose reward was mended goes on from there
         run.checkpoint(step, lambda stage: snapshot(job, stage), *(score or (None, None)))
@@ -307,7 +309,7 @@ def finish_step(
 
 def was_accuracy_measured(run: Run) -> bool:
     """Whether an earlier validation of this run had an accuracy, by its metrics or by the scores of its checkpoints."""
-    names = {name for row in read(run.directory.metrics) for name in row}
+    names = {name for row in read_metrics(run.directory.metrics) for name in row}
     names |= {c.metric.removeprefix("-") for c in run.checkpoints.all() if c.metric is not None}
     return "accuracy" in held_out_figures(names).values()
 
@@ -321,24 +323,24 @@ def best_metric(job: TrainContext) -> str:
     return job.config.run.best_by or f"validation/{mode}/{'accuracy' if job.has_accuracy else 'reward_mean'}"
 
 
-def score_of(job: TrainContext, measured: dict[str, float]) -> tuple[float, str] | None:
+def checkpoint_score(job: TrainContext, measured: dict[str, float]) -> tuple[float, str] | None:
     """The score that a validation gives a checkpoint, with its metric; None where that was not measured."""
     job.has_accuracy = job.has_accuracy or "accuracy" in held_out_figures(measured).values()
     return score_by(best_metric(job), measured)
 
 
-def refuse_unmeasured(job: TrainContext, measured: dict[str, float]) -> None:
+def check_best_metric(job: TrainContext, measured: dict[str, float]) -> None:
     """Refuse, before the first step, a `run.best_by` that validation does not measure. A missing accuracy that later ones may have gets a note."""
-    if not measured or score_of(job, measured) is not None:
+    if not measured or checkpoint_score(job, measured) is not None:
         return
     mode, _, last = best_metric(job).rpartition("/")
     if last == "accuracy" and job.has_accuracy and f"{mode}/reward_mean" in measured:
-        note(job, 0, no_score(job, measured))
+        note(job, 0, missing_score_text(job, measured))
     else:
-        raise UserError(no_score(job, measured))
+        raise UserError(missing_score_text(job, measured))
 
 
-def no_score(job: TrainContext, measured: dict[str, float]) -> str:
+def missing_score_text(job: TrainContext, measured: dict[str, float]) -> str:
     """Why a validation gave no score to choose the best checkpoint by."""
     wanted, hint = best_metric(job), ""
     if wanted.endswith("/accuracy") and job.has_accuracy:
@@ -349,7 +351,7 @@ def no_score(job: TrainContext, measured: dict[str, float]) -> str:
     return f"run.best_by: {wanted} was not measured{hint}; measured are {', '.join(sorted(measured))}"
 
 
-def recording(job: TrainContext, step: int) -> AbstractContextManager[None]:
+def profiled_step(job: TrainContext, step: int) -> AbstractContextManager[None]:
     """The profiler, in the step it was asked for."""
     if step != job.profile:
         return nullcontext()

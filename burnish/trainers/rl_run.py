@@ -13,8 +13,8 @@ import torch
 
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.loading import completed, dump
-from burnish.config.placement import scores_elsewhere
+from burnish.config.loading import add_missing_defaults, dump
+from burnish.config.placement import has_remote_rewards
 from burnish.config.schema import Sft, TrainConfig
 from burnish.data.prompt_pool import ReadRows
 from burnish.data.supervised import load_examples
@@ -24,38 +24,38 @@ from burnish.distributed.judge_process import EngineJudge
 from burnish.distributed.placement import check_placement
 from burnish.distributed.ray_roles import open_cluster
 from burnish.distributed.roles import build_outline, build_policy, build_scorers, policy_updates
-from burnish.memory_plan.from_config import planned
+from burnish.memory_plan.from_config import plan_run
 from burnish.models.activation_checkpointing import set_activations
 from burnish.rewards.reward_parts import JUDGE, MODEL
 from burnish.rewards.scoring import Rewards
 from burnish.run.durable_files import FolderId, atomic_write
-from burnish.run.metrics import check_trackers, read
+from burnish.run.metrics import check_trackers, read_metrics
 from burnish.run.run import Run
 from burnish.run.run_directory import RunDirectory, run_name
 from burnish.trainers import rl, sft
 from burnish.trainers.assembly import (
-    Parts,
-    assemble,
+    RunParts,
+    build_context,
+    build_inputs,
+    build_parts,
     build_validation,
-    check_inputs,
-    check_parts,
-    demonstrations,
     held_out_prompts,
-    warm_damage,
+    load_warm_start_examples,
     warm_start,
+    warm_start_damage,
 )
 from burnish.trainers.context import restore
-from burnish.trainers.input_checks import keep_inputs, read_checked, repeated
-from burnish.trainers.performance import MemoryWatch
+from burnish.trainers.input_checks import often_repeated_rows, read_checked_rows, record_inputs
+from burnish.trainers.performance import MemoryPlanCheck
 from burnish.training.learner import Learner
-from burnish.training.optimizers.factory import described
+from burnish.training.optimizers.update_rules import describe_lr
 from burnish.training.profiler import step_to_profile
 
 
 @contextmanager
 def checked_run(
     config: TrainConfig, resolved: dict[str, Any], base: Path, name: str, replaced: FolderId | None = None
-) -> Iterator[tuple[Parts, Run]]:
+) -> Iterator[tuple[RunParts, Run]]:
     """The parts of a run and its directory, which is made only when nothing is wrong with the parts.
 
     `replaced` is the folder of an old run of this name, which is moved to another name at that moment.
@@ -63,21 +63,21 @@ def checked_run(
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
-    place = _place(config, name)
-    elsewhere = scores_elsewhere(config.placement)
+    place = _run_location(config, name)
+    elsewhere = has_remote_rewards(config.placement)
     with (
-        RunDirectory.claim(*place, partial(completed, TrainConfig), replaced) as directory,
+        RunDirectory.claim(*place, partial(add_missing_defaults, TrainConfig), replaced) as directory,
         Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
     ):
         check_placement(config.placement)
-        rows = read_checked(config, base, rewards)
+        rows = read_checked_rows(config, base, rewards)
         sources = [*config.data.train, *config.data.validation]
         is_here = config.placement.name == "local"
-        memory = planned(config, base) if is_here else None
+        memory = plan_run(config, base) if is_here else None
         notes = [memory.text, *memory.check()] if memory is not None else []
-        warm = warm_folder(directory)
+        warm = warm_start_folder(directory)
         has_warm = warm.is_dir() and not directory.is_replaced
-        damage = warm_damage(warm) if config.warm_start is not None and has_warm else None
+        damage = warm_start_damage(warm) if config.warm_start is not None and has_warm else None
         needs_warmth = config.warm_start is not None and (damage is not None or not has_warm)
         notes += [f"{warm}: {damage}; the warm start is made again"] if damage is not None else []
         # Where others train, this process holds weights for a warm start only, and then no more.
@@ -87,69 +87,71 @@ def checked_run(
         scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
         rewards.hand_in(scorers)
         notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
-        parts = check_parts(config, base, policy, rewards, rows.take)
-        parts.notes = [*notes, *repeated(config, rows.sizes), *parts.notes]
-        parts.memory = MemoryWatch(memory, "training") if memory is not None else None
+        parts = build_parts(config, base, policy, rewards, rows.take)
+        parts.notes = [*notes, *often_repeated_rows(config, rows.sizes), *parts.notes]
+        parts.memory = MemoryPlanCheck(memory, "training") if memory is not None else None
         if config.warm_start is not None and needs_warmth:
             parts.makes_warm_start = True
-            parts.examples, note = demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
+            parts.examples, note = load_warm_start_examples(
+                config.warm_start, config.data.template, config.seed, base, policy
+            )
             parts.notes += [note] if note is not None else []
         with open_cluster(config) as parts.cluster:
             directory.begin(place[2])
-            parts.notes += keep_inputs(directory.path, config, resolved, base, directory.forget_rollouts)
+            parts.notes += record_inputs(directory.path, config, resolved, base, directory.forget_rollouts)
             with Run(directory, config.run, resolved) as run:
                 yield parts, run
 
 
 def check_directory(config: TrainConfig, name: str) -> None:
     """Refuse a config that the run of this name cannot go on with; takes no lock and writes nothing."""
-    RunDirectory.check(*_place(config, name), partial(completed, TrainConfig))
+    RunDirectory.check(*_run_location(config, name), partial(add_missing_defaults, TrainConfig))
 
 
 def check_without_weights(config: TrainConfig, base: Path, name: str, rewards: Rewards, read: ReadRows) -> None:
     """The checks of `checked_run` that need the policy's tokenizer and architecture, but neither its weights nor a server."""
     policy = build_outline(config.model, [*config.data.train, *config.data.validation], config.seed, base)
     build_scorers(config.reward, policy.tokenizer, base, kinds=())
-    check_inputs(config, base, policy, rewards, read)
-    root, folder, _ = _place(config, name)
-    if config.warm_start is not None and not warm_folder(RunDirectory(root / folder)).is_dir():
-        demonstrations(config.warm_start, config.data.template, config.seed, base, policy)
+    build_inputs(config, base, policy, rewards, read)
+    root, folder, _ = _run_location(config, name)
+    if config.warm_start is not None and not warm_start_folder(RunDirectory(root / folder)).is_dir():
+        load_warm_start_examples(config.warm_start, config.data.template, config.seed, base, policy)
 
 
-def execute(parts: Parts, run: Run, profile: int | None = None) -> bool:
+def execute(parts: RunParts, run: Run, profile: int | None = None) -> bool:
     """Warm start and RL, each only as far as it is not done. True when the run is complete.
 
     `profile` is the step to record with a profiler, or `NEXT`.
     """
-    config, warm = parts.config, warm_folder(run.directory)
+    config, warm = parts.config, warm_start_folder(run.directory)
     if config.warm_start is not None and parts.makes_warm_start:
         warm_start(parts, config.warm_start, run, warm)
     elif config.warm_start is not None and parts.cluster is None:
         parts.policy.load_weights(warm)
     parts.weights = warm if config.warm_start is not None else None
-    job = assemble(parts, run)
+    job = build_context(parts, run)
     try:
         checkpoint = run.resume()
         if checkpoint is not None:
             restore(job, checkpoint.path)
-            job.health.recall(read(run.directory.metrics), job.facts)
+            job.health.recall(read_metrics(run.directory.metrics), job.facts)
         if job.state.step >= config.training.steps:
             run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
             return True
         if run.directory.changes_training:
-            run.display.note(described(config.training.optimizer, job.learner.updates, policy_updates(config)))
+            run.display.note(describe_lr(config.training.optimizer, job.learner.updates, policy_updates(config)))
         job.profile = step_to_profile(profile, job.state.step, config.training.steps)
         return rl.train(job)
     finally:
         job.source.close()
 
 
-def warm_folder(directory: RunDirectory) -> Path:
+def warm_start_folder(directory: RunDirectory) -> Path:
     """Where the warm-started model lies; it is there whole or not at all."""
     return directory.path / "warm_start"
 
 
-def _place(config: TrainConfig, name: str) -> tuple[Path, str, str]:
+def _run_location(config: TrainConfig, name: str) -> tuple[Path, str, str]:
     return Path(config.run.directory), run_name(config.run.name, name, config.seed), dump(config)
 
 
@@ -207,7 +209,7 @@ def run_controls(
             learner = Learner(policy.module, longer.optimizer, longer.updates, longer.token_budget)
             run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
             sft.train(learner, examples, longer, config.seed, run.display.step)
-            driver = roles.build_driver(config, policy, roles.build_engine(policy, config.rollout), base)
+            driver = roles.build_runner(config, policy, roles.build_engine(policy, config.rollout), base)
             held_out = held_out_prompts(config, base, policy)
             results[title] = build_validation(config, run, policy, driver, rewards, held_out, f"control-{number}-")(0)
             run.display.stop()

@@ -20,17 +20,17 @@ from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.distributed.roles import build_policy
-from burnish.memory_plan.from_config import planned
+from burnish.memory_plan.from_config import plan_run
 from burnish.models.activation_checkpointing import set_activations
-from burnish.models.policy import PolicyModel, pick_device
+from burnish.models.policy import PolicyModel, resolve_device
 from burnish.run.durable_files import FolderId
 from burnish.run.metrics import check_trackers
 from burnish.trainers import offline_run
-from burnish.trainers.offline_run import Around, OnUpdate, Outcome, UpdateJob
-from burnish.trainers.performance import MemoryWatch, learner_values
+from burnish.trainers.offline_run import OfflineRun, OnUpdate, Outcome, UpdateContext
+from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
 from burnish.training.learner import Learner
-from burnish.training.meter import restart_peak
-from burnish.training.parallel.distribute import distribute, join
+from burnish.training.meter import reset_peak_memory
+from burnish.training.parallel.ranks import join_process_group, parallelize_model
 
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
@@ -50,7 +50,7 @@ def train(
     seed: int,
     on_update: OnUpdate,
     start: int = 0,
-    around: Around = lambda update: nullcontext(),
+    around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
     """Updates `start`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order.
 
@@ -60,7 +60,7 @@ def train(
     order = example_order(len(examples), seed, config.updates * config.batch_size)
     for update in range(start, config.updates):
         started = time.perf_counter()
-        restart_peak(learner.device)
+        reset_peak_memory(learner.device)
         chosen = [examples[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
         batch = pack_examples(chosen).to(learner.device)
         batch = batch.with_token(weight=aggregation_weights(batch, "token-mean"))
@@ -68,7 +68,7 @@ def train(
             learning = time.perf_counter()
             share = learner.ranks.share(batch, learner.packing.attention_cost)
             result = learner.update(share, NllLoss())
-            speed = learner_values([learner], learning)
+            speed = learner_metrics([learner], learning)
         values = {f"sft/{name}": value for name, value in result.stats.items()} | speed
         if result.skipped:
             values["sft/skipped"] = 1.0
@@ -99,31 +99,31 @@ def execute(
     check_trackers(config.run.trackers)
     # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its demonstrations.
     plain = [source.model_copy(update={"options": {}}) for source in config.sft.data]
-    ranks = join(config.parallel, pick_device(config.model.device).type == "cuda")
+    ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
     # What is divided goes to its device piece by piece: no device has room for all of a model that needs several.
     where = config.model if ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
-    memory = planned(config, base)
+    memory = plan_run(config, base)
     warnings = memory.check()
     policy = build_policy(where, plain, config.seed, base)
-    examples, note = load(config, policy, base)
+    examples, note = load_sft_examples(config, policy, base)
     stage = config.sft
     set_activations(policy.module, stage.activations)
-    distribute(policy.module, ranks, config.parallel.offload)
+    parallelize_model(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
     with offline_run.open_run(config, resolved, base, name, ranks, replaced) as run:
-        job = UpdateJob(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryWatch(memory, "sft"))
+        job = OfflineRun(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryPlanCheck(memory, "sft"))
         offline_run.resume(job)
-        if offline_run.begin(job, f"supervised on {len(examples):,} examples", profile):
+        if offline_run.start_training(job, f"supervised on {len(examples):,} examples", profile):
             for text in [memory.text, *warnings, *([note] if note is not None else [])]:
                 run.display.note(text)
-            offline_run.train(
+            offline_run.run_updates(
                 job,
                 lambda after, around: train(learner, examples, stage, config.seed, after, job.updates, around),
             )
         return offline_run.outcome(job) if ranks.is_first else None
 
 
-def load(config: SftConfig, policy: PolicyModel, base: Path) -> tuple[list[Example], str | None]:
+def load_sft_examples(config: SftConfig, policy: PolicyModel, base: Path) -> tuple[list[Example], str | None]:
     """The examples that fit `sft.max_tokens` and the model's positions, and a note about those left out."""
     longest = min(config.sft.max_tokens, policy.max_positions or config.sft.max_tokens)
     examples, left_out = load_examples(

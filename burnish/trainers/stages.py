@@ -23,18 +23,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from burnish.config.errors import UserError, unknown
-from burnish.run.durable_files import atomic_write, remove, sweep
+from burnish.config.errors import UserError, unknown_name_error
+from burnish.run.durable_files import atomic_write, remove, remove_leftovers
 from burnish.run.run_directory import RunDirectory
-from burnish.run.stage_index import INDEX, StageIndex, read_outcome, what_is_wrong
-from burnish.run.supervisor.exit_status import OUTCOME
+from burnish.run.stage_index import INDEX_FILE, StageIndex, product_damage, read_outcome
+from burnish.run.supervisor.exit_status import OUTCOME_FILE
 
-RECIPE = "stages.yaml"
-MAX_SHOWN = 8
+RECIPE_FILE = "stages.yaml"
+MAX_SHOWN_KEYS = 8
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStage:
     """A stage whose command, settings and needs are known and checked; what it needs may not be made yet."""
 
     name: str
@@ -52,13 +52,13 @@ class Planned:
 class Stages:
     """The stages of one folder, under its lock; each has a folder of its name in it."""
 
-    def __init__(self, folder: Path, plan: Sequence[Planned], index: StageIndex, lock: RunDirectory) -> None:
+    def __init__(self, folder: Path, plan: Sequence[PlannedStage], index: StageIndex, lock: RunDirectory) -> None:
         self.folder, self.plan, self.index, self._lock = folder, list(plan), index, lock
 
     @classmethod
-    def open(cls, folder: Path, plan: Sequence[Planned], recipe: str, start_from: str | None = None) -> Stages:
+    def open(cls, folder: Path, plan: Sequence[PlannedStage], recipe: str, start_from: str | None = None) -> Stages:
         """A new run of stages, or the one that is there, if the plan goes on with it. Takes the lock."""
-        _refuse_foreign(folder)
+        _check_folder(folder)
         lock = RunDirectory(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,19 +73,19 @@ class Stages:
                 stages._forget(start_from)
             else:
                 stages._check_changes()
-            sweep(folder)
+            remove_leftovers(folder)
             stages.index.write()  # the first thing here, by which the folder is known for what it is
-            atomic_write(folder / RECIPE, recipe)
+            atomic_write(folder / RECIPE_FILE, recipe)
         except BaseException:
             lock.close()
             raise
         return stages
 
-    def left(self) -> list[Planned]:
+    def left(self) -> list[PlannedStage]:
         """The stages that are not done, in order."""
         return [stage for stage in self.plan if not self.index.is_done(stage.name)]
 
-    def begin(self, stage: Planned) -> None:
+    def begin(self, stage: PlannedStage) -> None:
         """Write down that a stage begins, once all it needs is there and whole."""
         for name in stage.needs:
             self._check_product(name, stage.name)
@@ -94,7 +94,7 @@ class Stages:
             remove(folder)  # of a life that `--from` has undone
         self.index.begin(stage.name, stage.asked, time.time())
 
-    def end(self, stage: Planned) -> bool:
+    def end(self, stage: PlannedStage) -> bool:
         """Write down how a stage ended; whether it is done."""
         outcome = read_outcome(self.folder / stage.name)
         self.index.end(stage.name, time.time(), outcome)
@@ -127,7 +127,7 @@ class Stages:
         """Take note of stages that were done when the process above them was killed."""
         for name, entry in self.index.entries.items():
             if entry.outcome is None and (outcome := read_outcome(self.folder / name)) is not None:
-                done = (self.folder / name / OUTCOME).stat().st_mtime
+                done = (self.folder / name / OUTCOME_FILE).stat().st_mtime
                 self.index.end(name, done if entry.since is not None else time.time(), outcome)
 
     def _check_changes(self, before: str | None = None) -> None:
@@ -145,9 +145,9 @@ class Stages:
             if keys or new:
                 raise UserError(self._refusal(stage, entry.asked, keys, new))
 
-    def _refusal(self, stage: Planned, then: dict[str, Any], keys: list[str], new: list[str]) -> str:
-        lines = [f"  {k}: {_value(then, k)} there, {_value(stage.asked, k)} now" for k in keys[:MAX_SHOWN]]
-        lines += [f"  and {len(keys) - MAX_SHOWN} more"] if len(keys) > MAX_SHOWN else []
+    def _refusal(self, stage: PlannedStage, then: dict[str, Any], keys: list[str], new: list[str]) -> str:
+        lines = [f"  {k}: {_value(then, k)} there, {_value(stage.asked, k)} now" for k in keys[:MAX_SHOWN_KEYS]]
+        lines += [f"  and {len(keys) - MAX_SHOWN_KEYS} more"] if len(keys) > MAX_SHOWN_KEYS else []
         lines += [f"  it needs stage {name}, which is new" for name in new]
         own = stage.of or stage.name
         return "\n".join(
@@ -163,7 +163,7 @@ class Stages:
         """Have a stage and all after it never begun. The index goes first: a folder it does not know is a leftover."""
         names = [stage.name for stage in self.plan]
         if start_from not in names:
-            raise unknown("stage", start_from, names)
+            raise unknown_name_error("stage", start_from, names)
         for name in names[: names.index(start_from)]:
             if not self.index.is_done(name):
                 raise UserError(f"--from {start_from}: stage {name} before it is not done; leave --from out to go on")
@@ -180,20 +180,22 @@ class Stages:
         entry = self.index.entries.get(name)
         if entry is None or entry.outcome is None:
             raise UserError(f"stage {user} needs stage {name}, which is not done: start it with --from {name}")
-        reason = what_is_wrong(self.folder / entry.outcome.product, entry.outcome.sums)
+        reason = product_damage(self.folder / entry.outcome.product, entry.outcome.sums)
         if reason is not None:
             raise UserError(
                 f"stage {user} needs what stage {name} made, and {reason}: make it again with --from {name}"
             )
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, but the stages want a folder there: choose another run.name")
-    foreign = sorted(e.name for e in folder.iterdir() if e.name not in ("lock", INDEX) and not e.name.startswith("."))
-    if foreign and not (folder / INDEX).exists():
+    foreign = sorted(
+        e.name for e in folder.iterdir() if e.name not in ("lock", INDEX_FILE) and not e.name.startswith(".")
+    )
+    if foreign and not (folder / INDEX_FILE).exists():
         raise UserError(f"{folder} exists and holds no stages (but {', '.join(foreign[:3])}): choose another run.name")
 
 

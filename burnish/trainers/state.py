@@ -8,9 +8,9 @@ from typing import Any
 
 from burnish.algorithms.correction.budget import BudgetState
 from burnish.algorithms.spec import Algorithm
-from burnish.algorithms.terms.loss_terms import adapt_coefficient, adaptive_coefficient
+from burnish.algorithms.terms.loss_terms import adapt_entropy_coefficient, adapt_kl_coefficient
 
-DECAY = 0.9  # of the moving mean reward, the baseline `ema` of advantage reinforce
+REWARD_MEAN_DECAY = 0.9  # of the moving mean reward, the baseline `ema` of advantage reinforce
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class TrainerState:
     """Where the controller of a mismatch budget is; None where there is none or before its first batch."""
 
 
-def restored(values: dict[str, Any]) -> TrainerState:
+def state_from_checkpoint(values: dict[str, Any]) -> TrainerState:
     """A state from the plain values a checkpoint holds."""
     budget = values.pop("budget", None)
     return TrainerState(**values, budget=None if budget is None else BudgetState(**budget))
 
 
-def first_state(algorithm: Algorithm) -> TrainerState:
+def initial_state(algorithm: Algorithm) -> TrainerState:
     """The state before the first step."""
     return TrainerState(
         kl_coef=algorithm.kl.reward.coef if algorithm.kl.adaptive is not None else None,
@@ -54,16 +54,16 @@ def advance(state: TrainerState, algorithm: Algorithm, stats: Mapping[str, float
     state = replace(state, step=state.step + 1)
     if "reward" in stats:
         earlier = stats["reward"] if state.reward_mean is None else state.reward_mean
-        state = replace(state, reward_mean=DECAY * earlier + (1 - DECAY) * stats["reward"])
+        state = replace(state, reward_mean=REWARD_MEAN_DECAY * earlier + (1 - REWARD_MEAN_DECAY) * stats["reward"])
     target = algorithm.kl.adaptive
     if target is not None and state.kl_coef is not None and "kl_reward" in stats:
         kl = stats["kl_reward"]
         state = replace(
-            state, kl_coef=adapt_coefficient(state.kl_coef, kl, target.target, target.horizon, num_sequences)
+            state, kl_coef=adapt_kl_coefficient(state.kl_coef, kl, target.target, target.horizon, num_sequences)
         )
     steering = algorithm.entropy.adaptive
     if steering is not None and state.entropy_coef is not None and "entropy" in stats:
-        coef, bonus = adaptive_coefficient(state.entropy_coef, stats["entropy"], steering.target, steering.delta)
+        coef, bonus = adapt_entropy_coefficient(state.entropy_coef, stats["entropy"], steering.target, steering.delta)
         state = replace(state, entropy_coef=coef, entropy_bonus=bonus)
     return state
 

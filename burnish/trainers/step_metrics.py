@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import sampled
+from burnish.algorithms.batch_columns import sampled_sequences
 from burnish.config.plugins import is_plugin
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
-from burnish.core.trajectory import Trajectory, judged
-from burnish.data.demonstrations import Traces
+from burnish.core.trajectory import Trajectory, with_accuracy
+from burnish.data.demonstrations import PromptDemonstrations
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row import Row
 from burnish.models.policy import AnyPolicy
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.runner import nobody
-from burnish.rollout.scoring import Demonstrations, RolloutBatch
-from burnish.run.run import Visit
+from burnish.rollout.runner import no_demonstrations
+from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch
+from burnish.run.run import PromptVisit
 from burnish.trainers.context import StepResult
 from burnish.trainers.mismatch import WorstToken
 from burnish.training.learner import Update
@@ -35,7 +35,7 @@ from burnish.training.learner import Update
 # --- What episodes of several turns looked like: their numbers, and who said what, for the tables of samples.
 
 
-def turn_values(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Turns an episode, the share that wanted more of them than they may have, environments that failed; nothing of single turns."""
     counts, errors = [len(t.turns) for t in trajectories], sum(t.finish == "error" for t in trajectories)
     cut = sum(t.finish == "turns" for t in trajectories)
@@ -49,7 +49,7 @@ def turn_values(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def dialogue(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
+def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
     """What was said after the prompt, as JSON: who (model or environment), the text, of a turn its state and what it earned.
 
     None where there is but one turn and no state, so that the completion says it all.
@@ -70,30 +70,30 @@ def dialogue(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
 
 # --- Demonstrations inside the groups of a run: found before it starts, and what a step says about them.
 
-Shown = Callable[[PromptSample, int], list[Trajectory]]
+FindDemonstrations = Callable[[PromptSample, int], list[Trajectory]]
 
 
-def demonstrations_of(
+def build_demonstrations(
     config: TrainConfig, policy: AnyPolicy, stream: PromptStream, base: Path | None
-) -> tuple[Shown, str | None]:
+) -> tuple[FindDemonstrations, str | None]:
     """What joins the samples of a draw, and a sentence about prompts that nothing joins; nobody where none are asked for."""
     data, each = config.data, config.data.demonstrations_per_group
     if not each:
-        return nobody, None
+        return no_demonstrations, None
     longest = max(stage.max_tokens for stage in config.rollout.all_stages())
     if policy.max_positions is not None:
         longest = min(longest, policy.max_positions - stream.longest())
-    traces = Traces(data, policy.tokenizer, longest, config.seed, base)
+    traces = PromptDemonstrations(data, policy.tokenizer, longest, config.seed, base)
     traces.needs_logp = getattr(config.algorithm.loss, "weight", None) == "author"
     traces.scan(stream.rows())
-    return Demonstrations(traces, each, policy.tokenizer), traces.report()
+    return GroupDemonstrations(traces, each, policy.tokenizer), traces.report()
 
 
-def demonstration_values(rollouts: RolloutBatch) -> dict[str, float]:
+def demonstration_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Of a step whose groups may have demonstrations: how many, their tokens, their mean reward and accuracy, and the prompts without."""
     found = rollouts.demonstrations
     rewards = [t.reward for t in found if t.reward is not None]
-    verdicts = [accuracy for _, accuracy in judged(found)]
+    verdicts = [accuracy for _, accuracy in with_accuracy(found)]
     groups = {(t.prompt_id, t.visit) for t in found}
     values = {
         "demonstrations/number": float(len(found)),
@@ -108,15 +108,15 @@ def demonstration_values(rollouts: RolloutBatch) -> dict[str, float]:
 #
 # Only samples that are kept in a table are looked at, so that a step pays for some dozen sequences, whatever its batch.
 
-Values = list[float | None]
+OptionalFloats = list[float | None]
 
 
 class TokenValues(NamedTuple):
     """Of each token the model wrote in the last sequence of a sample; None where there is no such value."""
 
-    advantages: Values | None
+    advantages: OptionalFloats | None
     """None where all tokens of a sample share its advantage."""
-    gap: Values | None
+    gap: OptionalFloats | None
     """The trainer's log-prob less the engine's; None of a demonstration, which no engine sampled."""
 
 
@@ -145,7 +145,7 @@ def token_values(
         if part.tokens[span].tolist() != sequence.tokens.tolist():
             continue  # an earlier context of an agent, which no table shows
 
-        def of(column: Tensor, span: slice = span, written: Tensor = written) -> Values:
+        def of(column: Tensor, span: slice = span, written: Tensor = written) -> OptionalFloats:
             return [value if math.isfinite(value) else None for value in column[span][written].tolist()]
 
         advantages = None if per_token is None else of(part.token["advantages"])
@@ -156,27 +156,29 @@ def token_values(
     return found
 
 
-MAX_SAMPLES = 64
+MAX_SAMPLE_ROWS = 64
 ANSWER_COLUMNS = ("solution", "ground_truth", "label", "target", "final_answer", "expected_answer", "reference_answer")
 """Where rows of other systems keep what is expected, for a reward function that takes it by that name."""
-PREPARED = {"vf_explained_var": "critic/vf_explained_var"}
+PREPARED_METRIC_NAMES = {"vf_explained_var": "critic/vf_explained_var"}
 
 
-def step_values(rollouts: RolloutBatch, learned: StepResult, step_s: float, is_shaped: bool = False) -> dict[str, Any]:
+def training_metrics(
+    rollouts: RolloutBatch, learned: StepResult, step_s: float, is_shaped: bool = False
+) -> dict[str, Any]:
     """All metrics of a training step; `is_shaped` where shapers change its rewards."""
-    values = reward_values(rollouts) | rollout_values(rollouts)
+    values = reward_metrics(rollouts) | rollout_metrics(rollouts)
     batch, updates = learned.batch, learned.updates
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
-        rewards = sampled(batch).sequence["reward"]
+        rewards = sampled_sequences(batch).sequence["reward"]
         if is_shaped and rewards.numel():
             values["reward/shaped"] = float(rewards.mean())
     values["actor/updates"] = sum(u.skipped is None for u in updates)
     values |= {name if "/" in name else f"actor/{name}": value for name, value in mean_stats(updates).items()}
     values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
     for name, value in learned.prepared.items():
-        values[name if "/" in name else PREPARED.get(name, f"actor/{name}")] = value
+        values[name if "/" in name else PREPARED_METRIC_NAMES.get(name, f"actor/{name}")] = value
     values |= learned.mismatch.metrics
     values["time/step_s"] = step_s
     values["time/rollout_s"] = rollouts.rollout_s
@@ -192,7 +194,7 @@ def mean_stats(updates: Sequence[Update]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in seen.items()}
 
 
-def reward_values(rollouts: RolloutBatch) -> dict[str, float]:
+def reward_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Mean reward, accuracy where a reward says right or wrong, each part's mean, what timed out and what failed."""
     scored = [t for t in rollouts.trajectories if t.reward is not None]
     values = {
@@ -206,7 +208,7 @@ def reward_values(rollouts: RolloutBatch) -> dict[str, float]:
     if rollouts.continued:
         values["rollout/continued"] = float(len(rollouts.continued))
         values["reward/continued_failed"] = float(sum(t.reward is None for t in rollouts.continued))
-    if verdicts := judged(scored):
+    if verdicts := with_accuracy(scored):
         values["reward/accuracy"] = sum(accuracy for _, accuracy in verdicts) / len(verdicts)
     for name in sorted({k for t in scored for k in t.parts}):
         part = [t.parts[name] for t in scored if name in t.parts]
@@ -214,11 +216,11 @@ def reward_values(rollouts: RolloutBatch) -> dict[str, float]:
     return values
 
 
-def might_be_verdicts(config: TrainConfig, scored: RolloutBatch) -> str | None:
+def binary_reward_hint(config: TrainConfig, scored: RolloutBatch) -> str | None:
     """A hint where a user's function gives only 0 and 1 to held-out samples without saying that 1 is correct."""
     own = [i for i, part in enumerate(config.reward.parts) if is_plugin(part.name) and part.correct_at is None]
     rewards = {t.reward for t in scored.trajectories if t.reward is not None}
-    if not own or judged(scored.trajectories) or rewards != {0.0, 1.0}:
+    if not own or with_accuracy(scored.trajectories) or rewards != {0.0, 1.0}:
         return None
     part = own[0]
     return (
@@ -238,7 +240,7 @@ def mean_reward(rollouts: RolloutBatch) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def rollout_values(rollouts: RolloutBatch) -> dict[str, float]:
+def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Tokens that were sampled, those for baselines too, lengths, truncation, and how many groups had nothing to compare."""
     lengths = [t.num_actions for t in rollouts.trajectories]
     groups: dict[tuple[str, int], set[float]] = {}
@@ -251,10 +253,10 @@ def rollout_values(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated": sum(t.truncated and t.finish != "turns" for t in rollouts.trajectories) / len(lengths),
         "rollout/zero_signal": sum(len(g) == 1 for g in groups.values()) / max(1, len(groups)),
-    } | turn_values(rollouts.trajectories)
+    } | turn_metrics(rollouts.trajectories)
 
 
-def why_no_signal(batch: Batch) -> str:
+def no_signal_text(batch: Batch) -> str:
     """One line on a batch whose groups were all filtered out."""
     groups, num = compact_ids(batch.sequence["group_ids"])
     rewards = batch.sequence["reward"]
@@ -266,13 +268,13 @@ def why_no_signal(batch: Batch) -> str:
     )
 
 
-def why_nothing_left(batch: Batch) -> str:
+def nothing_left_text(batch: Batch) -> str:
     """One line on a batch whose samples were all filtered out of the loss."""
     truncated = int(batch.sequence["truncated"].sum())
     return f"the filters took all {batch.num_sequences} sequences out of the loss ({truncated} of them truncated)"
 
 
-def used_ids(rollouts: RolloutBatch, batch: Batch | None) -> list[str]:
+def used_trajectory_ids(rollouts: RolloutBatch, batch: Batch | None) -> list[str]:
     """Ids of the trajectories whose tokens were in the loss."""
     if batch is None:
         return []
@@ -280,17 +282,17 @@ def used_ids(rollouts: RolloutBatch, batch: Batch | None) -> list[str]:
     return [usable[i].id for i in batch.sequence["trajectory_ids"].unique().tolist()]
 
 
-def visits(rollouts: RolloutBatch) -> list[Visit]:
+def prompt_visits(rollouts: RolloutBatch) -> list[PromptVisit]:
     """How each prompt of the step was answered, with those that a filter dropped; one nobody could score has no scores."""
     groups: dict[tuple[str, int], list[Trajectory]] = {}
-    verdicts = {t.id: accuracy for t, accuracy in judged(rollouts.trajectories)}
+    verdicts = {t.id: accuracy for t, accuracy in with_accuracy(rollouts.trajectories)}
     for t in rollouts.trajectories:
         groups.setdefault((t.prompt_id, t.visit), []).append(t)
     found = []
     for (prompt_id, visit), samples in groups.items():
         rewards = [t.reward for t in samples if t.reward is not None]
         known = [verdicts[t.id] for t in samples if t.id in verdicts]
-        found.append(Visit(prompt_id, visit, len(rewards), sum(rewards), len(known), sum(known)))
+        found.append(PromptVisit(prompt_id, visit, len(rewards), sum(rewards), len(known), sum(known)))
     return found
 
 
@@ -299,10 +301,10 @@ def sample_rows(
     batch: Batch | None,
     tokenizer: Tokenizer,
     trainer_logp: Tensor | None = None,
-    limit: int = MAX_SAMPLES,
+    limit: int = MAX_SAMPLE_ROWS,
 ) -> list[dict[str, Any]]:
     """The first trajectories as rows of the samples table, whole groups first; `trainer_logp` [N] are log-probs of the batch."""
-    advantages = _advantages(rollouts, batch)
+    advantages = _mean_advantages(rollouts, batch)
     trajectories = rollouts.grouped[:limit]
     shown = {t.id for t in trajectories}
     of_tokens = token_values(rollouts.usable, shown, batch, trainer_logp)
@@ -329,7 +331,7 @@ def sample_rows(
                 "pieces": tokenizer.pieces(written),
                 "logp": sequence.behaviour_logp[sequence.action_mask].tolist() if t.has_logp else None,
                 **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
-                "turns": dialogue(t, tokenizer),
+                "turns": turns_json(t, tokenizer),
                 "details": t.metadata.get("details"),
                 "extra": t.metadata.get("extra"),
                 "error": t.error,
@@ -345,7 +347,7 @@ def expected_answer(row: Row) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
-def worst_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def worst_token_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The tokens of largest gap as rows of their table."""
     usable = rollouts.usable
     return [
@@ -354,7 +356,7 @@ def worst_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokenizer: T
             "sample": usable[w.trajectory].sample,
             "position": w.position,
             "token": w.token,
-            **_in_context(w, tokenizer),
+            **_token_with_context(w, tokenizer),
             "behaviour_logp": w.engine,
             "trainer_logp": w.trainer,
             "gap": w.gap,
@@ -364,7 +366,7 @@ def worst_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokenizer: T
     ]
 
 
-def _in_context(worst: WorstToken, tokenizer: Tokenizer) -> dict[str, str]:
+def _token_with_context(worst: WorstToken, tokenizer: Tokenizer) -> dict[str, str]:
     """The text of a token, of what stands before and of what stands after it.
 
     The texts are what each part adds to the one before: a decoder may treat the first token of a text specially, and
@@ -373,16 +375,16 @@ def _in_context(worst: WorstToken, tokenizer: Tokenizer) -> dict[str, str]:
     tokens = [*worst.before, worst.token, *worst.after]
     ends = (len(worst.before), len(worst.before) + 1, len(tokens))
     before, to_here, whole = (tokenizer.decode(tokens[:end], skip_special=False) for end in ends)
-    here, there = _shared(before, to_here), _shared(to_here, whole)
+    here, there = _common_prefix_length(before, to_here), _common_prefix_length(to_here, whole)
     return {"before": before[:here], "text": to_here[here:], "after": whole[there:]}
 
 
-def _shared(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """How many characters two texts begin with together."""
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _advantages(rollouts: RolloutBatch, batch: Batch | None) -> dict[str, float]:
+def _mean_advantages(rollouts: RolloutBatch, batch: Batch | None) -> dict[str, float]:
     """Mean advantage of each trajectory in the batch."""
     if batch is None:
         return {}

@@ -13,16 +13,16 @@ from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.logprob import Distribution
-from burnish.models.kernels.shared_prefix import Trunks
+from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.training.packing import (
     ATTENTION_COST,
     Unit,
     group_units,
-    micro_batches,
-    pays,
+    pack_units,
+    sequence_units,
     shared_prefixes,
-    single_units,
-    whole_units,
+    sharing_pays,
+    whole_group_units,
 )
 from burnish.training.parallel.ranks import SOLO, Ranks
 
@@ -30,7 +30,7 @@ Needs = frozenset[str]
 """What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy`, `kl` or `sum_p2` if named."""
 
 
-class Policy(Protocol):
+class PolicyForward(Protocol):
     """What the learner asks of a policy: our decoder and `models/transformers_model.py` both have it.
 
     `trunks` says which sequences begin with another's tokens; one that shares nothing may leave it unread.
@@ -43,7 +43,7 @@ class Policy(Protocol):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions, and entropies if asked."""
 
@@ -53,15 +53,17 @@ class Policy(Protocol):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        trunks: Trunks | None = None,
+        trunks: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities, without gradient."""
 
 
-class Values(Protocol):
+class ValueForward(Protocol):
     """What the learner asks of a critic's model."""
 
-    def token_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: Trunks | None = None) -> Tensor:
+    def token_values(
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+    ) -> Tensor:
         """The value of the state before each `wanted` token."""
 
 
@@ -89,7 +91,7 @@ class MicroBatch:
     batch: Batch
     wanted: Tensor
     positions: Tensor
-    trunks: Trunks | None = None
+    trunks: SharedPrefixes | None = None
     """Which of its sequences begin with another's tokens."""
 
     @property
@@ -98,11 +100,11 @@ class MicroBatch:
         return not self.positions.numel()
 
 
-AskReference = Callable[[MicroBatch], Distribution]
+ReferenceFn = Callable[[MicroBatch], Distribution]
 """The reference's distributions at the wanted tokens of a micro-batch."""
 
 
-def element_positions(batch: Batch, part: Tensor) -> Tensor:
+def token_positions(batch: Batch, part: Tensor) -> Tensor:
     """Where the tokens of the micro-batch `part` stand in the whole batch."""
     part = part.to(batch.offsets.device)
     starts, lengths = batch.offsets[:-1][part], batch.lengths[part]
@@ -118,40 +120,40 @@ def micro_batches_of(
     All ranks get the same number, by fillers: they gather the parameters of a layer together, whoever has work for it. With
     `whole_groups` no group is divided (`groups_fit` says whether they can be).
     """
-    found = _pieces(batch, packing, mask, whole_groups)
-    return found + [filler(batch.tokens.device)] * (ranks.most(len(found)) - len(found))
+    found = _micro_batches(batch, packing, mask, whole_groups)
+    return found + [padding_micro_batch(batch.tokens.device)] * (ranks.most(len(found)) - len(found))
 
 
-def filler(device: torch.device) -> MicroBatch:
+def padding_micro_batch(device: torch.device) -> MicroBatch:
     """A micro-batch with a wanted token, which has no place in the batch."""
     two, one = torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device)
     return MicroBatch(Batch(two, torch.tensor([0, 2], device=device)), one, one[:0])
 
 
-def no_loss(outputs: Mapping[str, Tensor]) -> Tensor:
+def zero_loss(outputs: Mapping[str, Tensor]) -> Tensor:
     """The loss of a filler: 0 whatever the outputs are, with a gradient of 0 for each."""
     return torch.stack([(output * output.new_zeros(0)).sum() for output in outputs.values()]).sum()
 
 
-def groups_fit(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -> bool:
+def groups_fit_budget(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -> bool:
     """Whether every group of a batch is within the token budget, on all ranks, and all its sequences are computed at all."""
     fit = True
     if batch.num_sequences:
         wanted = contiguous_count(batch.token[mask], batch.offsets)
-        largest = max(unit.num_tokens for unit in _whole_units(batch, packing)[0])
+        largest = max(unit.num_tokens for unit in _whole_group_units(batch, packing)[0])
         fit = largest <= packing.token_budget and bool((wanted > 0).all())
     return ranks.most(int(not fit)) == 0
 
 
-def _pieces(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> list[MicroBatch]:
+def _micro_batches(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> list[MicroBatch]:
     has_one = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
     has_one[batch.sequence_ids[batch.token[mask]]] = True
     chosen = has_one.nonzero().squeeze(1)
     if not chosen.numel():
         return []
     whole = chosen.numel() == batch.num_sequences
-    units, shared = (_whole_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
-    return [_piece(batch, chosen, part, shared, mask) for part in micro_batches(units, packing.token_budget)]
+    units, shared = (_whole_group_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
+    return [_micro_batch(batch, chosen, part, shared, mask) for part in pack_units(units, packing.token_budget)]
 
 
 def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
@@ -159,21 +161,21 @@ def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None
     lengths = batch.lengths.tolist()
     if packing.shares and "group_ids" in batch.sequence:
         groups, shared = batch.sequence["group_ids"].tolist(), shared_prefixes(batch).tolist()
-        if pays(lengths, groups, shared):
+        if sharing_pays(lengths, groups, shared):
             return group_units(lengths, groups, shared, packing.token_budget, packing.attention_cost), shared
-    return single_units(lengths, packing.attention_cost), None
+    return sequence_units(lengths, packing.attention_cost), None
 
 
-def _whole_units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
+def _whole_group_units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
     """Every group as one unit, and the tokens each sequence shares with its group, where that pays."""
     lengths, groups = batch.lengths.tolist(), batch.sequence["group_ids"].tolist()
     shared = shared_prefixes(batch).tolist() if packing.shares else [0] * len(lengths)
-    if pays(lengths, groups, shared):
-        return whole_units(lengths, groups, shared, packing.attention_cost), shared
-    return whole_units(lengths, groups, [0] * len(lengths), packing.attention_cost), None
+    if sharing_pays(lengths, groups, shared):
+        return whole_group_units(lengths, groups, shared, packing.attention_cost), shared
+    return whole_group_units(lengths, groups, [0] * len(lengths), packing.attention_cost), None
 
 
-def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> MicroBatch:
+def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> MicroBatch:
     members = [i for unit in part for i in unit.members]
     index = chosen[torch.tensor(members, device=chosen.device)]
     micro = batch.select(index)
@@ -183,28 +185,28 @@ def _piece(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | N
         for unit in part:
             first = len(owner)  # one that shares nothing stands by itself
             owner += [first if shared[i] else first + k for k, i in enumerate(unit.members)]
-        trunks = Trunks(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
+        trunks = SharedPrefixes(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
     wanted = micro.token[mask].nonzero().squeeze(1)
-    return MicroBatch(micro, wanted, element_positions(batch, index)[wanted], trunks)
+    return MicroBatch(micro, wanted, token_positions(batch, index)[wanted], trunks)
 
 
-def names_of(needs: Needs) -> list[str]:
+def output_names(needs: Needs) -> list[str]:
     """The outputs a forward pass gives for these needs; the first is the one every token has."""
     return ["value"] if "value" in needs else ["logp", *sorted(needs & {"entropy", "kl", "sum_p2"})]
 
 
 def forward(
-    model: nn.Module, piece: MicroBatch, needs: Needs, temperature: float, reference: AskReference | None = None
+    model: nn.Module, piece: MicroBatch, needs: Needs, temperature: float, reference: ReferenceFn | None = None
 ) -> dict[str, Tensor]:
     """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient, unless `sum_p2` is among them."""
     where = piece.batch.tokens, piece.batch.offsets, piece.wanted
     if "value" in needs:
-        return {"value": cast(Values, model).token_values(*where, trunks=piece.trunks)}
-    policy = cast(Policy, model)
+        return {"value": cast(ValueForward, model).token_values(*where, trunks=piece.trunks)}
+    policy = cast(PolicyForward, model)
     if "sum_p2" in needs:
         statistics = policy.token_statistics(*where, temperature, trunks=piece.trunks)
         found = dict(zip(("logp", "entropy", "sum_p2"), statistics, strict=True))
-        return {name: found[name] for name in names_of(needs)}
+        return {name: found[name] for name in output_names(needs)}
     if "kl" in needs:
         assert reference is not None, "a KL over the vocabulary is one to a reference"
         other = reference(piece)  # first: it may put other weights into the policy for a moment
@@ -215,7 +217,7 @@ def forward(
                 strict=True,
             )
         )
-        return {name: found[name] for name in names_of(needs)}
+        return {name: found[name] for name in output_names(needs)}
     logp, entropy = policy.token_logprobs(*where, temperature, "entropy" in needs, trunks=piece.trunks)
     return {"logp": logp} if entropy is None else {"logp": logp, "entropy": entropy}
 
@@ -230,7 +232,7 @@ def batch_outputs(
     mask: str = "action_mask",
     on_piece: Callable[[MicroBatch], None] | None = None,
     ranks: Ranks = SOLO,
-    reference: AskReference | None = None,
+    reference: ReferenceFn | None = None,
 ) -> dict[str, Tensor]:
     """[N] outputs at the tokens of the mask column, by name, without gradient; 0 elsewhere."""
     columns: dict[str, Tensor] = {}
@@ -243,4 +245,4 @@ def batch_outputs(
             columns[name][piece.positions] = values
     ranks.settle(model)
     nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device)
-    return {name: columns.get(name, nothing) for name in names_of(needs)}
+    return {name: columns.get(name, nothing) for name in output_names(needs)}

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.core.batch import Batch
-from burnish.run.checkpoint.contents import Content
-from burnish.run.checkpoint.saving import Stage
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import Content
 from burnish.training.forward import Needs
 from burnish.training.learner import Update
-from burnish.training.meter import Reading
+from burnish.training.meter import MeterReading
 
 
 class AnyMeter(Protocol):
     """What knows how long the learner's work took."""
 
-    def read(self) -> Reading:
+    def read(self) -> MeterReading:
         """All since the last reading."""
 
 
@@ -66,7 +66,7 @@ class AnyLearner(Protocol):
 
     def usage(self) -> dict[str, float]: ...
 
-    def contents(self, stage: Stage, folder: str = "") -> list[Content]: ...
+    def contents(self, stage: TensorStaging, folder: str = "") -> list[Content]: ...
 
     def load(self, directory: Path) -> None: ...
 
@@ -86,7 +86,7 @@ class AnyReference(Protocol):
 
     def after_step(self, model: Any, step: int) -> bool: ...
 
-    def contents(self, stage: Stage) -> list[Content]: ...
+    def contents(self, stage: TensorStaging) -> list[Content]: ...
 
     def load(self, folder: Path) -> None: ...
 
@@ -101,12 +101,12 @@ class AnyCritic(Protocol):
 
     def update(self, mini_batch: Batch) -> Update: ...
 
-    def contents(self, stage: Stage) -> list[Content]: ...
+    def contents(self, stage: TensorStaging) -> list[Content]: ...
 
     def load(self, folder: Path) -> None: ...
 
 
-class AnyProcess(Protocol):
+class AnyProcessRewardModel(Protocol):
     """A language model and its frozen start, for process rewards; `ProcessModel` says what each method means."""
 
     @property
@@ -118,6 +118,6 @@ class AnyProcess(Protocol):
 
     def update(self, mini_batch: Batch, loss: Loss) -> Update: ...
 
-    def contents(self, stage: Stage) -> list[Content]: ...
+    def contents(self, stage: TensorStaging) -> list[Content]: ...
 
     def load(self, folder: Path) -> None: ...

@@ -20,39 +20,38 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.policy_loss import Loss
-from burnish.algorithms.losses.view import view_of
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
-from burnish.run.checkpoint.contents import Blob, Content, part_of
-from burnish.run.checkpoint.saving import Stage
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
 from burnish.training.forward import (
-    AskReference,
     MicroBatch,
     Needs,
     Packing,
+    ReferenceFn,
     batch_outputs,
     forward,
-    groups_fit,
+    groups_fit_budget,
     micro_batches_of,
-    no_loss,
+    zero_loss,
 )
-from burnish.training.meter import Meter, cost_of, memory_values, metered
-from burnish.training.optimizers.factory import factor, make_optimizer
-from burnish.training.optimizers.optimizer import BaseOptimizer
-from burnish.training.optimizers.parameter_rows import num_shards
+from burnish.training.meter import Meter, memory_metrics, metered, model_flops
+from burnish.training.optimizers.base_optimizer import BaseOptimizer, num_shards
+from burnish.training.optimizers.update_rules import lr_factor, make_optimizer
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharded_checkpoint import StoredTensors, read_state, state_contents
 
 # --- The gradient's norm block by block: where in the model the signal is, and where it vanishes or explodes.
 
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+LAYER_PATTERN = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
-def block_of(name: str) -> str:
+def parameter_block(name: str) -> str:
     """The block of a parameter: embedding, layer_<k>, head, or rest (the final norm)."""
-    if found := LAYER.search(name):
+    if found := LAYER_PATTERN.search(name):
         return f"layer_{int(found[1]):02d}"
     words = name.split(".")
     if any("emb" in word or word == "wte" for word in words):
@@ -61,13 +60,13 @@ def block_of(name: str) -> str:
 
 
 @torch.no_grad()
-def block_norms(optimizer: BaseOptimizer) -> dict[str, float]:
+def block_grad_norms(optimizer: BaseOptimizer) -> dict[str, float]:
     """The norm of each block's gradients, as `grad_norm_<block>`; their squares add up to the square of the whole norm.
 
     To be called on every rank alike: each has a piece of a parameter, and the norm is that of all of them.
     """
     gradients = optimizer.gradients()
-    blocks = sorted({block_of(name) for name in optimizer.parameters})
+    blocks = sorted({parameter_block(name) for name in optimizer.parameters})
     if not gradients or not blocks:
         return {}
     first = next(iter(gradients.values()))
@@ -76,14 +75,14 @@ def block_norms(optimizer: BaseOptimizer) -> dict[str, float]:
     # A rank's piece stands for as many as there are: the mean over ranks is then the sum over pieces.
     of_each *= torch.tensor([num_shards(optimizer.parameters[name]) for name in gradients], device=first.device)
     squares.index_add_(
-        0, torch.tensor([blocks.index(block_of(name)) for name in gradients], device=first.device), of_each
+        0, torch.tensor([blocks.index(parameter_block(name)) for name in gradients], device=first.device), of_each
     )
     if optimizer.reduce is not None:
         squares = optimizer.reduce(squares)
     return {f"grad_norm_{block}": norm for block, norm in zip(blocks, squares.sqrt().tolist(), strict=True)}
 
 
-OF_A_LOSS = frozenset({"entropy", "kl", "value"})
+DIFFERENTIABLE_OUTPUTS = frozenset({"entropy", "kl", "value"})
 """What a loss may need of the model beside log-probs, and with gradient."""
 
 
@@ -126,13 +125,13 @@ class Learner:
         self.model, self.ranks = model, ranks
         self.config, self.total_updates = optimizer, total_updates
         self.packing, self.temperature = Packing.of(model, token_budget, share_prompts), temperature
-        self.reference: AskReference | None = None
+        self.reference: ReferenceFn | None = None
         """Who is asked where a loss needs the KL to a reference over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(model, self.names, optimizer, ranks.mean if ranks.weights is not None else None)
         self.grad_norms = grad_norms
-        self.meter = Meter(self.device, cost_of(model, ranks))
+        self.meter = Meter(self.device, model_flops(model, ranks))
 
     @property
     def device(self) -> torch.device:
@@ -172,12 +171,12 @@ class Learner:
             return Update({}, nothing, "no token is left in the loss")
         self.optimizer.zero_grad()
         total, sums, seen = self._accumulate(batch, loss)
-        logp, entropy = (_first(seen), seen.get("entropy")) if columns else (None, None)
+        logp, entropy = (_main_output(seen), seen.get("entropy")) if columns else (None, None)
         second = 0.0 if also is None else self._accumulate(*also)[0]
         lr = lr_scale * self.config.lr * self._schedule()
         with self.meter("communication"):
             self.ranks.finish(self.optimizer.gradients())
-        blocks = block_norms(self.optimizer) if self.grad_norms else {}
+        blocks = block_grad_norms(self.optimizer) if self.grad_norms else {}
         with self.meter("optimizer"):
             norm = self.optimizer.clip(self.config.clip_norm)
         stats = {"loss": total + second, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
@@ -194,8 +193,8 @@ class Learner:
 
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """Gradients of a whole mini-batch; its loss and metric sums, and the outputs seen on this rank's tokens, [N] each."""
-        needs = loss.needs & OF_A_LOSS
-        whole_groups = loss.scope == "groups" and groups_fit(batch, self.packing, "loss_mask", self.ranks)
+        needs = loss.needs & DIFFERENTIABLE_OUTPUTS
+        whole_groups = loss.scope == "groups" and groups_fit_budget(batch, self.packing, "loss_mask", self.ranks)
         if loss.scope in ("token", "sequence") or whole_groups:
             total, sums, outputs = self._one_pass(batch, loss, needs, whole_groups)
             with self.meter("communication"):
@@ -204,7 +203,7 @@ class Learner:
         outputs = self.outputs(batch, needs, "loss_mask")
         with self.meter("communication"):
             whole = self.ranks.whole(batch, outputs)
-        total, sums, slopes = derivatives(whole.batch, loss, whole.outputs)
+        total, sums, slopes = loss_derivatives(whole.batch, loss, whole.outputs)
         self.backward(batch, {name: slope[whole.mine] for name, slope in slopes.items()})
         return total, sums, outputs
 
@@ -217,7 +216,9 @@ class Learner:
         for piece in micro_batches_of(batch, self.packing, "loss_mask", self.ranks, whole_groups):
             with self.meter("forward"):
                 outputs = forward(self.model, piece, needs, self.temperature, self.reference)
-                value, amounts = (no_loss(outputs), {}) if piece.is_filler else loss(view_of(piece.batch, **outputs))
+                value, amounts = (
+                    (zero_loss(outputs), {}) if piece.is_filler else loss(loss_view(piece.batch, **outputs))
+                )
             with self.meter("backward"):
                 value.backward()
                 self.optimizer.absorb()
@@ -250,11 +251,11 @@ class Learner:
 
     def _schedule(self) -> float:
         config = self.config
-        return factor(self.updates, self.total_updates, config.schedule, config.warmup, config.final, config.decay)
+        return lr_factor(self.updates, self.total_updates, config.schedule, config.warmup, config.final, config.decay)
 
     def usage(self) -> dict[str, float]:
         """Metrics of what it holds: memory, since its peak was restarted."""
-        return memory_values(self.device)
+        return memory_metrics(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,11 +272,11 @@ class Learner:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def contents(self, stage: Stage, folder: str = "") -> list[Content]:
+    def contents(self, stage: TensorStaging, folder: str = "") -> list[Content]:
         """Optimizer state, to lie beside the weights (which the model's own code saves); of several ranks, this one's."""
         files = state_contents(f"{folder}optimizer", self.optimizer.tensors(), self.model, stage)
-        if part_of(self.names.values()).index == 0:
-            files.append(Blob(f"{folder}optimizer.json", json.dumps({"updates": self.updates})))
+        if writer_rank_of(self.names.values()).index == 0:
+            files.append(BytesFile(f"{folder}optimizer.json", json.dumps({"updates": self.updates})))
         return files
 
     def load(self, directory: Path) -> None:
@@ -290,13 +291,13 @@ class Learner:
         self.updates = int(json.loads((directory / "optimizer.json").read_text())["updates"])
 
 
-def derivatives(
+def loss_derivatives(
     batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
     """A loss on the outputs of a whole mini-batch: its value, its metric sums, and d loss / d output; [N] columns."""
     mask = batch.loss_mask
     leaves = {name: column[mask].requires_grad_() for name, column in outputs.items()}
-    value, amounts = loss(view_of(batch, **leaves))
+    value, amounts = loss(loss_view(batch, **leaves))
     found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     slopes = {name: torch.zeros_like(outputs[name]) for name in leaves}
     for slope, gradient in zip(slopes.values(), found, strict=True):
@@ -304,6 +305,6 @@ def derivatives(
     return float(value.detach()), {name: float(amount) for name, amount in amounts.items()}, slopes
 
 
-def _first(outputs: Mapping[str, Tensor]) -> Tensor:
+def _main_output(outputs: Mapping[str, Tensor]) -> Tensor:
     """The log-probs of a policy, the values of a critic."""
     return next(iter(outputs.values()))

@@ -26,16 +26,16 @@ from torch.autograd.profiler import record_function
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture, Windows
 from burnish.models.decoder import Decoder
-from burnish.models.flops import Counts, backward, forward, packed_counts, recomputed
+from burnish.models.flops import ForwardCounts, backward_flops, forward_flops, packed_counts, recomputed_flops
 from burnish.models.heads import ScoreModel, ValueModel
-from burnish.models.kernels.shared_prefix import Trunks
+from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.training.parallel.ranks import SOLO, Ranks
 
 # --- The operations of the models a learner trains, as `models/flops.py` counts them.
 
 
 @dataclass(frozen=True)
-class Cost:
+class ModelFlops:
     """What the operations of a model follow from, besides the shapes of its batches."""
 
     arch: Architecture
@@ -47,22 +47,22 @@ class Cost:
     processes: int = 1
     """How many divide each micro-batch among them, by its rows or by the weights: this one does its part."""
 
-    def of(self, counts: Counts, with_gradient: bool) -> tuple[int, int]:
+    def of(self, counts: ForwardCounts, with_gradient: bool) -> tuple[int, int]:
         """Operations that the mathematics needs, and those that are executed."""
-        needed = forward(self.arch, counts, self.head_size, self.lora).total
+        needed = forward_flops(self.arch, counts, self.head_size, self.lora).total
         if not with_gradient:
             return needed // self.processes, needed // self.processes
-        needed += backward(self.arch, counts, self.head_size, self.lora).total
-        again = recomputed(self.arch, counts, self.head_size, self.lora, self.activations, self.fused_attention)
+        needed += backward_flops(self.arch, counts, self.head_size, self.lora).total
+        again = recomputed_flops(self.arch, counts, self.head_size, self.lora, self.activations, self.fused_attention)
         return needed // self.processes, (needed + again.total) // self.processes
 
 
-def cost_of(model: nn.Module, ranks: Ranks = SOLO) -> Cost | None:
+def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
     """Of our decoder as a policy or below a scalar head, on one of several ranks; None where transformers does the forward."""
     decoder = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
     if not isinstance(decoder, Decoder):
         return None
-    return Cost(
+    return ModelFlops(
         decoder.arch,
         None if decoder is model else 1,
         decoder.lora,
@@ -73,16 +73,16 @@ def cost_of(model: nn.Module, ranks: Ranks = SOLO) -> Cost | None:
     )
 
 
-PARTS = ("forward", "backward", "optimizer", "communication", "other")
+LEARNER_PHASES = ("forward", "backward", "optimizer", "communication", "other")
 """What the learner's time is divided into."""
-MOST_MARKS = 10_000
+MAX_MARKS = 10_000
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeterReading:
     """What was done between two readings of a meter."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_PHASES, 0.0))
     tokens: int = 0
     """Of the batches as they were given, in passes with a gradient."""
     needed: int | None = 0
@@ -94,10 +94,10 @@ class Reading:
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
-    def __add__(self, other: Reading) -> Reading:
+    def __add__(self, other: MeterReading) -> MeterReading:
         """Of two learners."""
-        seconds = {part: self.seconds[part] + other.seconds[part] for part in PARTS}
-        return Reading(
+        seconds = {part: self.seconds[part] + other.seconds[part] for part in LEARNER_PHASES}
+        return MeterReading(
             seconds,
             self.tokens + other.tokens,
             None if self.needed is None or other.needed is None else self.needed + other.needed,
@@ -106,15 +106,15 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _ForwardPass:
     """A micro-batch that went through the model; its small tensors stay where they are until the meter is read."""
 
     offsets: Tensor
-    trunks: Trunks | None
+    trunks: SharedPrefixes | None
     num_outputs: int
     with_gradient: bool
 
-    def counts(self, windows: Windows) -> tuple[Counts, int]:
+    def counts(self, windows: Windows) -> tuple[ForwardCounts, int]:
         """What was computed, and how many tokens the micro-batch has."""
         lengths = self.offsets.diff().tolist()
         shared = None
@@ -127,18 +127,18 @@ class _Pass:
 class Meter:
     """The clock of one learner on a device; `cost` is None for a model whose operations are not known."""
 
-    def __init__(self, device: torch.device, cost: Cost | None) -> None:
+    def __init__(self, device: torch.device, cost: ModelFlops | None) -> None:
         self.device, self.cost = device, cost
         self._open: list[str] = []
         self._marks: list[tuple[Any, str | None]] = []
         """Moments, and the part that each begins (None: the learner's work is interrupted)."""
-        self._passes: list[_Pass] = []
+        self._passes: list[_ForwardPass] = []
         self._read = self._nothing()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         """Time spent here belongs to `part`, but for parts that are opened inside."""
-        if not self._open and len(self._marks) > MOST_MARKS:  # a meter that nobody reads must not grow
+        if not self._open and len(self._marks) > MAX_MARKS:  # a meter that nobody reads must not grow
             self._read = self._read + self._recent()
         self._open.append(part)
         self._mark()
@@ -152,21 +152,21 @@ class Meter:
             self._open.pop()
             self._mark()
 
-    def saw(self, offsets: Tensor, num_outputs: int, trunks: Trunks | None, with_gradient: bool) -> None:
+    def saw(self, offsets: Tensor, num_outputs: int, trunks: SharedPrefixes | None, with_gradient: bool) -> None:
         """A micro-batch went through the model, and back again if with gradient."""
-        self._passes.append(_Pass(offsets, trunks, num_outputs, with_gradient))
+        self._passes.append(_ForwardPass(offsets, trunks, num_outputs, with_gradient))
 
-    def read(self) -> Reading:
+    def read(self) -> MeterReading:
         """All since the last reading. Waits for the device, so call it when the step is done."""
         reading, self._read = self._read + self._recent(), self._nothing()
         return reading
 
-    def _nothing(self) -> Reading:
-        return Reading() if self.cost is not None else Reading(needed=None, executed=None)
+    def _nothing(self) -> MeterReading:
+        return MeterReading() if self.cost is not None else MeterReading(needed=None, executed=None)
 
-    def _recent(self) -> Reading:
+    def _recent(self) -> MeterReading:
         """What the marks and passes kept so far come to; they are forgotten."""
-        seconds = dict.fromkeys(PARTS, 0.0)
+        seconds = dict.fromkeys(LEARNER_PHASES, 0.0)
         for (start, part), (end, _) in pairwise(self._marks):
             if part is not None:
                 seconds[part] += self._between(start, end)
@@ -179,7 +179,7 @@ class Meter:
                 needed, executed = needed + flops[0], executed + flops[1]
         self._marks, self._passes = self._marks[-1:], []
         known = self.cost is not None
-        return Reading(seconds, tokens, needed if known else None, executed if known else None)
+        return MeterReading(seconds, tokens, needed if known else None, executed if known else None)
 
     def _mark(self) -> None:
         moment: Any
@@ -197,13 +197,13 @@ class Meter:
         return float(start.elapsed_time(end)) / 1000
 
 
-class Metered(Protocol):
+class HasMeter(Protocol):
     """What carries a meter."""
 
     meter: Meter
 
 
-Owner = TypeVar("Owner", bound=Metered)
+Owner = TypeVar("Owner", bound=HasMeter)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Method = Callable[Concatenate[Owner, Arguments], Result]
@@ -252,10 +252,10 @@ HALF_TFLOPS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def half_peak(name: str) -> float | None:
+def peak_half_flops(name: str) -> float | None:
     """Operations a second in a half type of the GPU that calls itself `name`; None where the table has none.
 
     Of the rows whose words are all in the name the one with the most counts: "H100 PCIe" before "H100".
@@ -267,9 +267,9 @@ def half_peak(name: str) -> float | None:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The peak of a device for products in a type; None where it is not known (a CPU, an unknown GPU, a wide type)."""
-    if device.type != "cuda" or dtype not in HALF:
+    if device.type != "cuda" or dtype not in HALF_DTYPES:
         return None
-    return half_peak(torch.cuda.get_device_name(device))
+    return peak_half_flops(torch.cuda.get_device_name(device))
 
 
 # --- How much memory a run holds: what torch has allocated on a GPU, the resident size of the process on a CPU.
@@ -277,13 +277,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 GIB = 2**30
 
 
-def restart_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """The next peak is counted from here. A process cannot do so with its resident size: there it is that of its life."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def memory_values(device: torch.device) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """`memory/peak_gib` since the peak was restarted, and `memory/current_gib` where the system tells it."""
     if device.type == "cuda":
         peak, current = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)

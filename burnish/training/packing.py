@@ -60,10 +60,10 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         merges.append(_Merge(left, right, order, num_parts - 1 - order))
         sums[node] = total[order]
         heapq.heappush(heap, (float(sums[node][-1] - sums[node][0]), node))
-    return _unfold(merges, len(costs), num_parts, heap[0][1])
+    return _assign_items(merges, len(costs), num_parts, heap[0][1])
 
 
-def _unfold(merges: list[_Merge], num_items: int, num_parts: int, root: int) -> list[list[int]]:
+def _assign_items(merges: list[_Merge], num_items: int, num_parts: int, root: int) -> list[list[int]]:
     """Walk down from the last merge to the items, carrying along which part of the result each part has become."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     waiting: list[tuple[int, Parts]] = [(root, np.arange(num_parts))]
@@ -93,7 +93,7 @@ class Unit:
     cost: float
 
 
-def single_units(lengths: Sequence[int], attention_cost: float = ATTENTION_COST) -> list[Unit]:
+def sequence_units(lengths: Sequence[int], attention_cost: float = ATTENTION_COST) -> list[Unit]:
     """Every sequence by itself."""
     return [Unit([i], length, length + attention_cost * length**2) for i, length in enumerate(lengths)]
 
@@ -132,7 +132,7 @@ def group_units(
     return units
 
 
-def whole_units(
+def whole_group_units(
     lengths: Sequence[int], groups: Sequence[int], shared: Sequence[int], attention_cost: float = ATTENTION_COST
 ) -> list[Unit]:
     """The sequences of every group together, whatever the budget, their first `shared` tokens counted once."""
@@ -148,7 +148,7 @@ def whole_units(
     return units
 
 
-def micro_batches(units: Sequence[Unit], budget: int, at_least: int = 0) -> list[list[Unit]]:
+def pack_units(units: Sequence[Unit], budget: int, at_least: int = 0) -> list[list[Unit]]:
     """The units of each micro-batch: few micro-batches, none above the budget, of about the same cost.
 
     A unit above the budget has a micro-batch of its own. Asked for at least so many, those that find no unit are empty:
@@ -183,7 +183,7 @@ def _first_fit(units: Sequence[Unit], budget: int) -> list[list[int]]:
 
 # --- Which samples of a batch begin alike: the prompt of a group, which its samples share in the learner's forward and backward.
 
-PAYS = 0.05
+MIN_SAVED_FRACTION = 0.05
 """Least share of a batch's tokens that must be saved: below it the gathering of keys and values costs more."""
 
 
@@ -212,11 +212,11 @@ def shared_prefixes(batch: Batch) -> Tensor:
     return torch.where(alone, 0, of_group)[groups]
 
 
-def pays(lengths: list[int], groups: list[int], shared: list[int]) -> bool:
+def sharing_pays(lengths: list[int], groups: list[int], shared: list[int]) -> bool:
     """Whether computing the shared tokens once saves enough."""
     counts: dict[int, int] = {}
     saved = 0
     for group, length in zip(groups, shared, strict=True):
         counts[group] = counts.get(group, 0) + 1
         saved += length if counts[group] > 1 else 0
-    return saved > PAYS * sum(lengths)
+    return saved > MIN_SAVED_FRACTION * sum(lengths)

@@ -26,20 +26,20 @@ Event = dict[str, Any]
 
 PHASES = ("rollout", "forward", "backward", "optimizer", "communication", "other")
 KINDS = ("matmul", "attention", "norm and activation", "head", "optimizer", "communication", "copies", "rest")
-INSIDE = (  # whatever runs inside such an operator is part of it
+ENCLOSING_KINDS = (  # whatever runs inside such an operator is part of it
     ("head", re.compile(r"HeadLogprob|_summarise|_slopes")),
     ("communication", re.compile(r"c10d::|nccl|gloo", re.IGNORECASE)),
     ("attention", re.compile(r"attention|attn|flash|fmha|bmm|(?<!log_)softmax|_decode_step$|_join$", re.IGNORECASE)),
     ("norm and activation", re.compile(r"RmsNorm|Swiglu|Rotate|silu|_add_norm|_rotate_store|_gate")),
 )
-ITSELF = (
+OWN_KINDS = (
     ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|xmma|matmul|linear|(::|add)mm\b|_exact$", re.IGNORECASE)),
     ("copies", re.compile(r"mem(cpy|set)|copy|index|gather|scatter|cat|clone|fill|zero|embedding", re.IGNORECASE)),
 )
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
-GAP_US = 20.0
-TOP, GAPS, NAME = 15, 5, 72
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+MIN_GAP_US = 20.0
+MAX_TOP, MAX_GAPS, MAX_NAME_CHARS = 15, 5, 72
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Work:
 
 
 @dataclass
-class Summary:
+class TraceSummary:
     """A trace added up; seconds."""
 
     on_gpu: bool
@@ -71,17 +71,17 @@ class Summary:
     """Most GiB that torch had allocated, by phase."""
 
 
-def summarise(events: Iterable[Event]) -> Summary:
+def summarise_trace(events: Iterable[Event]) -> TraceSummary:
     """Add up the events of a trace."""
     events = list(events)
-    whole = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST + DEVICE]
-    host = [e for e in whole if e["cat"] in HOST]
-    device = [e for e in whole if e["cat"] in DEVICE]
+    whole = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST_CATEGORIES + DEVICE_CATEGORIES]
+    host = [e for e in whole if e["cat"] in HOST_CATEGORIES]
+    device = [e for e in whole if e["cat"] in DEVICE_CATEGORIES]
     begin = min((e["ts"] for e in whole), default=0.0)
     end = max((e["ts"] + e["dur"] for e in whole), default=0.0)
-    phase_at = phases(e for e in host if e["cat"] == "user_annotation")
-    works = device_works(host, device) if device else host_works(host)
-    summary = Summary(bool(device), (end - begin) / 1e6)
+    phase_at = phase_lookup(e for e in host if e["cat"] == "user_annotation")
+    works = device_work(host, device) if device else host_work(host)
+    summary = TraceSummary(bool(device), (end - begin) / 1e6)
     calls: dict[tuple[str, str], list[float]] = {}
     for work in works:
         phase = phase_at(work.start)
@@ -89,19 +89,19 @@ def summarise(events: Iterable[Event]) -> Summary:
         summary.seconds[kind, phase] = summary.seconds.get((kind, phase), 0.0) + work.took / 1e6
         calls.setdefault((work.name, kind), []).append(work.took / 1e6)
     ranked = sorted(calls.items(), key=lambda item: -sum(item[1]))
-    summary.top = [(name, kind, len(times), sum(times)) for (name, kind), times in ranked[:TOP]]
+    summary.top = [(name, kind, len(times), sum(times)) for (name, kind), times in ranked[:MAX_TOP]]
     busy = device or [e for e in host if e["cat"] == "cpu_op"]
-    found = gaps([(e["ts"], e["ts"] + e["dur"]) for e in busy], begin, end)
+    found = idle_gaps([(e["ts"], e["ts"] + e["dur"]) for e in busy], begin, end)
     summary.idle_s = sum(length for _, length in found) / 1e6
-    long = [(start, length) for start, length in found if length >= GAP_US]
+    long = [(start, length) for start, length in found if length >= MIN_GAP_US]
     summary.num_gaps = len(long)
-    longest = sorted(long, key=lambda gap: -gap[1])[:GAPS]
+    longest = sorted(long, key=lambda gap: -gap[1])[:MAX_GAPS]
     summary.gaps = [((start - begin) / 1e6, length / 1e6) for start, length in longest]
     summary.peaks = memory_peaks(events, phase_at, bool(device))
     return summary
 
 
-def phases(annotations: Iterable[Event]) -> Callable[[float], str]:
+def phase_lookup(annotations: Iterable[Event]) -> Callable[[float], str]:
     """The phase of a moment: the innermost of the learner's marks that it lies in."""
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in annotations if e["name"] in PHASES]
     spans.sort(key=lambda span: (span[0], -span[1]))
@@ -113,7 +113,7 @@ def phases(annotations: Iterable[Event]) -> Callable[[float], str]:
     return lambda moment: names[bisect.bisect_right(borders, moment)]
 
 
-def gaps(intervals: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+def idle_gaps(intervals: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
     """(start, length) of what the intervals leave uncovered between `begin` and `end`."""
     found, reached = [], begin
     for start, stop in sorted(intervals):
@@ -123,9 +123,9 @@ def gaps(intervals: Sequence[tuple[float, float]], begin: float, end: float) -> 
     return [*found, (reached, end - reached)] if end > reached else found
 
 
-def host_works(host: Sequence[Event]) -> list[Work]:
+def host_work(host: Sequence[Event]) -> list[Work]:
     """Every operator with the time it spent outside of those it called."""
-    nodes = nested(host)
+    nodes = event_tree(host)
     own = [e["dur"] for e in nodes.events]
     for event, parent in zip(nodes.events, nodes.parents, strict=True):
         if parent is not None:
@@ -137,9 +137,9 @@ def host_works(host: Sequence[Event]) -> list[Work]:
     ]
 
 
-def device_works(host: Sequence[Event], device: Sequence[Event]) -> list[Work]:
+def device_work(host: Sequence[Event], device: Sequence[Event]) -> list[Work]:
     """Every kernel and copy, with the operator that launched it deciding what it is part of."""
-    nodes = nested(host)
+    nodes = event_tree(host)
     launched: dict[int, float] = {e["args"]["correlation"]: e["ts"] for e in host if "correlation" in e.get("args", {})}
     inside_of = {
         e["args"]["External id"]: inside or own_kind(e["name"])
@@ -155,7 +155,7 @@ def device_works(host: Sequence[Event], device: Sequence[Event]) -> list[Work]:
 
 
 @dataclass
-class Nested:
+class EventTree:
     """Events of the host in order, the event each lies in, and the kind of work that one of those around it (or itself) is."""
 
     events: list[Event]
@@ -163,10 +163,10 @@ class Nested:
     inside: list[str | None]
 
 
-def nested(host: Sequence[Event]) -> Nested:
+def event_tree(host: Sequence[Event]) -> EventTree:
     """Who called whom, thread by thread: an event lies in the last one that has not ended."""
     order = sorted(host, key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"]))
-    nodes = Nested(order, [], [])
+    nodes = EventTree(order, [], [])
     stack: list[int] = []
     for k, e in enumerate(order):
         while stack and not _contains(order[stack[-1]], e):
@@ -175,7 +175,7 @@ def nested(host: Sequence[Event]) -> Nested:
         nodes.parents.append(parent)
         around = nodes.inside[parent] if parent is not None else None
         is_phase = e["cat"] == "user_annotation"
-        nodes.inside.append(around or (None if is_phase else _first(INSIDE, e["name"])))
+        nodes.inside.append(around or (None if is_phase else _first_match(ENCLOSING_KINDS, e["name"])))
         stack.append(k)
     return nodes
 
@@ -187,15 +187,15 @@ def _contains(outer: Event, inner: Event) -> bool:
 
 def kind_of(name: str, inside: str | None) -> str:
     """What an operator or kernel is for."""
-    return inside or _first(INSIDE, name) or own_kind(name) or "rest"
+    return inside or _first_match(ENCLOSING_KINDS, name) or own_kind(name) or "rest"
 
 
 def own_kind(name: str) -> str | None:
     """What an operator is by its own name alone."""
-    return _first(ITSELF, name)
+    return _first_match(OWN_KINDS, name)
 
 
-def _first(rules: Iterable[tuple[str, re.Pattern[str]]], name: str) -> str | None:
+def _first_match(rules: Iterable[tuple[str, re.Pattern[str]]], name: str) -> str | None:
     return next((kind for kind, pattern in rules if pattern.search(name)), None)
 
 
@@ -209,7 +209,7 @@ def memory_peaks(events: Iterable[Event], phase_at: Callable[[float], str], on_g
     return peaks
 
 
-def text(summary: Summary, title: str) -> str:
+def render_summary(summary: TraceSummary, title: str) -> str:
     """The summary as a page for people."""
     device = "GPU" if summary.on_gpu else "CPU"
     shown = [p for p in PHASES if any(phase == p for _, phase in summary.seconds)]
@@ -218,27 +218,31 @@ def text(summary: Summary, title: str) -> str:
     for kind in KINDS:
         row = [summary.seconds.get((kind, phase), 0.0) for phase in shown]
         if any(row):
-            lines.append(f"{kind:<20}" + "".join(f"{1e3 * s:>15.2f}" for s in row) + _sum(sum(row), summary.total_s))
+            lines.append(
+                f"{kind:<20}" + "".join(f"{1e3 * s:>15.2f}" for s in row) + _total_cells(sum(row), summary.total_s)
+            )
     idle = "idle (no kernel)" if summary.on_gpu else "outside operators"
-    lines.append(f"{idle:<20}" + " " * 15 * len(shown) + _sum(summary.idle_s, summary.total_s))
-    lines += ["", f"{summary.num_gaps} gaps of {GAP_US:.0f} microseconds or more; the longest:"]
+    lines.append(f"{idle:<20}" + " " * 15 * len(shown) + _total_cells(summary.idle_s, summary.total_s))
+    lines += ["", f"{summary.num_gaps} gaps of {MIN_GAP_US:.0f} microseconds or more; the longest:"]
     lines += [f"  {1e3 * length:10.2f} ms at {1e3 * start:10.2f} ms" for start, length in summary.gaps]
     lines += ["", f"what took most {device} time", f"{'ms':>10}{'calls':>9}  {'kind':<20} name"]
-    lines += [f"{1e3 * took:>10.2f}{calls:>9}  {kind:<20} {name[:NAME]}" for name, kind, calls, took in summary.top]
+    lines += [
+        f"{1e3 * took:>10.2f}{calls:>9}  {kind:<20} {name[:MAX_NAME_CHARS]}" for name, kind, calls, took in summary.top
+    ]
     above = "" if summary.on_gpu else ", above what there was at the start"
     lines += ["", f"most memory allocated by torch in each phase (GiB){above}"]
     lines += [f"  {phase:<15}{summary.peaks[phase]:>10.3f}" for phase in PHASES if phase in summary.peaks]
     return "\n".join(lines) + "\n"
 
 
-def _sum(seconds: float, total: float) -> str:
+def _total_cells(seconds: float, total: float) -> str:
     return f"{1e3 * seconds:>12.2f}{seconds / total if total else 0.0:>8.1%}"
 
 
 # --- One step under torch's profiler: a trace for a viewer (Perfetto, chrome://tracing) and a page in words.
 
-TRACE, PAGE = "trace.json.gz", "profile.txt"
-NEXT = 0
+TRACE_FILE, SUMMARY_FILE = "trace.json.gz", "profile.txt"
+NEXT_STEP = 0
 """Instead of a step's number: the second one from here, since the first pays for what is made once."""
 
 
@@ -246,7 +250,7 @@ def step_to_profile(asked: int | None, done: int, total: int) -> int | None:
     """The number of the step to record, of a run that has made `done` of `total` steps; None where none was asked for."""
     if asked is None:
         return None
-    if asked == NEXT:
+    if asked == NEXT_STEP:
         return min(done + 2, total)
     if asked > total:
         raise UserError(f"--profile {asked}, but the run has only {total} steps")
@@ -266,9 +270,9 @@ def profiled(folder: Path, title: str, note: Callable[[str], None]) -> Iterator[
         yield
         if on_gpu:
             torch.cuda.synchronize()  # what was asked for inside belongs to it
-    recorded.export_chrome_trace(str(folder / TRACE))
-    atomic_write(folder / PAGE, text(summarise(read_trace(folder / TRACE)), title))
-    note(f"{title} was profiled: {folder / PAGE}; open {folder / TRACE} in ui.perfetto.dev")
+    recorded.export_chrome_trace(str(folder / TRACE_FILE))
+    atomic_write(folder / SUMMARY_FILE, render_summary(summarise_trace(read_trace(folder / TRACE_FILE)), title))
+    note(f"{title} was profiled: {folder / SUMMARY_FILE}; open {folder / TRACE_FILE} in ui.perfetto.dev")
 
 
 def read_trace(path: Path) -> list[dict[str, object]]:

@@ -27,17 +27,16 @@ from torch import Tensor, nn
 from burnish.algorithms.terms.loss_terms import ema_update
 from burnish.config.model import Model
 from burnish.core.batch import Batch
-from burnish.core.sharded_tensors import gathered
+from burnish.core.sharded_tensors import full_tensor
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.logprob import Distribution
-from burnish.models.lora.adapters import adapter_off, adapter_weights, holding
+from burnish.models.lora.adapters import adapter_weights, adapters_disabled, swapped_adapter_weights
 from burnish.models.policy import load_policy
-from burnish.run.checkpoint.contents import Content
-from burnish.run.checkpoint.saving import Stage
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import Content
 from burnish.training.forward import MicroBatch, Packing, batch_outputs
-from burnish.training.parallel.distribute import distribute
-from burnish.training.parallel.ranks import SOLO, Ranks
-from burnish.training.sharded_checkpoint import read_into, spread_like, tensor_contents
+from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
+from burnish.training.sharded_checkpoint import distribute_like, load_tensors_into, tensor_contents
 
 # --- Weights other than the policy's that a reference holds, and the model that has them for a while.
 #
@@ -45,7 +44,7 @@ from burnish.training.sharded_checkpoint import read_into, spread_like, tensor_c
 # own module is used with its adapter off, or with other content in it, which is put back bit for bit afterwards.
 
 
-class Held:
+class ReferenceWeights:
     """The policy itself."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +62,7 @@ class Held:
         yield self.model
 
 
-class HeldCopy(Held):
+class FullCopy(ReferenceWeights):
     """A copy of the model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +70,7 @@ class HeldCopy(Held):
         self.weights = dict(self.model.named_parameters())
 
 
-class HeldAdapter(Held):
+class AdapterCopy(ReferenceWeights):
     """A copy of the adapter. It may be made before the model is spread over processes, and is spread with it when it is used."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,37 +80,37 @@ class HeldAdapter(Held):
 
     def settled(self) -> dict[str, Tensor]:
         if not self._is_spread:
-            self.weights, self._is_spread = spread_like(self.weights, self.model), True
+            self.weights, self._is_spread = distribute_like(self.weights, self.model), True
         return self.weights
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
         """The policy's module with the copy's content."""
-        with holding(self.model, self.settled()):
+        with swapped_adapter_weights(self.model, self.settled()):
             yield self.model
 
 
-class HeldOff(Held):
+class AdapterDisabled(ReferenceWeights):
     """The model below the adapter: nothing is copied."""
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
         """The policy's module with its adapter off."""
-        with adapter_off(self.model):
+        with adapters_disabled(self.model):
             yield self.model
 
 
-def hold(model: nn.Module, moves: bool) -> Held:
+def snapshot_weights(model: nn.Module, moves: bool) -> ReferenceWeights:
     """The weights a model has now; those of one that `moves` can be written to."""
     adapter = adapter_weights(model)
     if not adapter:
-        return HeldCopy(model)
-    if not moves and not any(bool(gathered(p.any())) for name, p in adapter.items() if name.endswith(".lora_b")):
-        return HeldOff(model)  # a new adapter changes nothing
-    return HeldAdapter(model)
+        return FullCopy(model)
+    if not moves and not any(bool(full_tensor(p.any())) for name, p in adapter.items() if name.endswith(".lora_b")):
+        return AdapterDisabled(model)  # a new adapter changes nothing
+    return AdapterCopy(model)
 
 
-FILE = "reference"
+REFERENCE_FILE = "reference"
 
 
 class Reference:
@@ -130,10 +129,10 @@ class Reference:
     """How many tokens a KL over the vocabulary tells apart; None is all."""
 
     def __init__(self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO) -> None:
-        self.held = hold(model, self.moves)
+        self.held = snapshot_weights(model, self.moves)
         self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
         if self.held.model is not model:
-            distribute(self.held.model, ranks)
+            parallelize_model(self.held.model, ranks)
             self.held.weights = dict(self.held.model.named_parameters())
 
     @property
@@ -165,7 +164,7 @@ class Reference:
         """To be called after every training step, counted from 1; whether the reference has changed."""
         return False
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         """What a checkpoint must hold to load this again."""
         return []
 
@@ -207,13 +206,13 @@ class EmaReference(Reference):
         self.has_moved = False
         return super()._weights()
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         """The average as it is kept."""
-        return tensor_contents(FILE, self.shadow, self.model, stage)
+        return tensor_contents(REFERENCE_FILE, self.shadow, self.model, stage)
 
     def load(self, folder: Path) -> None:
         """The average back."""
-        read_into(folder, FILE, self.shadow, self.model)
+        load_tensors_into(folder, REFERENCE_FILE, self.shadow, self.model)
         self.has_moved = True
 
 
@@ -239,13 +238,13 @@ class HardSyncReference(Reference):
             weight.copy_(theta[name])
         return True
 
-    def contents(self, stage: Stage) -> list[Content]:
+    def contents(self, stage: TensorStaging) -> list[Content]:
         """The copy."""
-        return tensor_contents(FILE, self.held.settled(), self.model, stage)
+        return tensor_contents(REFERENCE_FILE, self.held.settled(), self.model, stage)
 
     def load(self, folder: Path) -> None:
         """The copy back."""
-        read_into(folder, FILE, self.held.settled(), self.model)
+        load_tensors_into(folder, REFERENCE_FILE, self.held.settled(), self.model)
 
 
 class IterateReference(HardSyncReference):
@@ -266,7 +265,7 @@ class CurrentReference(Reference):
     is_policy = True
 
     def __init__(self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO) -> None:
-        self.held = Held(model)
+        self.held = ReferenceWeights(model)
         self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
 
     def after_step(self, model: nn.Module, step: int) -> bool:
@@ -289,9 +288,9 @@ class TeacherReference(Reference):
         if path is None:
             super().__init__(model, token_budget, temperature, ranks)
             return
-        self.held = Held(load_teacher(model, path))
+        self.held = ReferenceWeights(load_teacher(model, path))
         self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
-        distribute(self.held.model, ranks)
+        parallelize_model(self.held.model, ranks)
         own, teachers = (m.head_weight.shape[0] if isinstance(m, Decoder) else 0 for m in (model, self.held.model))
         self.num_rows = own if teachers > own else None
 

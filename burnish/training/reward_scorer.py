@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from burnish.algorithms.curriculum.prompt_selection import aggregate
+from burnish.algorithms.curriculum.prompt_selection import aggregate_step_scores
 from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
@@ -28,16 +28,16 @@ from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.row import Row
 from burnish.data.supervised import encode_example
-from burnish.models.heads import STATISTICS, ScoreModel, load_scorer, score_positions
-from burnish.models.policy import pick_device
+from burnish.models.heads import SCORE_STATISTICS_FILE, ScoreModel, load_score_model, score_positions
+from burnish.models.policy import resolve_device
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.reward_parts import EACH, ScorerOptions
-from burnish.rewards.types import Failure, Result, ScoreRequest
+from burnish.rewards.reward_parts import EACH_STEP, RewardModelOptions
+from burnish.rewards.score_types import PartResult, ScoreRequest, ScoringFailure
+from burnish.training.auxiliary_models import step_ends
 from burnish.training.forward import Packing, batch_outputs
-from burnish.training.value_models import step_ends
 
 
-class Text(NamedTuple):
+class ScorerInput(NamedTuple):
     """What a scorer reads of an answer and its prompt."""
 
     tokens: list[int]
@@ -48,29 +48,29 @@ class Text(NamedTuple):
 class ModelScorer:
     """Scores batches of answers in this process."""
 
-    def __init__(self, directory: Path, options: ScorerOptions, policy_tokenizer: Tokenizer) -> None:
+    def __init__(self, directory: Path, options: RewardModelOptions, policy_tokenizer: Tokenizer) -> None:
         self.options = options
-        device = pick_device(options.device)
-        self.model: ScoreModel = load_scorer(directory, getattr(torch, options.dtype), device).eval()
+        device = resolve_device(options.device)
+        self.model: ScoreModel = load_score_model(directory, getattr(torch, options.dtype), device).eval()
         self.tokenizer = Tokenizer.load(directory)
         self.device = device
         self.packing = Packing.of(self.model, options.token_budget)
-        self.shift, self.scale = _statistics(directory) if options.standardise else (0.0, 1.0)
+        self.shift, self.scale = _score_statistics(directory) if options.standardise else (0.0, 1.0)
         self.reads_tokens = self.tokenizer.means_the_same_as(policy_tokenizer)
         """Whether token ids of the policy are its own."""
-        if options.delimiter is not None and options.aggregate == EACH and not self.reads_tokens:
+        if options.delimiter is not None and options.aggregate == EACH_STEP and not self.reads_tokens:
             raise UserError(
                 f"aggregate: each rewards the policy's tokens, and {directory} has another tokenizer: use last, min, prod or mean"
             )
 
-    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Result | Failure]:
+    def __call__(self, requests: Sequence[ScoreRequest]) -> list[PartResult | ScoringFailure]:
         """The score of each answer, in order. Which others are scored with it changes rounding at most."""
-        found: dict[int, Result | Failure] = {}
-        texts: dict[int, Text] = {}
+        found: dict[int, PartResult | ScoringFailure] = {}
+        texts: dict[int, ScorerInput] = {}
         # In the order of their ids: how completions happened to end does not decide what is packed together.
         for index in sorted(range(len(requests)), key=lambda i: requests[i].id):
             text = self.text_of(requests[index])
-            if isinstance(text, Failure):
+            if isinstance(text, ScoringFailure):
                 found[index] = text
             else:
                 texts[index] = text
@@ -80,7 +80,7 @@ class ModelScorer:
             found[index] = self._result(text, where, each)
         return [found[index] for index in range(len(requests))]
 
-    def text_of(self, request: ScoreRequest) -> Text | Failure:
+    def text_of(self, request: ScoreRequest) -> ScorerInput | ScoringFailure:
         """What is scored: the trajectory's own tokens where they mean the same here, else its text in our template."""
         if self.reads_tokens and request.tokens is not None:
             tokens = [int(token) for token in request.tokens]
@@ -90,16 +90,16 @@ class ModelScorer:
             try:
                 tokens, mask = encode_example(row, self.tokenizer, Template())
             except UserError as error:
-                return Failure(f"the reward model cannot read the answer: {error}")
+                return ScoringFailure(f"the reward model cannot read the answer: {error}")
             if request.truncated:  # it never came to the end that the template writes
                 while mask and (not mask[-1] or self.tokenizer.is_special(tokens[-1])):
                     tokens, mask = tokens[:-1], mask[:-1]
         longest = self.model.arch.max_positions
         if len(tokens) > longest:
-            return Failure(f"{len(tokens)} tokens are more than the {longest} positions of the reward model")
-        return Text(tokens, mask) if tokens else Failure("there is no token to score")
+            return ScoringFailure(f"{len(tokens)} tokens are more than the {longest} positions of the reward model")
+        return ScorerInput(tokens, mask) if tokens else ScoringFailure("there is no token to score")
 
-    def ends_of(self, text: Text) -> list[int]:
+    def ends_of(self, text: ScorerInput) -> list[int]:
         """Where a text is scored: at the ends of its steps, or at its end alone."""
         tokens = torch.tensor(text.tokens)
         last = int(score_positions(tokens, torch.tensor([0, len(text.tokens)]), self.tokenizer.pad_id))
@@ -120,31 +120,31 @@ class ModelScorer:
         found = iter(values[batch.loss_mask].tolist())
         return [list(islice(found, len(some))) for some in ends]
 
-    def _result(self, text: Text, ends: Sequence[int], scores: Sequence[float]) -> Result | Failure:
+    def _result(self, text: ScorerInput, ends: Sequence[int], scores: Sequence[float]) -> PartResult | ScoringFailure:
         if strange := [score for score in scores if not math.isfinite(score)]:
-            return Failure(f"the reward model's score is {strange[0]}")
+            return ScoringFailure(f"the reward model's score is {strange[0]}")
         values = [(score - self.shift) / self.scale for score in scores]
         if self.options.clip is not None:
             values = [max(-self.options.clip, min(self.options.clip, value)) for value in values]
         if self.options.delimiter is None:
-            return Result(values[0])
+            return PartResult(values[0])
         chances = torch.tensor(values, dtype=torch.float64).sigmoid().tolist()
         shown = " ".join(f"{chance:.3f}" for chance in chances)
         told: dict[str, Any] = {"parts": {"steps": float(len(chances))}, "details": f"steps {shown}"}
-        if self.options.aggregate != EACH:
-            return Result(aggregate(chances, self.options.aggregate), **told)
+        if self.options.aggregate != EACH_STEP:
+            return PartResult(aggregate_step_scores(chances, self.options.aggregate), **told)
         # The end of the answer may be a token that nobody wrote; what it earned belongs to the last that was.
         last = max((position for position, is_written in enumerate(text.written) if is_written), default=0)
         where = [*ends[:-1], last]
-        return Result(sum(chances), steps=tuple(zip(where, chances, strict=True)), **told)
+        return PartResult(sum(chances), steps=tuple(zip(where, chances, strict=True)), **told)
 
 
-def _statistics(directory: Path) -> tuple[float, float]:
+def _score_statistics(directory: Path) -> tuple[float, float]:
     """Mean and standard deviation of the scores of held-out answers."""
-    path = directory / STATISTICS
+    path = directory / SCORE_STATISTICS_FILE
     if not path.is_file():
         raise UserError(
-            f"{directory} has no {STATISTICS}, so its scores cannot be standardised: train it with reward_model.held_out, "
+            f"{directory} has no {SCORE_STATISTICS_FILE}, so its scores cannot be standardised: train it with reward_model.held_out, "
             "or set standardise: false"
         )
     saved = read_json_object(path)

@@ -23,99 +23,103 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.core.sharded_tensors import (
-    Placed,
+    PlacedShard,
     Shard,
-    alone,
-    coarser,
-    in_usual_order,
+    at_origin,
+    blocks_of_permuted_rows,
+    full_shard,
+    in_block_units,
+    is_dtensor,
     is_first_copy,
-    is_spread,
-    local,
-    reads,
-    shard_of,
-    whole,
+    local_shard,
+    local_tensor,
+    plan_reads,
 )
 from burnish.models.decoder import Decoder
-from burnish.models.weight_layout import order_of
-from burnish.run.checkpoint.contents import DTYPES, Content, Part, TensorFile, part_of
-from burnish.run.checkpoint.saving import Stage
+from burnish.models.weight_layout import row_order_of
+from burnish.run.checkpoint.saver import TensorStaging
+from burnish.run.checkpoint.snapshot import SAFETENSORS_DTYPES, Content, TensorFile, WriterRank, writer_rank_of
 
-METADATA = "shards"
-Spec = tuple[tuple[int, ...], torch.dtype]
+SHARD_METADATA_KEY = "shards"
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """The shape and type of a tensor."""
-TYPES = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 # --- out ---------------------------------------------------------------------------------------------------------------
 
 
-def tensor_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: Stage) -> list[Content]:
+def tensor_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: TensorStaging) -> list[Content]:
     """What this process writes of tensors that are named after a model's parameters and spread like them."""
-    part, blocks = part_of(tensors.values()), layout_of(model)
+    part, blocks = writer_rank_of(tensors.values()), parameter_blocks(model)
     mine = {
-        key: local(tensor)
+        key: local_tensor(tensor)
         for key, tensor in tensors.items()
-        if (is_first_copy(tensor) if is_spread(tensor) else part.index == 0)
+        if (is_first_copy(tensor) if is_dtensor(tensor) else part.index == 0)
     }
     return [shard_file(name, mine, {key: blocks[key] for key in mine if key in blocks}, stage, part)]
 
 
-def state_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: Stage) -> list[Content]:
+def state_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: TensorStaging) -> list[Content]:
     """What this process writes of an optimizer's state, which is local: `key/parameter` belongs to that parameter."""
-    parameters, blocks = dict(model.named_parameters()), layout_of(model)
-    part = part_of(parameters.values())
-    placed: dict[str, list[Placed]] = {}
+    parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
+    part = writer_rank_of(parameters.values())
+    placed: dict[str, list[PlacedShard]] = {}
     mine: dict[str, Tensor] = {}
     for flat, tensor in tensors.items():
         parameter = parameters[flat.split("/", 1)[1]]
-        is_cut = is_spread(parameter) and tensor.dim() == parameter.dim()
+        is_cut = is_dtensor(parameter) and tensor.dim() == parameter.dim()
         if is_cut:
-            placed[flat] = like(tuple(tensor.shape), parameter, blocks[flat.split("/", 1)[1]])
+            placed[flat] = state_blocks(tuple(tensor.shape), parameter, blocks[flat.split("/", 1)[1]])
         if is_first_copy(parameter) if is_cut else part.index == 0:
             mine[flat] = tensor
     return [shard_file(name, mine, placed, stage, part)]
 
 
-def layout_of(model: nn.Module) -> dict[str, list[Placed]]:
+def parameter_blocks(model: nn.Module) -> dict[str, list[PlacedShard]]:
     """The blocks of each spread parameter that this process holds, in terms of the parameter as it usually is."""
     decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
     blocks = {}
     for name, parameter in model.named_parameters():
-        if is_spread(parameter):
-            order = None if decoder is None else order_of(decoder, name)
-            blocks[name] = in_usual_order(shard_of(parameter), None if order is None else order.tolist())
+        if is_dtensor(parameter):
+            order = None if decoder is None else row_order_of(decoder, name)
+            blocks[name] = blocks_of_permuted_rows(local_shard(parameter), None if order is None else order.tolist())
     return blocks
 
 
-def spread_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def distribute_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Whole tensors that are named after a model's parameters, cut and placed as these are: of what is there already, the very
     tensor."""
-    parameters, blocks = dict(model.named_parameters()), layout_of(model)
+    parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
     found = {}
     for name, tensor in tensors.items():
         parameter = parameters[name].detach()
         found[name] = tensor.to(parameter.device)
-        if name in blocks and not is_spread(tensor):
+        if name in blocks and not is_dtensor(tensor):
             made = found[name] = torch.empty_like(parameter, dtype=tensor.dtype)
-            here = local(made)
-            for _, common in reads(blocks[name], [alone(whole(tensor.shape))]):
+            here = local_tensor(made)
+            for _, common in plan_reads(blocks[name], [at_origin(full_shard(tensor.shape))]):
                 here[common.target] = tensor[common.source].to(here.device)
     return found
 
 
-def like(sizes: tuple[int, ...], parameter: Tensor, blocks: Sequence[Placed]) -> list[Placed]:
+def state_blocks(sizes: tuple[int, ...], parameter: Tensor, blocks: Sequence[PlacedShard]) -> list[PlacedShard]:
     """The blocks of a state's whole tensor that go with those of its parameter.
 
     A state may have one number for several of the parameter's (the scales of quantised moments): then it is cut at the
     same places, counted in those numbers.
     """
-    of = local(parameter).shape
+    of = local_tensor(parameter).shape
     each = [1 if size == full else full // max(size, 1) for size, full in zip(sizes, of, strict=True)]
-    return [coarser(block, each) for block in blocks]
+    return [in_block_units(block, each) for block in blocks]
 
 
 def shard_file(
-    name: str, tensors: Mapping[str, Tensor], blocks: Mapping[str, Sequence[Placed]], stage: Stage, part: Part
+    name: str,
+    tensors: Mapping[str, Tensor],
+    blocks: Mapping[str, Sequence[PlacedShard]],
+    stage: TensorStaging,
+    part: WriterRank,
 ) -> TensorFile:
     """One process's file; `blocks` says which tensors are blocks of larger ones, and which blocks."""
     described = {
@@ -126,11 +130,11 @@ def shard_file(
         for key in tensors
         if key in blocks
     }
-    metadata = {METADATA: json.dumps(described)} if described else {}
-    return TensorFile(file_name(name, part), {key: stage(tensor) for key, tensor in tensors.items()}, metadata)
+    metadata = {SHARD_METADATA_KEY: json.dumps(described)} if described else {}
+    return TensorFile(shard_file_name(name, part), {key: stage(tensor) for key, tensor in tensors.items()}, metadata)
 
 
-def file_name(name: str, part: Part) -> str:
+def shard_file_name(name: str, part: WriterRank) -> str:
     """`name.safetensors`, numbered where there are several."""
     return f"{name}.safetensors" if part.count == 1 else f"{name}-{part.index + 1:05d}-of-{part.count:05d}.safetensors"
 
@@ -148,8 +152,8 @@ class StoredTensors:
         self.path = directory / f"{name}.safetensors"
         """What to call it in a message."""
         self._stack = ExitStack()
-        self._blocks: dict[str, list[tuple[Any, Placed]]] = {}
-        for file in _files(directory, name):
+        self._blocks: dict[str, list[tuple[Any, PlacedShard]]] = {}
+        for file in _shard_files(directory, name):
             self._open(file)
 
     @property
@@ -163,15 +167,15 @@ class StoredTensors:
 
     def dtype(self, name: str) -> torch.dtype:
         """Of the tensor."""
-        return TYPES[self._blocks[name][0][0].get_slice(name).get_dtype()]
+        return DTYPE_BY_NAME[self._blocks[name][0][0].get_slice(name).get_dtype()]
 
-    def read(self, name: str, wanted: Sequence[Placed] | None = None, sizes: Sequence[int] = ()) -> Tensor:
+    def read(self, name: str, wanted: Sequence[PlacedShard] | None = None, sizes: Sequence[int] = ()) -> Tensor:
         """The tensor of these sizes that holds the wanted blocks; without any, the whole tensor."""
         blocks = self._blocks[name]
         if wanted is None:
-            wanted, sizes = [alone(whole(self.shape(name)))], self.shape(name)
+            wanted, sizes = [at_origin(full_shard(self.shape(name)))], self.shape(name)
         try:
-            plan = reads(wanted, [block for _, block in blocks])
+            plan = plan_reads(wanted, [block for _, block in blocks])
         except ValueError as error:
             raise UserError(f"{self.path} is incomplete: of {name}, {error}") from error
         everything = tuple(slice(0, size) for size in sizes)
@@ -188,9 +192,11 @@ class StoredTensors:
     def _open(self, file: Path) -> None:
         try:
             handle = self._stack.enter_context(safe_open(file, framework="pt"))
-            described = json.loads((handle.metadata() or {}).get(METADATA, "{}"))
+            described = json.loads((handle.metadata() or {}).get(SHARD_METADATA_KEY, "{}"))
             for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
-                self._blocks.setdefault(name, []).extend((handle, block) for block in _blocks(handle, name, described))
+                self._blocks.setdefault(name, []).extend(
+                    (handle, block) for block in _stored_blocks(handle, name, described)
+                )
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             self._stack.close()
             raise UserError(f"{file} cannot be read as safetensors: {error}") from error
@@ -205,15 +211,15 @@ class StoredTensors:
         self._stack.close()
 
 
-def _blocks(handle: Any, name: str, described: dict[str, Any]) -> list[Placed]:
+def _stored_blocks(handle: Any, name: str, described: dict[str, Any]) -> list[PlacedShard]:
     """The blocks that a file has of a tensor: what it says, or all of it."""
     if name not in described:
-        return [alone(whole(handle.get_slice(name).get_shape()))]
+        return [at_origin(full_shard(handle.get_slice(name).get_shape()))]
     shape, blocks = tuple(described[name]["shape"]), described[name]["blocks"]
-    return [Placed(Shard(shape, tuple(offsets), tuple(sizes)), tuple(at)) for at, offsets, sizes in blocks]
+    return [PlacedShard(Shard(shape, tuple(offsets), tuple(sizes)), tuple(at)) for at, offsets, sizes in blocks]
 
 
-def _files(directory: Path, name: str) -> Sequence[Path]:
+def _shard_files(directory: Path, name: str) -> Sequence[Path]:
     """One file, or all of a numbered set; the error for one that is not there."""
     single = directory / f"{name}.safetensors"
     numbered = {
@@ -226,7 +232,7 @@ def _files(directory: Path, name: str) -> Sequence[Path]:
             return [single]
         raise UserError(f"{single} is not there: the checkpoint was saved by a run of another kind, or is incomplete")
     count = max(numbered.values())
-    files = [directory / file_name(name, Part(index, count)) for index in range(count)]
+    files = [directory / shard_file_name(name, WriterRank(index, count)) for index in range(count)]
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise UserError(f"{missing[0]} is not there: the checkpoint is incomplete")
@@ -234,19 +240,19 @@ def _files(directory: Path, name: str) -> Sequence[Path]:
 
 
 def read_state(
-    stored: StoredTensors, model: nn.Module, specs: Callable[[str], Mapping[str, Spec]]
+    stored: StoredTensors, model: nn.Module, specs: Callable[[str], Mapping[str, TensorSpec]]
 ) -> dict[str, Tensor]:
     """This process's part of an optimizer's state; `specs` knows which shapes the state of a parameter has here.
 
     What was kept in other shapes is read as it is: the optimizer says what it would have kept.
     """
-    parameters, blocks = dict(model.named_parameters()), layout_of(model)
+    parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
     found = {}
     for flat in stored.names:
         key, name = flat.split("/", 1)
         spec = specs(name).get(key)
         if name in blocks and spec is not None and len(spec[0]) == parameters[name].dim():
-            wanted = like(spec[0], parameters[name], blocks[name])
+            wanted = state_blocks(spec[0], parameters[name], blocks[name])
             if all(block.shard.shape == stored.shape(flat) for block in wanted):
                 found[flat] = stored.read(flat, wanted, spec[0])
                 continue
@@ -255,12 +261,12 @@ def read_state(
 
 
 @torch.no_grad()
-def read_into(directory: Path, name: str, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+def load_tensors_into(directory: Path, name: str, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Copy stored tensors into these, bit for bit, each process what it holds: names, shapes and types must be the same.
 
     They are named after a model's parameters and spread like them.
     """
-    blocks = layout_of(model)
+    blocks = parameter_blocks(model)
     with StoredTensors(directory, name) as stored:
         if stored.names != tensors.keys():
             unexpected, missing = sorted(stored.names - tensors.keys()), sorted(tensors.keys() - stored.names)
@@ -271,5 +277,5 @@ def read_into(directory: Path, name: str, tensors: Mapping[str, Tensor], model: 
                 words = f"{got[0]} in {got[1]}, but the model has {wanted[0]} in {wanted[1]}"
                 raise UserError(f"{stored.path} does not fit the model: {key} is {words}")
         for key, tensor in tensors.items():
-            here = local(tensor)
+            here = local_tensor(tensor)
             here.copy_(stored.read(key, blocks.get(key), here.shape))

@@ -15,10 +15,10 @@ from burnish.config.loading import Loaded, load
 from burnish.config.schema import TrainConfig
 from burnish.evaluation.evaluate import evaluate
 from burnish.rollout.validation import sampling_options
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
-from burnish.trainers.assembly import Parts, warm_start
-from burnish.trainers.rl_run import checked_run, execute, warm_folder
+from burnish.trainers.assembly import RunParts, warm_start
+from burnish.trainers.rl_run import checked_run, execute, warm_start_folder
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 CORRECTIONS = {
@@ -49,7 +49,7 @@ def make_start(folder: Path, seed: int, overrides: Iterable[str] = ()) -> Path:
     stage = loaded.config.warm_start
     assert stage is not None
     with _quietly(folder / f"start-{seed}.log"), checked_run(*_arguments(loaded)) as (parts, run):
-        model = warm_folder(run.directory)
+        model = warm_start_folder(run.directory)
         if not model.is_dir():
             warm_start(parts, stage, run, model)
         return model
@@ -62,7 +62,7 @@ def learn(folder: Path, name: str, start: Path, seed: int, overrides: Iterable[s
     with _quietly(folder / f"{name}.log"), checked_run(*_arguments(loaded)) as (parts, run):
         if not execute(parts, run):
             raise RuntimeError(f"{name} was stopped")
-        rows = read(run.directory.metrics)
+        rows = read_metrics(run.directory.metrics)
         engine = {row["step"]: row[ENGINE] for row in rows if ENGINE in row}
         own = own_accuracies(parts, run, start)
     return {
@@ -74,7 +74,7 @@ def learn(folder: Path, name: str, start: Path, seed: int, overrides: Iterable[s
     }
 
 
-def own_accuracies(parts: Parts, run: Run, start: Path) -> dict[int, float]:
+def own_accuracies(parts: RunParts, run: Run, start: Path) -> dict[int, float]:
     """Held-out accuracy of the start and of every checkpoint, sampled without the fault. Overwrites the policy's weights."""
     policy, mode = parts.policy, parts.config.validation.modes[MODE]
     options = sampling_options(mode, policy.tokenizer.eos_ids)

@@ -15,24 +15,24 @@ from burnish.algorithms.curriculum.prompt_selection import (
     has_plateaued,
     linear_anneal,
     partial_mask,
-    prioritised,
+    prioritised_probabilities,
     weight_after_warmup,
 )
 
 
 def test_prompts_are_drawn_by_how_often_they_fail() -> None:
-    found = prioritised(torch.tensor([0.9, 0.5, 0.1, 0.0], dtype=torch.float64))
+    found = prioritised_probabilities(torch.tensor([0.9, 0.5, 0.1, 0.0], dtype=torch.float64))
     torch.testing.assert_close(found, torch.tensor([0.04, 0.2, 0.36, 0.4], dtype=torch.float64))
 
 
 def test_solved_prompts_are_drawn_evenly_when_nothing_else_is_left() -> None:
-    assert prioritised(torch.ones(4)).tolist() == [0.25] * 4
-    assert prioritised(torch.tensor([1.0, 0.5])).tolist() == [0.0, 1.0]
+    assert prioritised_probabilities(torch.ones(4)).tolist() == [0.25] * 4
+    assert prioritised_probabilities(torch.tensor([1.0, 0.5])).tolist() == [0.0, 1.0]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20))
 def test_chances_sum_to_one_and_fall_with_success(success: list[float]) -> None:
-    chances = prioritised(torch.tensor(success, dtype=torch.float64))
+    chances = prioritised_probabilities(torch.tensor(success, dtype=torch.float64))
     assert float(chances.sum()) == pytest.approx(1)
     order = torch.tensor(success).argsort()
     assert bool((chances[order].diff() <= 1e-6).all())

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from burnish.algorithms.terms.loss_terms import adaptive_coefficient, entropy_ceiling, top_entropy_mask
+from burnish.algorithms.terms.loss_terms import adapt_entropy_coefficient, entropy_ceiling, top_entropy_mask
 from burnish.algorithms.terms.spec import Entropy
 
 
 def test_the_bonus_grows_while_entropy_is_low_and_rests_above_the_target() -> None:
-    assert adaptive_coefficient(0.005, 0.1, target=0.2, delta=0.005) == (0.01, True)
-    assert adaptive_coefficient(0.005, 0.3, target=0.2, delta=0.005) == (0.0, False)
-    assert adaptive_coefficient(0.005, 0.2, target=0.2, delta=0.005) == (0.01, True)
+    assert adapt_entropy_coefficient(0.005, 0.1, target=0.2, delta=0.005) == (0.01, True)
+    assert adapt_entropy_coefficient(0.005, 0.3, target=0.2, delta=0.005) == (0.0, False)
+    assert adapt_entropy_coefficient(0.005, 0.2, target=0.2, delta=0.005) == (0.01, True)
 
 
 def test_the_coefficient_stops_at_zero() -> None:
-    assert adaptive_coefficient(0.003, 0.3, target=0.2, delta=0.005) == (0.0, False)
+    assert adapt_entropy_coefficient(0.003, 0.3, target=0.2, delta=0.005) == (0.0, False)
 
 
 def test_the_top_fifth_of_ten_tokens() -> None:

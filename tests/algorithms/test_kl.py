@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from burnish.algorithms.losses.loss_view import LossView, loss_view
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.losses.view import View, view_of
 from burnish.algorithms.terms.loss_terms import (
-    adapt_coefficient,
+    adapt_kl_coefficient,
     aggregation_weights,
     ema_update,
     full_kl,
@@ -152,7 +152,7 @@ def test_the_corrected_estimate_on_f1(f1: Batch) -> None:
     quiet = f1.with_sequence(advantages=torch.zeros(4, dtype=torch.float64))
     quiet = quiet.with_token(weight=aggregation_weights(f1, "token-mean"))
     logp = f1.token["new"][f1.loss_mask]
-    assert float(CORRECTED(view_of(quiet, logp, torch.zeros_like(logp)))[0]) == pytest.approx(0.256297, abs=1e-6)
+    assert float(CORRECTED(loss_view(quiet, logp, torch.zeros_like(logp)))[0]) == pytest.approx(0.256297, abs=1e-6)
 
 
 def test_corrected_k3_is_unbiased_in_value_and_gradient_under_the_policy_that_sampled() -> None:
@@ -160,7 +160,7 @@ def test_corrected_k3_is_unbiased_in_value_and_gradient_under_the_policy_that_sa
     logits = P.log().requires_grad_()
     logp = logits.log_softmax(0)
     columns = {"weight": old, "old_logp": old.log(), "ref_logp": Q.log(), "advantages": torch.zeros_like(old)}
-    value, _ = CORRECTED(View(torch.tensor([0, 3]), columns, {}, logp, torch.zeros_like(old)))
+    value, _ = CORRECTED(LossView(torch.tensor([0, 3]), columns, {}, logp, torch.zeros_like(old)))
     value.backward()
     assert float(value.detach()) == pytest.approx(0.085123, abs=1e-6)
     assert logits.grad is not None
@@ -264,17 +264,17 @@ def test_an_unknown_centring_is_refused(f1: Batch) -> None:
     [(9.0, 0.201024), (5.4, 0.199488), (6.0, 0.2), (1e9, 0.201024), (-3.0, 0.198976)],
 )
 def test_the_coefficient_follows_the_target(kl: float, expected: float) -> None:
-    assert adapt_coefficient(0.2, kl, target=6, horizon=1e4, count=256) == pytest.approx(expected, abs=1e-9)
+    assert adapt_kl_coefficient(0.2, kl, target=6, horizon=1e4, count=256) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_coefficient_never_turns_negative() -> None:
-    assert adapt_coefficient(0.2, 0.0, target=1, horizon=10, count=1000) == 0
+    assert adapt_kl_coefficient(0.2, 0.0, target=1, horizon=10, count=1000) == 0
 
 
 @pytest.mark.parametrize(("target", "horizon"), [(0, 10), (-1, 10), (1, 0)])
 def test_a_target_or_horizon_of_zero_is_refused(target: float, horizon: float) -> None:
     with pytest.raises(ValueError, match="target > 0 and horizon > 0"):
-        adapt_coefficient(0.2, 1.0, target, horizon, 8)
+        adapt_kl_coefficient(0.2, 1.0, target, horizon, 8)
 
 
 def test_a_moving_reference() -> None:

@@ -5,8 +5,8 @@ import pytest
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.spec import Algorithm
 from burnish.cli.main import main
-from burnish.config.loading import from_preset
-from burnish.config.yaml_text import parse
+from burnish.config.loading import algorithm_from_preset
+from burnish.config.yaml_text import parse_yaml
 
 
 def output(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -27,7 +27,7 @@ def test_the_table_has_a_row_a_preset_and_fits_a_terminal(capsys: pytest.Capture
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back(capsys, name: str) -> None:
     text = output(capsys, name)
-    algorithm, preset = from_preset(name), PRESETS[name]
+    algorithm, preset = algorithm_from_preset(name), PRESETS[name]
     words = " ".join(text.split())
     for said in (preset.title, preset.paper, preset.solves, preset.note):
         assert said in words
@@ -36,7 +36,7 @@ def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back
             assert choice.formula in text
             assert choice.paper in text
     yaml = text[text.index("\nalgorithm:\n") :]
-    assert Algorithm.model_validate(parse(yaml, "printed")["algorithm"]) == algorithm
+    assert Algorithm.model_validate(parse_yaml(yaml, "printed")["algorithm"]) == algorithm
 
 
 def test_slots_that_are_off_are_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

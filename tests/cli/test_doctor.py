@@ -63,7 +63,7 @@ def test_the_required_torch_is_the_one_of_the_package() -> None:
 
 def test_it_prints_every_section_and_exits_0(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "MATMUL_SECONDS", 0.01)
-    monkeypatch.setattr(doctor, "self_check", lambda: [doctor.Row(doctor.WRONG, "import", "broken")])
+    monkeypatch.setattr(doctor, "self_check", lambda: [doctor.ReportRow(doctor.WRONG, "import", "broken")])
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = {line[4:22].strip() for line in lines}

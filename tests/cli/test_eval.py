@@ -19,8 +19,8 @@ from burnish.config.model import Model, NewModel
 from burnish.evaluation.completions import read_completions
 from burnish.models.policy import load_policy
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.contents import Snapshot
-from burnish.run.checkpoint.saving import leave
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import Snapshot
 
 FAILING = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise RuntimeError('broken judge')\n"
 YES = "def yes(data_source, solution_str, ground_truth, extra_info=None):\n    return ground_truth == 'yes'\n"
@@ -142,7 +142,7 @@ def test_a_run_is_measured_at_its_best_checkpoint(model: Path, capsys: pytest.Ca
     (run / "config.yaml").write_text("seed: 5\nrollout: {max_tokens: 7, stop: []}\nreward: {parts: [{name: task}]}\n")
     copy = load_policy(Model(device="cpu"), model, None, 0)
     for step, score in ((1, 0.5), (2, 0.1)):
-        Checkpoints(run / "checkpoints", 5).write(step, Snapshot(copy.contents(leave)), score)
+        Checkpoints(run / "checkpoints", 5).write(step, Snapshot(copy.contents(keep_in_place)), score)
     assert main(["eval", "runs/mine", "task:sort_digits", "--limit", "3", "--out", "o.jsonl"]) == 0
     assert "runs/mine is a run: taking step-000001 (its best: score 0.500)" in capsys.readouterr().err
     assert max(json.loads(line)["length"] for line in Path("o.jsonl").read_text().splitlines()) <= 7

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli.main import main
 from burnish.config.model import Model
-from burnish.models.lora.directory import is_adapter
+from burnish.models.lora.peft_files import is_adapter
 from burnish.models.policy import load_policy
-from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints
+from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints
 from tests.trainers.tiny import TINY, run_of
 
 OPTIONS = [
@@ -92,9 +92,9 @@ def test_a_step_is_chosen_by_number_by_score_or_by_age(
     }.items():
         assert main(["export", str(run), str(tmp_path / "none"), "--step", wrong]) == 2
         assert why in capsys.readouterr().err
-    manifest = run / "checkpoints" / "step-000002" / MANIFEST
+    manifest = run / "checkpoints" / "step-000002" / MANIFEST_FILE
     for name in ("step-000002", "step-000003"):
-        manifest = run / "checkpoints" / name / MANIFEST
+        manifest = run / "checkpoints" / name / MANIFEST_FILE
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "score": None}))
     assert main(["export", str(run), str(tmp_path / "unscored")]) == 0
     assert "step-000003 (its last, none has a score)" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_named_and_refused(
     (run / "checkpoints" / "step-000002" / "config.json").unlink()
     assert main(["export", str(run / "checkpoints" / "step-000002"), str(tmp_path / "out")]) == 2
     assert "step-000002 is damaged (config.json is missing)" in capsys.readouterr().err
-    (run / "checkpoints" / "step-000001" / MANIFEST).unlink()
+    (run / "checkpoints" / "step-000001" / MANIFEST_FILE).unlink()
     assert main(["export", str(run), str(tmp_path / "out"), "--step", "1"]) == 2
     assert "burnish.json is missing" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]

@@ -17,7 +17,7 @@ import yaml
 from burnish.cli import launch
 from burnish.cli import main as cli
 from burnish.config.placement import RayPlacement
-from tests.distributed.toy import TOY
+from tests.distributed.toy_run import TOY
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 ADDRESS = "head:6379"
@@ -49,7 +49,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The command line that training gets, and the cluster it would join."""
     (tmp_path / "toy.yaml").write_text(TOY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(launch.ADDRESS, raising=False)
+    monkeypatch.delenv(launch.ADDRESS_VARIABLE, raising=False)
     monkeypatch.setattr(launch, "_Cluster", Cluster)
     monkeypatch.setattr(launch.os, "environ", dict(os.environ))
     seen: list[Any] = []
@@ -58,7 +58,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     def watched(argv: list[str], is_command: bool = False) -> int:
         if argv[0] != "train":
             return dispatch(argv, is_command)
-        seen.extend([argv, launch.os.environ.get(launch.ADDRESS)])
+        seen.extend([argv, launch.os.environ.get(launch.ADDRESS_VARIABLE)])
         return 7
 
     monkeypatch.setattr(cli, "dispatch", watched)
@@ -221,7 +221,7 @@ def test_it_waits_for_the_second_machine_of_a_real_cluster_and_trains_there(tmp_
     (tmp_path / "toy.yaml").write_text(TOY)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
-    environment.pop(launch.ADDRESS, None)
+    environment.pop(launch.ADDRESS_VARIABLE, None)
     ran = subprocess.run(
         [sys.executable, "-c", REAL],
         cwd=tmp_path,

@@ -13,7 +13,7 @@ import pytest
 from burnish import __version__
 from burnish.cli import main as cli
 from burnish.config.errors import UserError
-from burnish.run.durable_files import writing
+from burnish.run.durable_files import name_file_in_errors
 
 
 def command(monkeypatch: pytest.MonkeyPatch, run) -> None:
@@ -98,7 +98,7 @@ def test_an_exit_that_a_plug_in_asks_for_is_an_error_that_names_it(monkeypatch, 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_file_that_cannot_be_written_is_one_line_with_its_name(monkeypatch, capsys, tmp_path, number: int) -> None:
     def run(args: Namespace) -> int:
-        with writing(tmp_path / "log"):
+        with name_file_in_errors(tmp_path / "log"):
             raise OSError(number, "no")
 
     command(monkeypatch, run)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.algorithms.curriculum.prompt_selection import angle, average, merge_weights, slerp_weights
+from burnish.algorithms.curriculum.prompt_selection import angle_between, merge_weights, slerp_weights, weighted_average
 from burnish.cli.main import main
-from burnish.models import export_and_merge, weight_saving
+from burnish.models import export_and_merge, weight_files
 from tests.trainers.tiny import TINY, run_of
 
 Weights = dict[str, torch.Tensor]
@@ -90,8 +90,8 @@ def test_a_large_model_goes_through_in_blocks_and_several_files(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert merge(tmp_path / "whole", *models, "--method", "slerp", "--weights", 0.3, 0.7) == 0
-    monkeypatch.setattr(export_and_merge, "NUM_ELEMENTS", 40)
-    monkeypatch.setattr(weight_saving, "FILE_BYTES", 3000)
+    monkeypatch.setattr(export_and_merge, "BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 3000)
     assert merge(tmp_path / "parts", *models, "--method", "slerp", "--weights", 0.3, 0.7) == 0
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
@@ -103,12 +103,12 @@ def test_a_large_model_goes_through_in_blocks_and_several_files(
 
 def test_slerp_keeps_the_length_that_an_average_loses() -> None:
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    share = slerp_weights(angle(0.0, 1.0, 1.0), 0.5)
-    torch.testing.assert_close(average([a, b], share), torch.tensor([0.5, 0.5]).sqrt())
-    assert average([a, b], [0.5, 0.5]).tolist() == [0.5, 0.5]
-    assert slerp_weights(angle(2.0, 1.0, 4.0), 0.25) == (0.75, 0.25)  # parallel: along the line
-    assert slerp_weights(angle(-1.0, 1.0, 1.0), 0.25) == (0.75, 0.25)  # opposite: likewise
-    assert slerp_weights(angle(0.0, 0.0, 1.0), 0.25) == (0.75, 0.25)  # of nothing
+    share = slerp_weights(angle_between(0.0, 1.0, 1.0), 0.5)
+    torch.testing.assert_close(weighted_average([a, b], share), torch.tensor([0.5, 0.5]).sqrt())
+    assert weighted_average([a, b], [0.5, 0.5]).tolist() == [0.5, 0.5]
+    assert slerp_weights(angle_between(2.0, 1.0, 4.0), 0.25) == (0.75, 0.25)  # parallel: along the line
+    assert slerp_weights(angle_between(-1.0, 1.0, 1.0), 0.25) == (0.75, 0.25)  # opposite: likewise
+    assert slerp_weights(angle_between(0.0, 0.0, 1.0), 0.25) == (0.75, 0.25)  # of nothing
 
 
 def test_runs_and_checkpoints_are_models_too_and_provenance_names_them(runs: list[Path], tmp_path: Path) -> None:

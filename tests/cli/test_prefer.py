@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.cli.main import main
-from burnish.run.metrics import MEASURED, read
-from burnish.trainers import preference_run
-from tests.cli.killed import killed_after
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
+from burnish.trainers import preference
+from tests.cli.crashing_runs import killed_after
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -40,7 +40,7 @@ def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in read_metrics(path)]
 
 
 def assert_same_run(one: Path, other: Path, step: str = "step-000005") -> None:
@@ -53,7 +53,7 @@ def assert_same_run(one: Path, other: Path, step: str = "step-000005") -> None:
 
 def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prefer", "tiny.yaml"]) == 0
-    rows = read(Path("runs/tiny-0/metrics.jsonl"))
+    rows = read_metrics(Path("runs/tiny-0/metrics.jsonl"))
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4, 5]
     assert [r["step"] for r in rows if "validation/pairs/accuracy" in r] == [0, 2, 4, 5]
     assert rows[-1]["validation/pairs/loss"] < rows[0]["validation/pairs/loss"]
@@ -100,9 +100,9 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(loss: str, kill_after: 
 
 
 def test_a_run_killed_among_the_reference_s_log_probs_computes_only_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference_run, "CHUNK", 16)
+    monkeypatch.setattr(preference, "PAIRS_PER_FILE", 16)
     assert main(["prefer", "tiny.yaml", "run.directory=whole"]) == 0
-    plain, asked = preference_run.mean_logprobs, 0
+    plain, asked = preference.mean_logprobs, 0
 
     def counted(*args: Any) -> Any:
         nonlocal asked
@@ -112,7 +112,7 @@ def test_a_run_killed_among_the_reference_s_log_probs_computes_only_the_rest(mon
         return plain(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preference_run, "mean_logprobs", counted)
+        patch.setattr(preference, "mean_logprobs", counted)
         with pytest.raises(RuntimeError, match="killed"):
             main(["prefer", "tiny.yaml", "run.directory=broken"])
         assert main(["prefer", "tiny.yaml", "run.directory=broken"]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from burnish.cli.main import main
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.training.profiler import read_trace
 from tests.trainers.tiny import TINY, run_of
 
@@ -47,7 +47,10 @@ def test_one_step_of_rl_is_recorded_and_the_run_is_the_same(capsys: pytest.Captu
     assert {"rollout", "forward", "backward", "optimizer", "_HeadLogprobBackward"} <= names
     plain = run_of(Path("plain"), TINY, ["training.steps=2"])
     rows = [
-        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(folder / "metrics.jsonl")]
+        [
+            {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+            for row in read_metrics(folder / "metrics.jsonl")
+        ]
         for folder in (run, plain)
     ]
     assert rows[0] == rows[1]
@@ -60,7 +63,7 @@ def test_one_supervised_update_is_recorded(capsys: pytest.CaptureFixture[str]) -
     page = Path("runs/sft-0/profile.txt").read_text()
     assert page.startswith("update 3: ")
     assert "backward" in page
-    row = read(Path("runs/sft-0/metrics.jsonl"))[-1]
+    row = read_metrics(Path("runs/sft-0/metrics.jsonl"))[-1]
     assert row["performance/learn_tokens_per_s"] > 0
     assert row["memory/peak_gib"] > 0
 

@@ -14,8 +14,8 @@ from burnish.cli.main import main
 from burnish.config.model import Model, NewModel
 from burnish.data.tasks.registry import make_preferences
 from burnish.models.policy import load_policy
-from burnish.run.metrics import MEASURED, read
-from tests.cli.killed import killed_after
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
+from tests.cli.crashing_runs import killed_after
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -44,14 +44,14 @@ def train(*overrides: str) -> Path:
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in read_metrics(path)]
 
 
 def test_a_run_leaves_metrics_and_a_scorer_that_transformers_loads(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     run = train()
-    rows = read(run / "metrics.jsonl")
+    rows = read_metrics(run / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(8))
     # Before the first update, every second one, with the checkpoints at 3 and 6, and at the end.
     assert [r["step"] for r in rows if "validation/pairs/accuracy" in r] == [0, 2, 3, 4, 6, 7]
@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int) -> Non
 
 def final_loss(*overrides: str) -> float:
     run = train(*overrides, "reward_model.updates=3", f"run.directory=other{abs(hash(overrides))}")
-    return float(read(run / "metrics.jsonl")[-1]["reward_model/loss"])
+    return float(read_metrics(run / "metrics.jsonl")[-1]["reward_model/loss"])
 
 
 def test_every_option_of_the_loss_changes_it() -> None:
@@ -118,7 +118,7 @@ def test_the_margin_of_a_row_counts() -> None:
     for name in ("with", "without"):
         data = f"reward_model.data=[{{path: {name}.jsonl}}]"
         run = train(*common, data, "reward_model.updates=1", f"run.directory={name}")
-        losses.append(read(run / "metrics.jsonl")[0]["reward_model/loss"])
+        losses.append(read_metrics(run / "metrics.jsonl")[0]["reward_model/loss"])
         assert not (run / "checkpoints/step-000001/scores.json").exists()
     assert losses[0] > losses[1] + 0.5
 

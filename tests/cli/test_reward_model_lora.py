@@ -15,11 +15,11 @@ from burnish.config.model import Lora, Model, NewModel
 from burnish.data.tasks.registry import make_preferences
 from burnish.models.policy import load_policy
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.reward_parts import ScorerOptions
-from burnish.rewards.types import Result, ScoreRequest
-from burnish.run.metrics import MEASURED, read
+from burnish.rewards.reward_parts import RewardModelOptions
+from burnish.rewards.score_types import PartResult, ScoreRequest
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.training.reward_scorer import ModelScorer
-from tests.cli.killed import killed_after
+from tests.cli.crashing_runs import killed_after
 
 RECIPE = """
 model: {path: base, device: cpu, lora: {rank: 4}}
@@ -52,21 +52,21 @@ def train(*overrides: str) -> Path:
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in read_metrics(path)]
 
 
 def scores(folder: Path) -> list[float]:
     """As the reward part `model` gives them, of the run's held-out pairs."""
     tokenizer = Tokenizer.load("base")
-    scorer = ModelScorer(folder, ScorerOptions(str(folder), device="cpu"), tokenizer)
+    scorer = ModelScorer(folder, RewardModelOptions(str(folder), device="cpu"), tokenizer)
     requests = []
     for index, pair in enumerate(make_preferences("sort_digits", {"num": 16}, 0, "test")):
         for kind in ("chosen", "rejected"):
             tokens = [*tokenizer.encode(pair["prompt"] + pair[kind]), tokenizer.eos_ids[0]]
             requests.append(ScoreRequest(f"{index}-{kind}", pair["prompt"], pair[kind], "it", "", {}, tokens=tokens))
     found = scorer(requests)
-    assert all(isinstance(one, Result) for one in found)
-    return [one.value for one in found if isinstance(one, Result)]
+    assert all(isinstance(one, PartResult) for one in found)
+    return [one.value for one in found if isinstance(one, PartResult)]
 
 
 @pytest.mark.parametrize("base", ["dtype", "nf4"])
@@ -120,7 +120,7 @@ def test_pairs_are_learnt() -> None:
     """The layers are random and frozen: adapters and head do it."""
     Path("pairs.jsonl").write_text(sums(0, 600))
     Path("held_out.jsonl").write_text(sums(5000, 100))
-    rows = read(
+    rows = read_metrics(
         train(
             "reward_model.data=[{path: pairs.jsonl}]", "reward_model.held_out=[{path: held_out.jsonl}]",
             "reward_model.updates=60", "reward_model.batch_size=32", "reward_model.held_out_every=0", "run.save_every=60",
@@ -141,7 +141,7 @@ def test_it_starts_from_the_adapter_of_a_policy(capsys: pytest.CaptureFixture[st
     policy.save(Path("sft"))
     new = train("model.lora={rank: 3, targets: [q_proj, down_proj]}", "run.directory=new")
     from_it = train("model.lora=null", "model.path=null", "model.adapter=sft", "run.directory=from_it")
-    first = [read(run / "metrics.jsonl")[0]["validation/pairs/score_mean"] for run in (new, from_it)]
+    first = [read_metrics(run / "metrics.jsonl")[0]["validation/pairs/score_mean"] for run in (new, from_it)]
     assert abs(first[0] - first[1]) > 0.01
     config = json.loads((from_it / LAST / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"]) == (3, ["q_proj", "down_proj"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burnish.cli.main import main
-from burnish.cli.sample import Printer
+from burnish.cli.sample import CompletionPrinter
 from burnish.config.model import Model, NewModel
 from burnish.models.policy import load_policy
 from burnish.models.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def test_several_samples_come_under_headers_and_differ(model: Path, capsys: pyte
 def test_text_is_printed_when_it_is_drawn_and_in_the_order_of_the_samples(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = Tokenizer.from_characters(ALPHABET)
     one, two, end = (*tokenizer.encode("12"), tokenizer.eos_ids[0])
-    printer = Printer(tokenizer, 2)
+    printer = CompletionPrinter(tokenizer, 2)
     assert capsys.readouterr().out == "--- sample 1 of 2 ---\n"
     printer.hear("0", one)
     assert capsys.readouterr().out == "1"
@@ -167,7 +167,7 @@ def test_a_terminal_sees_control_characters_and_a_pipe_gets_them(
     text = "a\x1b[2J\r\na"
     for is_terminal, expected in ((True, "a␛[2J␍\na\n"), (False, text + "\n")):
         monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
-        printer = Printer(tokenizer, 1)
+        printer = CompletionPrinter(tokenizer, 1)
         for token in tokenizer.encode(text):
             printer.hear("0", token)
         printer.end("0")

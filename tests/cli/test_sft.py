@@ -14,14 +14,14 @@ from burnish.config.model import Model, NewModel
 from burnish.config.schema import Sft, SftConfig
 from burnish.data.supervised import Example, example_order
 from burnish.models.policy import load_policy
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.run_directory import RunDirectory, run_name
 from burnish.trainers import sft
 from burnish.training.forward import Packing
 from burnish.training.learner import Learner, Update
 from burnish.training.meter import Meter
 from burnish.training.parallel.ranks import SOLO
-from tests.cli.killed import killed_after
+from tests.cli.crashing_runs import killed_after
 
 RECIPE = """
 model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 32}, device: cpu}
@@ -41,7 +41,7 @@ def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in read_metrics(path)]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -52,7 +52,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "tiny.yaml"]) == 0
-    rows = read(Path("runs/tiny-0/metrics.jsonl"))
+    rows = read_metrics(Path("runs/tiny-0/metrics.jsonl"))
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
     last = capsys.readouterr().out.splitlines()[-2:]
@@ -67,8 +67,8 @@ def test_a_run_leaves_metrics_a_model_and_says_where(capsys: pytest.CaptureFixtu
     assert [folder.name for folder in Path("runs").iterdir()] == ["tiny-0"]  # what is refused moves no old run
     assert main(["sft", "tiny.yaml", "sft.updates=1", "--fresh"]) == 0
     assert "the old run is now runs/tiny-0.1" in capsys.readouterr().out
-    assert len(read(Path("runs/tiny-0.1/metrics.jsonl"))) == 7
-    assert len(read(Path("runs/tiny-0/metrics.jsonl"))) == 1
+    assert len(read_metrics(Path("runs/tiny-0.1/metrics.jsonl"))) == 7
+    assert len(read_metrics(Path("runs/tiny-0/metrics.jsonl"))) == 1
     Path("runs/tiny-0/metrics.jsonl").unlink()
     assert main(["sft", "tiny.yaml", "sft.updates=1"]) == 0
     assert "final loss: not known (metrics.jsonl has no line of the last update)" in capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(kill_after: int) -> Non
     assert main(["sft", "tiny.yaml", "run.directory=whole"]) == 0
     with killed_after(kill_after):
         main(["sft", "tiny.yaml", "run.directory=broken"])
-    assert len(read(Path("broken/tiny-0/metrics.jsonl"))) == kill_after
+    assert len(read_metrics(Path("broken/tiny-0/metrics.jsonl"))) == kill_after
     assert main(["sft", "tiny.yaml", "run.directory=broken"]) == 0
     whole, broken = Path("whole/tiny-0"), Path("broken/tiny-0")
     assert without_times(whole / "metrics.jsonl") == without_times(broken / "metrics.jsonl")
@@ -104,7 +104,9 @@ def test_the_first_loss_is_the_mean_nll_of_what_the_demonstrations_say() -> None
         tokens = torch.tensor([*context, *policy.tokenizer.encode(completion), policy.tokenizer.eos_ids[0]])
         logp = theirs(tokens[None]).logits[0].detach().log_softmax(-1)
         losses += [-float(logp[i - 1, tokens[i]]) for i in range(len(context), len(tokens))]
-    assert read(Path("runs/tiny-0/metrics.jsonl"))[0]["sft/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert read_metrics(Path("runs/tiny-0/metrics.jsonl"))[0]["sft/loss"] == pytest.approx(
+        sum(losses) / len(losses), abs=1e-5
+    )
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(
@@ -125,7 +127,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert "stopped; the same command goes on from here: runs/tiny-0" in capsys.readouterr().out
     assert [p.name for p in Path("runs/tiny-0/checkpoints").glob("step-*")] == ["step-000002"]
     assert main(["sft", "tiny.yaml"]) == 0
-    assert [r["step"] for r in read(Path("runs/tiny-0/metrics.jsonl"))] == [1, 2, 3, 4, 5, 6, 7]
+    assert [r["step"] for r in read_metrics(Path("runs/tiny-0/metrics.jsonl"))] == [1, 2, 3, 4, 5, 6, 7]
 
 
 class Recorder:
@@ -198,7 +200,7 @@ def test_a_shrunk_recipe_says_what_was_changed_and_runs_in_a_folder_of_its_own(
     assert not any("sft.updates" in line for line in said)  # the override changes it back
     assert "shrunk: sft.data: no.jsonl -> sort_digits" in said
     assert said[-1] == "model: runs/big-shrunk-0/checkpoints/step-000003"  # overrides come after shrinking
-    assert [r["step"] for r in read(Path("runs/big-shrunk-0/metrics.jsonl"))] == [1, 2, 3]
+    assert [r["step"] for r in read_metrics(Path("runs/big-shrunk-0/metrics.jsonl"))] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ import yaml
 from burnish.cli import stage_commands
 from burnish.config.errors import UserError
 from burnish.data.curation import output_files
-from burnish.evaluation.completions import Journal as EvalJournal
+from burnish.evaluation.completions import PartialCompletions as EvalJournal
 from burnish.run.run import Run
-from burnish.run.stage_index import Outcome, StageIndex, read_outcome, write_outcome
-from burnish.run.supervisor.processes import descendants, send
-from burnish.run.supervisor.supervisor import is_possible
-from burnish.trainers.stages import Planned, Stages
-from tests.cli.staged import CLEAN, recipe, refused, remains, sft, short, stages
+from burnish.run.stage_index import StageIndex, StageOutcome, read_outcome, write_outcome
+from burnish.run.supervisor.processes import descendants, send_signal
+from burnish.run.supervisor.supervisor import is_supported
+from burnish.trainers.stages import PlannedStage, Stages
+from tests.cli.stage_recipe import CLEAN, recipe, refused, remains, sft, short, stages
 
 
 @pytest.fixture(autouse=True)
@@ -223,14 +223,14 @@ def test_from_needs_the_stages_before_it_and_a_name_that_there_is(capsys: pytest
 
 
 def test_a_stage_left_out_while_from_begins_again_before_it_is_begun_again_itself(tmp_path: Path) -> None:
-    a, b, c = (Planned(name, "sft", None, (), {"of": name}) for name in "abc")
+    a, b, c = (PlannedStage(name, "sft", None, (), {"of": name}) for name in "abc")
 
-    def make(*plan: Planned, start_from: str | None = None) -> None:
+    def make(*plan: PlannedStage, start_from: str | None = None) -> None:
         with Stages.open(tmp_path / "all", plan, "", start_from) as opened:
             for stage in opened.left():
                 opened.begin(stage)
                 (tmp_path / "all" / stage.name).mkdir()
-                write_outcome(tmp_path / "all" / stage.name, Outcome(stage.name, {}))
+                write_outcome(tmp_path / "all" / stage.name, StageOutcome(stage.name, {}))
                 assert opened.end(stage)
 
     make(a, b, c)
@@ -326,7 +326,7 @@ def test_a_stop_in_the_last_step_of_a_stage_is_one_of_all(
 STUB = """
 import os, signal, sys, time
 from burnish.cli import main, stage_commands
-from burnish.run.stage_index import Outcome, write_outcome
+from burnish.run.stage_index import StageOutcome, write_outcome
 
 def run_stage(plan, ready, made):
     name, heard = ready.planned.name, []
@@ -336,7 +336,7 @@ def run_stage(plan, ready, made):
         while not heard:  # passed on by the process above
             time.sleep(0.01)
     (plan.folder / name).mkdir()
-    write_outcome(plan.folder / name, Outcome(name, {}))
+    write_outcome(plan.folder / name, StageOutcome(name, {}))
     return 0
 
 stage_commands.run_stage = run_stage
@@ -344,7 +344,7 @@ sys.exit(main.main())
 """
 
 
-@pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
+@pytest.mark.skipif(not is_supported(), reason="the supervisor needs Linux")
 def test_a_stop_that_the_driver_of_a_stage_finishes_with_stops_the_process_above_it() -> None:
     Path("all.yaml").write_text(yaml.safe_dump(short("cold", "scorer"), sort_keys=False))
     command = [sys.executable, "-c", STUB, "stages", "all.yaml", "run.name=all"]
@@ -386,7 +386,7 @@ def test_killed_at_random_moments_again_and_again_it_ends_as_one_that_was_not(
         kills += 1
         drivers = descendants(process.pid)
         if dice.random() < 0.3 and drivers:  # the driver first: the process above starts another
-            send(drivers[0], signal.SIGKILL)
+            send_signal(drivers[0], signal.SIGKILL)
             time.sleep(dice.uniform(0.0, 1.0))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -241,7 +241,7 @@ def test_a_dry_run_fails_where_the_run_would(
 ) -> None:
     for name in ("math_verify", "wandb", "reasoning_gym"):
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
-    monkeypatch.setattr("burnish.memory_plan.from_config._host_memory", lambda: 2**29)
+    monkeypatch.setattr("burnish.memory_plan.from_config._host_bytes", lambda: 2**29)
     (here / "none.jsonl").write_text('{"question": "1+1="}\n')
     (here / "picture.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}\n')
     (model / "untokenized").mkdir()
@@ -268,7 +268,7 @@ def test_a_dry_run_says_whether_the_run_fits_and_how_often_it_draws_each_row(
     )
     assert "memory: the run fits" in out
     assert out.splitlines()[-1] == "dry run: the run would start"
-    monkeypatch.setattr("burnish.memory_plan.from_config._host_memory", lambda: 2**28)  # less than torch itself takes
+    monkeypatch.setattr("burnish.memory_plan.from_config._host_bytes", lambda: 2**28)  # less than torch itself takes
     assert train("files.yaml") == 2
     assert "this run does not fit." in capsys.readouterr().err
     assert not Path("runs/r").exists()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from burnish.cli.main import main
-from burnish.run.metrics import Metrics
+from burnish.run.metrics import MetricsFile
 from burnish.run.run_directory import RunDirectory
 
 
 def test_a_run_that_is_being_written_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDirectory.create(tmp_path, "it", "seed: 0\n") as run:
-        Metrics(run.metrics).append(1, {"reward/mean": 0.5})
+        MetricsFile(run.metrics).append(1, {"reward/mean": 0.5})
         assert main(["view", str(tmp_path / "it")]) == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'it' / 'report.html'}\n"
     assert "mean reward" in (tmp_path / "it" / "report.html").read_text()

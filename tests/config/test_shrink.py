@@ -10,11 +10,10 @@ import pytest
 from burnish.algorithms.spec import Algorithm
 from burnish.cli.main import main
 from burnish.config.errors import UserError
-from burnish.config.loading import load, load_small
-from burnish.config.preference import PreferConfig, RewardModelConfig
-from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.loading import load, load_shrunk
+from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 from burnish.config.shrink import shrink
-from burnish.config.stages import StagesConfig, load_small_stages, load_stages
+from burnish.config.stages import StagesConfig, load_shrunk_stages, load_stage_configs
 from burnish.data.tasks.registry import make_task
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -61,7 +60,7 @@ validation: {every: 50, limit: 500, by: subject, modes: {sampled: {n: 32, max_to
 def small(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    return load_small(TrainConfig, path, overrides)[0].config
+    return load_shrunk(TrainConfig, path, overrides)[0].config
 
 
 def choices(algorithm: Algorithm) -> list[tuple[str, str]]:
@@ -166,7 +165,7 @@ def test_prerendered_prompts_become_those_of_a_task_and_a_plain_recipe_keeps_its
     recipe = tmp_path / "r.yaml"
     for more, is_changed in (("prerendered: true", True), ("max_prompt_tokens: 64", False)):
         recipe.write_text(f"model: {{path: m}}\ndata: {{train: {{path: a.jsonl}}, {more}}}\nreward: {{parts: exact}}")
-        loaded, changes = load_small(TrainConfig, recipe, [])
+        loaded, changes = load_shrunk(TrainConfig, recipe, [])
         assert not loaded.config.data.prerendered
         assert not loaded.config.data.template.prerendered
         assert any("template" in change for change in changes) == is_changed
@@ -189,30 +188,33 @@ def test_defaults_are_shrunk_like_values_that_were_given(tmp_path: Path) -> None
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_nothing_of_a_recipe_s_algorithm_is_dropped(path: Path) -> None:
     if path.stem == "sft":
-        config = load_small(SftConfig, path)[0].config
+        config = load_shrunk(SftConfig, path)[0].config
         assert (config.sft.updates, config.model.path) == (2, None)
         return
     if path.stem == "reward_model":
-        whole_scorer, small_scorer = load(RewardModelConfig, path).config, load_small(RewardModelConfig, path)[0].config
+        whole_scorer, small_scorer = (
+            load(RewardModelConfig, path).config,
+            load_shrunk(RewardModelConfig, path)[0].config,
+        )
         assert small_scorer.reward_model.updates == 2
         assert small_scorer.reward_model.centre == whole_scorer.reward_model.centre > 0
         return
     if path.stem in PREFERENCES:
         whole, small_one = (
             load(PreferConfig, path).config.preference,
-            load_small(PreferConfig, path)[0].config.preference,
+            load_shrunk(PreferConfig, path)[0].config.preference,
         )
         assert small_one.loss == whole.loss
         assert (small_one.updates, small_one.data[0].task) == (2, "sort_digits")
         return
     if "\nstages:\n" in path.read_text(encoding="utf-8"):
-        wholes, smalls = load(StagesConfig, path), load_small_stages(path)[0]
+        wholes, smalls = load(StagesConfig, path), load_shrunk_stages(path)[0]
         assert list(smalls.config.stages) == list(wholes.config.stages)
-        pairs = zip(*(load_stages(one, path, Path()).values() for one in (wholes, smalls)), strict=True)
+        pairs = zip(*(load_stage_configs(one, path, Path()).values() for one in (wholes, smalls)), strict=True)
         algorithms = [[one.config.algorithm for one in two] for two in pairs if isinstance(two[0].config, TrainConfig)]
         assert all(choices(before) == choices(after) for before, after in algorithms)
         return
-    full, shrunk = load(TrainConfig, path).config, load_small(TrainConfig, path)[0].config
+    full, shrunk = load(TrainConfig, path).config, load_shrunk(TrainConfig, path)[0].config
     assert choices(shrunk.algorithm) == choices(full.algorithm)
     for section in ("kl", "critic", "auxiliary", "entropy", "refill"):
         before, after = getattr(full.algorithm, section), getattr(shrunk.algorithm, section)
@@ -234,7 +236,7 @@ def test_the_changes_are_listed_and_the_values_are_left_alone(tmp_path: Path) ->
     assert "rollout.n: 64 -> 4" in changes
     assert "data.train: a.parquet, b.parquet -> sort_digits" in changes
     assert not any(change.startswith(("training.optimizer.lr", "algorithm.clip")) for change in changes)
-    _, changes = shrink(load_small(TrainConfig, path)[0].resolved)
+    _, changes = shrink(load_shrunk(TrainConfig, path)[0].resolved)
     assert not any(change.startswith(("rollout", "training", "algorithm", "reward", "run")) for change in changes)
 
 

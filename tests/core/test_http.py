@@ -13,13 +13,13 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.core.http import connection_to, is_server_url
-from burnish.inference.sglang.protocol import ServerError as SglangError
-from burnish.inference.sglang.protocol import call as sglang_call
-from burnish.inference.vllm.server_protocol import ServerError as VllmError
-from burnish.inference.vllm.server_protocol import call as vllm_call
-from burnish.inference.vllm.server_protocol import check_url
-from burnish.rewards.judge.endpoint import Endpoint, JudgeFailed, RateLimit
-from burnish.rewards.judge.options import JudgeOptions
+from burnish.inference.sglang.sglang_requests import ServerError as SglangError
+from burnish.inference.sglang.sglang_requests import call as sglang_call
+from burnish.inference.vllm.vllm_requests import ServerError as VllmError
+from burnish.inference.vllm.vllm_requests import call as vllm_call
+from burnish.inference.vllm.vllm_requests import check_url
+from burnish.rewards.judge_endpoint import JudgeEndpoint, JudgeFailed, RateLimit
+from burnish.rewards.judge_options import JudgeOptions
 
 BODY = b'{"choices": [{"message": {"content": "yes"}}]}'
 HEAD = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
@@ -71,7 +71,7 @@ def slow(request: pytest.FixtureRequest) -> Iterator[Trickle]:
 
 
 def judge_call(url: str, path: str, timeout_s: float) -> Any:
-    endpoint = Endpoint(url + path, None, timeout_s, 0, 0.0, RateLimit(None), lambda seconds: False)
+    endpoint = JudgeEndpoint(url + path, None, timeout_s, 0, 0.0, RateLimit(None), lambda seconds: False)
     return endpoint.ask({}, time.monotonic() + 60)[0]
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.core.segments import (
-    broadcast,
     compact_ids,
     ids_from_offsets,
     offsets_from_lengths,
+    segment_broadcast,
     segment_count,
     segment_max,
     segment_mean,
@@ -86,7 +86,7 @@ def test_boundaries_and_ids() -> None:
 
 
 def test_broadcast_spreads_a_value_over_its_segment() -> None:
-    assert broadcast(torch.tensor([5, 7]), torch.tensor([1, 0, 1])).tolist() == [7, 5, 7]
+    assert segment_broadcast(torch.tensor([5, 7]), torch.tensor([1, 0, 1])).tolist() == [7, 5, 7]
 
 
 def test_compact_ids_renumber_whatever_the_ids_were() -> None:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from burnish.algorithms.curriculum.prompt_selection import prioritised
+from burnish.algorithms.curriculum.prompt_selection import prioritised_probabilities
 from burnish.algorithms.curriculum.spec import (
-    CURRICULA,
+    CURRICULUM_RECORDS,
     CurriculumSlot,
     EasyToHardCurriculum,
     HardOnlyCurriculum,
@@ -27,7 +27,7 @@ from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
 from burnish.core.random_keys import permutation
 from burnish.core.trajectory import Trajectory
-from burnish.data.curriculum import PromptStatistics, visits, weights
+from burnish.data.curriculum import PromptStatistics, priority_weights, visit_accuracies
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.models.tokenizer import Tokenizer
 
@@ -112,7 +112,7 @@ def test_each_visit_counts_its_judged_answers() -> None:
     def one(name: str, visit: int, reward: float | None, accuracy: float | None) -> Trajectory:
         return Trajectory(name, visit, 0, [], "stop", "", reward, accuracy)
 
-    found = visits(
+    found = visit_accuracies(
         [one("p", 0, 1, 1), one("p", 1, 1, 0), one("p", 0, 1, 0.5), one("q", 0, None, 1), one("p", 0, 1, None)]
     )
     assert found == [("p", 1.5, 2), ("p", 0.0, 1)]
@@ -122,14 +122,14 @@ def test_each_visit_counts_its_judged_answers() -> None:
 
 
 def test_priorities_are_exact() -> None:
-    assert [w / 2.5 for w in weights([0.9, 0.5, 0.1, 0.0])] == pytest.approx([0.04, 0.2, 0.36, 0.4], abs=1e-6)
-    assert weights([1.0, 1.0]) == [1.0, 1.0]
+    assert [w / 2.5 for w in priority_weights([0.9, 0.5, 0.1, 0.0])] == pytest.approx([0.04, 0.2, 0.36, 0.4], abs=1e-6)
+    assert priority_weights([1.0, 1.0]) == [1.0, 1.0]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20))
 def test_priorities_are_the_algorithms_formula(success: list[float]) -> None:
-    own = torch.tensor(weights(success), dtype=torch.float64)
-    torch.testing.assert_close(own / own.sum(), prioritised(torch.tensor(success, dtype=torch.float64)))
+    own = torch.tensor(priority_weights(success), dtype=torch.float64)
+    torch.testing.assert_close(own / own.sum(), prioritised_probabilities(torch.tensor(success, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize(
@@ -369,6 +369,11 @@ def test_records_are_told_apart_by_name_and_refuse_what_makes_no_sense() -> None
     slot = TypeAdapter(CurriculumSlot)
     assert [slot.validate_python(r.model_dump()) for r in RECORDS] == RECORDS
     assert slot.validate_python("prioritised") == PrioritisedCurriculum()
-    assert {r.model_fields["name"].default for r in CURRICULA} == {"none", "prioritised", "easy_to_hard", "hard_only"}
+    assert {r.model_fields["name"].default for r in CURRICULUM_RECORDS} == {
+        "none",
+        "prioritised",
+        "easy_to_hard",
+        "hard_only",
+    }
     with pytest.raises(ValidationError, match="leaves no step for some of the 4 buckets"):
         EasyToHardCurriculum(column="level", buckets=4, steps=3)

@@ -16,9 +16,9 @@ from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.data.curation.decontamination import find_overlap
 from burnish.data.curation.output_files import manifest_path
-from burnish.data.curation.prepare import Wanted, prepare
-from burnish.data.published_sets import BOXED
-from burnish.data.rows import read_rows
+from burnish.data.curation.prepare import PrepareOptions, prepare
+from burnish.data.published_datasets import BOXED_INSTRUCTION
+from burnish.data.row_formats import read_rows
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 LONG = "Ann buys three red apples and four green pears at the market on Monday and eats two"
@@ -36,10 +36,12 @@ def gsm8k(*questions: str) -> list[dict[str, str]]:
 
 def test_a_prepared_file_is_read_back_with_prompts_answers_and_verifier(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "train.jsonl", [*gsm8k("one?", "two?"), {"question": "three?", "answer": "none"}])
-    manifest, is_new = prepare(Wanted("gsm8k", source), tmp_path / "out/train.parquet")
+    manifest, is_new = prepare(PrepareOptions("gsm8k", source), tmp_path / "out/train.parquet")
     rows = read_rows(Source(path=str(tmp_path / "out/train.parquet")))
     assert is_new
-    assert [row.prompt for row in rows] == [[{"role": "user", "content": q + BOXED}] for q in ("one?", "two?")]
+    assert [row.prompt for row in rows] == [
+        [{"role": "user", "content": q + BOXED_INSTRUCTION}] for q in ("one?", "two?")
+    ]
     assert [(row.answer, row.data_source, row.extra["verifier"]) for row in rows] == [
         ("0", "gsm8k", "number"),
         ("1", "gsm8k", "number"),
@@ -50,7 +52,7 @@ def test_a_prepared_file_is_read_back_with_prompts_answers_and_verifier(tmp_path
 
 def test_preparing_again_does_nothing_until_something_changes(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "train.jsonl", gsm8k("one?", "two?")), tmp_path / "train.parquet"
-    wanted = Wanted("gsm8k", source)
+    wanted = PrepareOptions("gsm8k", source)
     manifest, _ = prepare(wanted, out)
     first = out.read_bytes()
     assert manifest["output"]["sha256"] == hashlib.sha256(first).hexdigest()
@@ -68,9 +70,9 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "train.jsonl", gsm8k("one?")), tmp_path / "precious.parquet"
     out.write_bytes(b"precious")
     with pytest.raises(UserError, match="was not written by this command; give --force"):
-        prepare(Wanted("gsm8k", source), out)
+        prepare(PrepareOptions("gsm8k", source), out)
     assert out.read_bytes() == b"precious"
-    assert prepare(Wanted("gsm8k", source), out, force=True)[1]
+    assert prepare(PrepareOptions("gsm8k", source), out, force=True)[1]
 
 
 def test_overlap_with_a_test_set_is_counted_and_left_out_only_when_asked(tmp_path: Path) -> None:
@@ -78,31 +80,31 @@ def test_overlap_with_a_test_set_is_counted_and_left_out_only_when_asked(tmp_pat
     train = write_jsonl(tmp_path / "a/rows.jsonl", gsm8k("How  many, apples?", near, "Something else entirely?"))
     test = write_jsonl(tmp_path / "b/held.jsonl", gsm8k("how many apples", LONG))
     out = tmp_path / "out.parquet"
-    manifest, _ = prepare(Wanted("gsm8k", train, against=(test,)), out)
+    manifest, _ = prepare(PrepareOptions("gsm8k", train, against=(test,)), out)
     report = manifest["overlap"][0]
     assert (report["exact"], report["13_words"], report["left_out"]) == (1, 1, 0)
     assert (report["with"], manifest["output"]["rows"]) == ("held.jsonl", 3)
     assert report["first"][1]["shared"] == "ann buys three red apples and four green pears at the market on"
-    exact, _ = prepare(Wanted("gsm8k", train, against=(test,), drop="exact"), out)
+    exact, _ = prepare(PrepareOptions("gsm8k", train, against=(test,), drop="exact"), out)
     assert (exact["output"]["rows"], exact["left_out"]) == (2, {"overlaps held.jsonl": 1})
-    both, _ = prepare(Wanted("gsm8k", train, against=(test,), drop="any"), out)
+    both, _ = prepare(PrepareOptions("gsm8k", train, against=(test,), drop="any"), out)
     assert both["output"]["rows"] == 1
-    short, _ = prepare(Wanted("gsm8k", train, against=(test,), ngram=15), out)
+    short, _ = prepare(PrepareOptions("gsm8k", train, against=(test,), ngram=15), out)
     assert short["overlap"][0]["15_words"] == 0
 
 
 def test_a_test_file_beside_the_source_is_compared_with_and_never_with_itself(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "gsm8k_train.jsonl", gsm8k("one?", "two?"))
     test = write_jsonl(tmp_path / "gsm8k_test.jsonl", gsm8k("two?"))
-    manifest, _ = prepare(Wanted("gsm8k", train), tmp_path / "out.parquet")
+    manifest, _ = prepare(PrepareOptions("gsm8k", train), tmp_path / "out.parquet")
     assert [(o["with"], o["exact"]) for o in manifest["overlap"]] == [("gsm8k_test.jsonl", 1)]
-    assert prepare(Wanted("gsm8k", test), tmp_path / "test.parquet")[0]["overlap"] == []
+    assert prepare(PrepareOptions("gsm8k", test), tmp_path / "test.parquet")[0]["overlap"] == []
 
 
 def test_a_test_set_of_another_shape_is_named_with_it(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "t.jsonl", [{"problem": "What is 1+1?", "answer": "2", "type": "Algebra"}])
     test = write_jsonl(tmp_path / "x/h.jsonl", [{"Problem": "what is 1 + 1", "Answer": 2}])
-    manifest, _ = prepare(Wanted("math", train, against=(f"aime24:{test}",)), tmp_path / "out.parquet")
+    manifest, _ = prepare(PrepareOptions("math", train, against=(f"aime24:{test}",)), tmp_path / "out.parquet")
     assert manifest["overlap"][0]["exact"] == 1
 
 
@@ -127,13 +129,13 @@ def test_a_saved_data_set_is_read_by_split_and_compared_with_its_test_split(tmp_
     save_to_disk(tmp_path / "saved/test", gsm8k("Two?"))
     (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     saved, out = str(tmp_path / "saved"), tmp_path / "out.parquet"
-    manifest, _ = prepare(Wanted("gsm8k", saved, split="train"), out)
+    manifest, _ = prepare(PrepareOptions("gsm8k", saved, split="train"), out)
     assert (manifest["output"]["rows"], manifest["overlap"][0]["exact"]) == (3, 1)
     assert [row.answer for row in read_rows(Source(path=str(out)))] == ["0", "1", "2"]
-    assert prepare(Wanted("gsm8k", saved, split="test"), out)[0]["overlap"] == []
+    assert prepare(PrepareOptions("gsm8k", saved, split="test"), out)[0]["overlap"] == []
     with pytest.raises(UserError, match="holds the splits train, test; choose one with --split"):
-        prepare(Wanted("gsm8k", saved), out)
-    alone, _ = prepare(Wanted("gsm8k", f"{saved}/train"), tmp_path / "alone.parquet")
+        prepare(PrepareOptions("gsm8k", saved), out)
+    alone, _ = prepare(PrepareOptions("gsm8k", f"{saved}/train"), tmp_path / "alone.parquet")
     assert alone["output"]["rows"] == 3
 
 
@@ -147,11 +149,11 @@ def test_a_snapshot_of_a_hub_repository_is_read_by_split_and_configuration(tmp_p
     (tmp_path / "snap/info.json").write_text("{}")
     snap, out = str(tmp_path / "snap"), tmp_path / "out.parquet"
     with pytest.raises(UserError, match=r"split test in several folders \(main, socratic\); choose one with --config"):
-        prepare(Wanted("gsm8k", snap, split="train"), out)
-    manifest, _ = prepare(Wanted("gsm8k", snap, split="train", config="main"), out)
+        prepare(PrepareOptions("gsm8k", snap, split="train"), out)
+    manifest, _ = prepare(PrepareOptions("gsm8k", snap, split="train", config="main"), out)
     assert (manifest["output"]["rows"], manifest["overlap"][0]["test_rows"]) == (2, 1)
     with pytest.raises(UserError, match=r"unknown split .* 'dev'"):
-        prepare(Wanted("gsm8k", snap, split="dev", config="main"), out)
+        prepare(PrepareOptions("gsm8k", snap, split="dev", config="main"), out)
 
 
 def test_the_parts_of_one_file_are_compared_with_its_test_part(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_the_parts_of_one_file_are_compared_with_its_test_part(tmp_path: Path) -
         for n, text in ((11, "Add."), (601, "add"), (602, "Sort."))
     ]
     (tmp_path / "mbpp.json").write_text(json.dumps(tasks))
-    manifest, _ = prepare(Wanted("mbpp", str(tmp_path / "mbpp.json"), split="train"), tmp_path / "out.parquet")
+    manifest, _ = prepare(PrepareOptions("mbpp", str(tmp_path / "mbpp.json"), split="train"), tmp_path / "out.parquet")
     assert (manifest["output"]["rows"], manifest["left_out"]) == (2, {"of another split": 1})
     assert [(o["with"], o["exact"]) for o in manifest["overlap"]] == [("mbpp.json", 1)]
 
@@ -215,7 +217,7 @@ REAL = [
 def test_the_published_files_are_prepared(
     name: str, file: str, split: str | None, rows: int, left_out: int, tmp_path: Path
 ) -> None:
-    manifest, _ = prepare(Wanted(name, str(SHARED / file), split), tmp_path / "out.parquet")
+    manifest, _ = prepare(PrepareOptions(name, str(SHARED / file), split), tmp_path / "out.parquet")
     assert (manifest["output"]["rows"], sum(manifest["left_out"].values())) == (rows, left_out)
     read = read_rows(Source(path=str(tmp_path / "out.parquet")))
     assert len(read) == rows

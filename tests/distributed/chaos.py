@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from safetensors.numpy import load_file
 
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.supervisor.processes import descendants
 from tests.distributed.chaos_runs import STEPS, Runner, open_runner
 
@@ -74,7 +74,10 @@ class Result(NamedTuple):
 def result(folder: Path) -> Result:
     """Of a complete run."""
     run = folder / "runs" / "run"
-    metrics = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
+    metrics = [
+        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
     last = run / "checkpoints" / f"step-{STEPS:06d}"
     weights = {
         f"{file.name}/{name}": tensor.tobytes()

@@ -46,7 +46,7 @@ def serve() -> None:
     import burnish.trainers.rl_run
     from burnish.run.supervisor import processes, supervisor
 
-    supervisor.STOPPED_S, supervisor.STACKS_S, processes.LEAVE_S = 0.5, 0.2, 3.0
+    supervisor.MAX_STOPPED_S, supervisor.STACK_DUMP_S, processes.ORPHAN_GRACE_S = 0.5, 0.2, 3.0
     burnish.cli.train.finish = lambda run: None  # curves and a report take longer than the run
     for line in sys.stdin:
         command, argument, *overrides = line.split()

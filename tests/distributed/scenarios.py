@@ -30,9 +30,9 @@ from burnish.distributed.worker_group import WorkerGroup
 from burnish.inference.remote_engine import RemoteEngine
 from burnish.run.run import Run
 from burnish.trainers.rl_run import checked_run, execute
-from tests.distributed.echo import Echo
-from tests.distributed.pool import Pool, PooledCluster
-from tests.distributed.toy import TOY
+from tests.distributed.actor_pool import Pool, PooledCluster
+from tests.distributed.echo_worker import Echo
+from tests.distributed.toy_run import TOY
 
 CPUS = 4
 MIXED = [
@@ -287,13 +287,13 @@ def taken(folder: Path, facts: Facts) -> None:
     """Room that the cluster has, and somebody else holds."""
     group = ray.util.placement_group([{"CPU": 3}])
     assert group.wait(10)
-    waits, ray_cluster.PLACED_S = ray_cluster.PLACED_S, 0.5
+    waits, ray_cluster.PLACEMENT_TIMEOUT_S = ray_cluster.PLACEMENT_TIMEOUT_S, 0.5
     try:
         run(folder, "taken", *placed(2, 2))
     except UserError as error:
         facts["taken"] = str(error)
     finally:
-        ray_cluster.PLACED_S = waits
+        ray_cluster.PLACEMENT_TIMEOUT_S = waits
         ray.util.remove_placement_group(group)
 
 
@@ -357,7 +357,7 @@ SCENARIOS = (
 
 def main(folder: Path, names: list[str]) -> int:
     torch.set_num_threads(1)
-    ray_cluster.start_here(CPUS)
+    ray_cluster.start_local_ray(CPUS)
     PooledCluster.pool = Pool(5 if names == ["equal"] else 4)
     ray_cluster.Cluster = PooledCluster
     facts: Facts = {"times": {}}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.run.supervisor.supervisor import is_possible
+from burnish.run.supervisor.supervisor import is_supported
 from tests.distributed import chaos
 from tests.distributed.chaos import (
     ATTEMPTS,
@@ -24,7 +24,7 @@ from tests.distributed.chaos import (
 )
 from tests.distributed.chaos_runs import open_runner
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason="the supervisor needs Linux")
+pytestmark = pytest.mark.skipif(not is_supported(), reason="the supervisor needs Linux")
 SEED = 7
 
 

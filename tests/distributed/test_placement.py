@@ -17,11 +17,10 @@ from burnish.config.placement import ACTOR, ROLLOUT, LocalPlacement, RayPlacemen
 from burnish.config.schema import TrainConfig
 from burnish.core.dispatch import WorkerLost
 from burnish.distributed import placement
-from burnish.distributed.placement import check, check_placement, lay_out
+from burnish.distributed.placement import check_layout, check_placement, plan_layout
 from burnish.distributed.ray_roles import open_cluster
-from burnish.distributed.rollout_worker import RolloutWorker
-from burnish.distributed.training_worker import TrainingWorker
-from tests.distributed.toy import TOY, config_of
+from burnish.distributed.role_workers import RolloutWorker, TrainingWorker
+from tests.distributed.toy_run import TOY, config_of
 
 BASIC = ["model.new.num_layers=1", "data.train.task=sort_digits"]
 IN_ONE = ["placement=ray", "placement.pools={a: {}}", "placement.roles={actor: a, rollout: a}"]
@@ -31,7 +30,7 @@ BESIDE = ["placement=ray", "placement.pools={a: {}, b: {}}", "placement.roles={a
 
 
 def bundles(layout: str, workers: int, engines: int, on_gpu: bool = False) -> tuple[int, list[int], list[int]]:
-    made = lay_out(RayPlacement(workers=workers, engines=engines, layout=layout), on_gpu)
+    made = plan_layout(RayPlacement(workers=workers, engines=engines, layout=layout), on_gpu)
     return len(made.bundles), *([seat.bundle for seat in made.seats[group]] for group in (ACTOR, ROLLOUT))
 
 
@@ -42,7 +41,7 @@ def test_colocated_processes_share_bundles_and_split_ones_do_not() -> None:
 
 
 def test_who_shares_a_bundle_asks_for_his_part_of_it() -> None:
-    made = lay_out(RayPlacement(workers=1, engines=2, cpus=4), on_gpu=True)
+    made = plan_layout(RayPlacement(workers=1, engines=2, cpus=4), on_gpu=True)
     assert made.bundles == [{"CPU": 4, "GPU": 1}] * 2
     assert [seat.resources for seat in made.seats[ACTOR]] == [{"CPU": 2, "GPU": 0.5}]
     assert [seat.resources for seat in made.seats[ROLLOUT]] == [{"CPU": 2, "GPU": 0.5}, {"CPU": 4, "GPU": 1}]
@@ -57,7 +56,7 @@ POOLED = {"pools": POOLS, "roles": ROLES}
 
 def test_roles_of_a_pool_take_turns_and_pools_are_apart() -> None:
     wanted = RayPlacement(**POOLED)
-    made = lay_out(wanted, on_gpu=True)
+    made = plan_layout(wanted, on_gpu=True)
     assert made.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 1, "GPU": 1}] + [{"CPU": 1}] * 2
     assert {role: [seat.bundle for seat in seats] for role, seats in made.seats.items()} == {
         "actor": [0, 1],
@@ -75,7 +74,9 @@ def test_roles_of_a_pool_take_turns_and_pools_are_apart() -> None:
 
 
 def test_a_reference_in_the_actors_pool_is_in_its_processes() -> None:
-    made = lay_out(RayPlacement(pools={"all": {}}, roles={"actor": "all", "rollout": "all", "reference": "all"}), False)
+    made = plan_layout(
+        RayPlacement(pools={"all": {}}, roles={"actor": "all", "rollout": "all", "reference": "all"}), False
+    )
     assert set(made.seats) == {"actor", "rollout"}
 
 
@@ -110,18 +111,18 @@ def test_a_reference_in_the_actors_pool_is_in_its_processes() -> None:
 def test_an_impossible_layout_is_refused_with_the_numbers(options: dict, on_gpu: bool, nodes: list, words: str) -> None:
     wanted = RayPlacement(**options)
     with pytest.raises(UserError, match=words):
-        check(wanted, lay_out(wanted, on_gpu), nodes, "it")
+        check_layout(wanted, plan_layout(wanted, on_gpu), nodes, "it")
 
 
 def test_a_possible_layout_is_not_refused() -> None:
     wanted = RayPlacement(workers=2, engines=3, cpus=2)
-    check(wanted, lay_out(wanted, False), [{"CPU": 3}, {"CPU": 5}], "it")
+    check_layout(wanted, plan_layout(wanted, False), [{"CPU": 3}, {"CPU": 5}], "it")
 
 
 def test_a_run_that_cannot_be_placed_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(placement, "own_cores", lambda: 2)
+    monkeypatch.setattr(placement, "num_usable_cpus", lambda: 2)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "toy.yaml").write_text(TOY)
     command = ["train", str(tmp_path / "toy.yaml"), "placement=ray", "placement.engines=2", "placement.layout=split"]
@@ -263,14 +264,14 @@ def test_a_cluster_without_a_token_is_refused_and_an_open_token_file_is_named(
     ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
     from burnish.distributed import ray_cluster
 
-    for name in (ray_cluster.MODE, ray_cluster.TOKEN):
+    for name in (ray_cluster.AUTH_MODE, ray_cluster.AUTH_TOKEN):
         monkeypatch.delenv(name, raising=False)
     if mode is not None:
-        monkeypatch.setenv(ray_cluster.MODE, mode)
+        monkeypatch.setenv(ray_cluster.AUTH_MODE, mode)
     if permissions is not None:
         (tmp_path / "token").write_text("5" * 64)
         (tmp_path / "token").chmod(permissions)
-    monkeypatch.setenv(ray_cluster.TOKEN_PATH, str(tmp_path / "token"))
+    monkeypatch.setenv(ray_cluster.AUTH_TOKEN_PATH, str(tmp_path / "token"))
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     monkeypatch.setattr(ray, "init", lambda **_: None)
     if error is None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from burnish.run.metrics import read
-from tests.distributed.made import assert_same, made, numbers, samples
+from burnish.run.metrics import read_metrics
+from tests.distributed.shared_runs import assert_same, made, numbers, samples
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
 pytestmark = pytest.mark.slow  # a Ray of its own and a dozen runs: one to two minutes
@@ -86,7 +86,7 @@ def test_every_sample_is_used_once_though_an_engine_ended(folder: Path, facts: d
     events = [json.loads(line) for line in (folder / name / "journal" / "events.jsonl").read_text().splitlines()]
     used = [id for event in events if event["event"] == "used" for id in event["ids"]]
     assert len(used) == len(set(used))
-    restarts = [row.get("controller/restarts", 0) for row in read(folder / name / "metrics.jsonl")]
+    restarts = [row.get("controller/restarts", 0) for row in read_metrics(folder / name / "metrics.jsonl")]
     assert sum(restarts) >= 1
     assert "engine 1 is started again, and its" in (folder / name / "log.txt").read_text()
     assert facts[name] == ({"victims": 1, "ended": True} if name != "relayed" else RELAYS)
@@ -102,7 +102,7 @@ def test_a_rank_that_trains_is_named_when_it_ends_and_the_run_goes_on_from_its_c
 
 
 def test_what_went_through_the_controller_is_measured(folder: Path) -> None:
-    rows = read(folder / "two" / "metrics.jsonl")
+    rows = read_metrics(folder / "two" / "metrics.jsonl")
     assert all(row["controller/messages"] > 0 for row in rows)
     assert all(0 < row["controller/bytes_in"] < 1e6 for row in rows)
     assert all(0 < row["controller/bytes_out"] < 1e6 for row in rows)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from burnish.run.metrics import read
-from tests.distributed.made import assert_same, made, numbers, samples
+from burnish.run.metrics import read_metrics
+from tests.distributed.shared_runs import assert_same, made, numbers, samples
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
 
@@ -49,7 +49,7 @@ def test_adapters_are_trained_sent_and_switched_off_as_in_one_process(folder: Pa
     weights = [load_file(adapter_of(folder, run)) for run in ("one-adapters", f"{name}-adapters")]
     assert weights[0].keys() == weights[1].keys()
     assert all(np.abs(weights[0][key] - weights[1][key]).max() < 1e-9 for key in weights[0])
-    sent = [row["controller/sync_bytes"] for row in read(folder / f"{name}-adapters" / "metrics.jsonl")]
+    sent = [row["controller/sync_bytes"] for row in read_metrics(folder / f"{name}-adapters" / "metrics.jsonl")]
     trained = sum(tensor.nbytes for tensor in weights[0].values())
     assert sent[0] > 4 * trained  # everything once, which an engine's own files need not be
     assert all(0 < some <= 1.02 * trained for some in sent[1:])
@@ -75,7 +75,7 @@ def test_processes_have_the_drivers_priority(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_the_controller_moves_is_in_the_metrics_of_every_step(folder: Path, name: str) -> None:
-    for row in read(folder / name / "metrics.jsonl"):
+    for row in read_metrics(folder / name / "metrics.jsonl"):
         assert row["controller/messages"] > 0
         assert 0 < row["controller/sync_bytes"] <= row["controller/store_bytes"]
         assert 0 < row["time/sync_s"] < row["time/step_s"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.made import made, numbers, samples
+from tests.distributed.shared_runs import made, numbers, samples
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
 

@@ -16,17 +16,17 @@ from burnish.config.errors import UserError
 from burnish.core.dispatch import WorkerLost
 from burnish.core.engine import SamplingOptions
 from burnish.inference import remote_engine
-from burnish.inference.native.row_engine import NativeEngine
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.request_arrays import (
-    by_prompt,
-    one_of_each,
+    distinct_requests,
+    group_by_prompt,
     pack_completions,
     pack_requests,
     unpack_completions,
     unpack_requests,
 )
-from tests.distributed.here import HereBackend
-from tests.distributed.toy import OPTIONS, learn, parts_of, requests, run, told
+from tests.distributed.in_process_backend import HereBackend
+from tests.distributed.toy_run import OPTIONS, learn, parts_of, requests, run, told
 
 
 def test_many_engines_give_what_one_gives(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_engine_that_has_answered_is_not_silent_however_long_nobody_listened(
     parts.engine.submit(asked)
     parts.engine._listen()
     assert parts.engine.members[1].listening is not None
-    later = time.monotonic() + remote_engine.SILENT_S + 1
+    later = time.monotonic() + remote_engine.MAX_SILENCE_S + 1
     monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: later, perf_counter=time.perf_counter))
     if has_answered:
         parts.backend.late.clear()  # type: ignore[attr-defined]
@@ -257,16 +257,16 @@ def test_an_engine_that_always_ends_stops_the_run(tmp_path: Path) -> None:
 def test_requests_and_completions_travel_as_they_are(tmp_path: Path) -> None:
     asked = requests(3) + requests(1, sampling=replace(OPTIONS, raw_logprobs=True, top_k=3), first=9)
     asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2, goes_on=True)
-    together = [request for group in by_prompt(asked) for request in group]
+    together = [request for group in group_by_prompt(asked) for request in group]
     assert [request.id for request in together[:3]] == ["0.0", "0.1", "9.0"]  # equal prompts together
     assert sorted(request.id for request in together) == sorted(request.id for request in asked)
-    assert {request.id for request in one_of_each(by_prompt(asked))} == {"0.0", "1.0", "2.0", "9.0", "9.1"}
-    back = unpack_requests(pack_requests(by_prompt(asked), first=70))
+    assert {request.id for request in distinct_requests(group_by_prompt(asked))} == {"0.0", "1.0", "2.0", "9.0", "9.1"}
+    back = unpack_requests(pack_requests(group_by_prompt(asked), first=70))
     assert back == [replace(request, id=str(number)) for number, request in enumerate(together, 70)]
     assert unpack_requests(pack_requests([])) == []
     parts = parts_of(tmp_path)
     engine = parts.local
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, DenseEngine)
     engine.submit([replace(request, generated=0, id=str(k)) for k, request in enumerate(asked)])
     done = list(engine.stream())
     packed = pack_completions(done)

@@ -14,14 +14,12 @@ import torch
 
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.core.batch import Batch
+from burnish.distributed.role_workers import RolloutWorker, TrainingWorker
 from burnish.distributed.roles import build_policy
-from burnish.distributed.rollout_worker import RolloutWorker
-from burnish.distributed.training_worker import TrainingWorker
-from burnish.inference.weight_sync.buckets import Publication, Publisher, digest
-from burnish.inference.weight_sync.publisher import SyncError
-from burnish.models.quantization.nf4_decoder import quantised_tensors
-from tests.distributed.here import HereBackend
-from tests.distributed.toy import config_of, learn, parts_of, requests, run
+from burnish.inference.weight_sync import Publication, Publisher, SyncError, digest
+from burnish.models.nf4 import quantised_tensors
+from tests.distributed.in_process_backend import HereBackend
+from tests.distributed.toy_run import config_of, learn, parts_of, requests, run
 
 
 class Faulty(HereBackend):

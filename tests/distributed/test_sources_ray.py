@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
 pytestmark = pytest.mark.slow  # a Ray of its own and six runs: one to two minutes
@@ -28,11 +28,11 @@ def main(folder: Path) -> None:
     """All runs, one after the other, on one Ray."""
     import torch
 
-    from burnish.distributed.ray_cluster import start_here
+    from burnish.distributed.ray_cluster import start_local_ray
     from burnish.inference.remote_engine import RemoteEngine
 
     torch.set_num_threads(1)
-    start_here(4)
+    start_local_ray(4)
     assert os.environ["RAY_AUTH_MODE"] == "token", "its ports are open to the network"
     run(folder, "ahead", "rollout.source=ahead")
     run(folder, "ahead-ray", "rollout.source=ahead", *SPLIT)
@@ -60,7 +60,7 @@ def run(folder: Path, name: str, *overrides: str) -> None:
     from burnish.config.loading import load
     from burnish.config.schema import TrainConfig
     from burnish.trainers.rl_run import checked_run, execute
-    from tests.distributed.toy import TOY
+    from tests.distributed.toy_run import TOY
 
     (folder / "toy.yaml").write_text(TOY)
     where = [f"training.steps={STEPS}", f"run.directory={folder}", f"run.name={name}"]
@@ -80,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(folder: Path, name: str) -> list[dict[str, float]]:
-    skipped = (*MEASURED, *ROOTS, "staleness/")
-    rows = read(folder / name / "metrics.jsonl")
+    skipped = (*MACHINE_PREFIXES, *ROOTS, "staleness/")
+    rows = read_metrics(folder / name / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(skipped)} for row in rows]
 
 
@@ -103,4 +103,4 @@ def test_an_engine_that_is_killed_costs_no_sample(folder: Path) -> None:
     assert len(set(used)) == len(used) == STEPS * 4 * 4
     for name, rank in (("killed-ray", 1), ("ahead-killed-ray", 0)):
         assert f"engine {rank} is started again" in (folder / name / "log.txt").read_text()
-    assert max(row["staleness/max"] for row in read(folder / "killed-ray" / "metrics.jsonl")) <= 2
+    assert max(row["staleness/max"] for row in read_metrics(folder / "killed-ray" / "metrics.jsonl")) <= 2

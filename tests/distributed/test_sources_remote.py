@@ -13,13 +13,13 @@ import pytest
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_stream import PromptStream
-from burnish.distributed.roles import build_driver
+from burnish.distributed.roles import build_runner
+from burnish.rewards.score_types import Score, ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.types import Score, ScoreRequest
 from burnish.rollout.async_source import AsyncSource
 from burnish.rollout.sync_source import RolloutPlan
 from burnish.run.journal import Journal
-from tests.distributed.toy import Parts, learn, parts_of
+from tests.distributed.toy_run import Parts, learn, parts_of
 
 STEPS = 4
 PLAN = RolloutPlan(prompts=3, n=2, sampling=SamplingOptions(max_tokens=20))
@@ -53,7 +53,7 @@ def parts(tmp_path: Path) -> Parts:
 @pytest.fixture
 def source(parts: Parts, tmp_path: Path) -> Iterator[AsyncSource]:
     config = parts.config
-    driver = build_driver(config, parts.trainer.policy, cast(Any, parts.engine), tmp_path)
+    driver = build_runner(config, parts.trainer.policy, cast(Any, parts.engine), tmp_path)
     stream = PromptStream(config.data.train, driver.tokenizer, config.data, config.seed)
 
     def plans(step: int) -> RolloutPlan | None:

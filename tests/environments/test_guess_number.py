@@ -13,12 +13,12 @@ from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
 from burnish.data.supervised import encode_example
-from burnish.data.tasks.guess_number import GuessNumberTask, narrowed
+from burnish.data.tasks.guess_number import GuessNumberTask, narrow_range
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
-from burnish.data.template import kind_of, render, render_text
+from burnish.data.template import render, render_text, template_kind
 from burnish.environments.base import Done, Environment, Turn
 from burnish.environments.dialogue import Dialogue
-from burnish.environments.registry import check_turns_fit, environment_factory
+from burnish.environments.registry import check_template_for_turns, environment_factory
 from burnish.models.tokenizer import Tokenizer
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -30,7 +30,7 @@ CHAT = (
 
 def prompt_of(row: Row, tokenizer: Tokenizer, **template: Any) -> Prompt:
     made = Template(**template)
-    is_chat = kind_of(tokenizer, made) == "chat"
+    is_chat = template_kind(tokenizer, made) == "chat"
     return Prompt(row, render_text(row, tokenizer, made), render(row, tokenizer, made), is_chat=is_chat)
 
 
@@ -61,7 +61,7 @@ def test_a_game_tells_what_is_still_possible_until_the_number_is_found(digits: T
 
 @pytest.mark.parametrize(("guess", "left"), [(24, (17, 23)), (18, (19, 31)), (3, (17, 31)), (99, (17, 31))])
 def test_a_wrong_guess_narrows_what_is_possible_and_one_outside_says_nothing(guess: int, left: tuple[int, int]) -> None:
-    assert narrowed(17, 31, guess, 20) == left
+    assert narrow_range(17, 31, guess, 20) == left
 
 
 def test_the_last_number_is_the_guess(digits: Tokenizer) -> None:
@@ -242,7 +242,7 @@ def test_a_template_that_drops_earlier_thinking_is_refused_before_anything_is_sa
 
     def check(name: str, tokenizer: Tokenizer, max_turns: int = 3, **template: Any) -> None:
         config = EnvironmentConfig(name=name, max_turns=max_turns)
-        check_turns_fit(config, tokenizer, Template(**template), tmp_path)
+        check_template_for_turns(config, tokenizer, Template(**template), tmp_path)
 
     for name in ("guess_number", "own.py:Talks"):
         with pytest.raises(UserError, match=r"rewrites earlier text .*data\.template\.kind=plain"):

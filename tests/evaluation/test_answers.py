@@ -3,7 +3,7 @@ r"""Answers read out of completions: what votes alike, and what is in format."""
 import pytest
 
 from burnish.config.data import RewardPart
-from burnish.evaluation.answers import Answer, kind_of, marked, plain, read_answer
+from burnish.evaluation.answers import Answer, marked_answer, normal_spelling, read_answer, verifier_of
 
 
 @pytest.mark.parametrize(
@@ -43,28 +43,29 @@ def test_each_verifier_has_its_way_of_reading(kind: str, completion: str, expect
     ],
 )
 def test_spellings_of_the_same_answer_vote_alike(spellings: tuple[str, ...]) -> None:
-    assert len({plain(text) for text in spellings}) == 1
+    assert len({normal_spelling(text) for text in spellings}) == 1
 
 
 def test_different_answers_stay_different() -> None:
     answers = ["1", "-1", "1/2", r"\frac{1}{3}", "x^2", "x_2", "(1,2)", "(2,1)", "1,2", "12", r"\frac{a}{2}"]
-    assert len({plain(text) for text in answers}) == len(answers)
-    assert plain("1/0") == "1/0"
+    assert len({normal_spelling(text) for text in answers}) == len(answers)
+    assert normal_spelling("1/0") == "1/0"
 
 
 def test_the_last_mark_wins_and_an_empty_one_is_none() -> None:
-    assert marked(r"\boxed{1} then \boxed{2}") == "2"
-    assert marked(r"<answer>\boxed{3}</answer> \boxed{4}") == "3"
-    assert marked("#### ") is None
-    assert marked("") is None
+    assert marked_answer(r"\boxed{1} then \boxed{2}") == "2"
+    assert marked_answer(r"<answer>\boxed{3}</answer> \boxed{4}") == "3"
+    assert marked_answer("#### ") is None
+    assert marked_answer("") is None
 
 
 def test_the_first_part_that_judges_a_row_reads_its_answer() -> None:
     parts = [RewardPart(name="format"), RewardPart(name="number", sources=["gsm8k"]), RewardPart(name="math")]
-    assert kind_of(parts, "gsm8k", {}) == "number"
-    assert kind_of(parts, "math500", {}) == "math"
-    assert kind_of([RewardPart(name="format")], "any", {}) == ""
-    assert kind_of([RewardPart(name="row")], "any", {"verifier": "choice"}) == "choice"
+    assert verifier_of(parts, "gsm8k", {}) == "number"
+    assert verifier_of(parts, "math500", {}) == "math"
+    assert verifier_of([RewardPart(name="format")], "any", {}) == ""
+    assert verifier_of([RewardPart(name="row")], "any", {"verifier": "choice"}) == "choice"
     assert (
-        kind_of([RewardPart(name="rule_scores", options={"rule": "deepscaler", "checker": "math"})], "a", {}) == "math"
+        verifier_of([RewardPart(name="rule_scores", options={"rule": "deepscaler", "checker": "math"})], "a", {})
+        == "math"
     )

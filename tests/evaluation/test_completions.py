@@ -1,5 +1,7 @@
 """The file of completions: what it holds, and that it can be read back."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from burnish.config.errors import UserError
 from burnish.core.trajectory import TokenSequence, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
-from burnish.evaluation.completions import completion_row, read_completions, write_completions
+from burnish.evaluation.completions import PartialCompletions, completion_row, read_completions, write_completions
 
 
 def row(sample: int, completion: str, reward: float | None) -> dict[str, Any]:
@@ -96,3 +98,67 @@ def test_a_file_that_holds_no_completions_is_refused(tmp_path: Path, content: st
 def test_lines_are_one_object_each(tmp_path: Path) -> None:
     write_completions(tmp_path / "a.jsonl", ROWS)
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().split("\n")[:-1]] == ROWS
+
+
+# --- The journal of an evaluation: killed anywhere it goes on, and other settings are refused by name.
+
+SETTINGS: dict[str, Any] = {"sampling.n": 2, "sampling.temperature": 1.0, "model.content": "abc"}
+
+
+def rows(*samples: int) -> list[dict[str, Any]]:
+    return [{"id": "q/0", "sample": sample, "completion": "a\nb\u2028c"} for sample in samples]
+
+
+def test_it_goes_on_with_what_it_has_and_goes_when_all_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.partial.jsonl"
+    with PartialCompletions(path, SETTINGS) as journal:
+        journal.add(rows(0, 1))
+    with PartialCompletions(path, SETTINGS) as journal:
+        assert journal.rows == rows(0, 1)
+        journal.add(rows(2))
+        assert journal.rows == rows(0, 1, 2)
+        journal.close(remove=True)
+    assert not path.exists()
+
+
+def test_a_kill_at_any_byte_keeps_every_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.partial.jsonl"
+    journal = PartialCompletions(path, SETTINGS)
+    for sample in range(3):
+        journal.add(rows(sample))
+    journal.close()
+    data = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
+    for size in range(len(data) + 1):
+        path.write_bytes(data[:size])
+        journal = PartialCompletions(path, SETTINGS)
+        whole = sum(end <= size for end in ends) - 1
+        assert journal.rows == rows(*range(max(0, whole)))
+        journal.add(rows(9))
+        journal.close()
+        again = PartialCompletions(path, SETTINGS)
+        assert again.rows == [*rows(*range(max(0, whole))), *rows(9)]
+        again.close()
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.partial.jsonl"
+    journal = PartialCompletions(path, SETTINGS)
+    journal.add(rows(0))
+    journal.close()
+    with pytest.raises(
+        UserError, match=r"(?s)other settings:\n  sampling\.n: 2 there, 4 now\n  sampling\.top_k: None there, 5 now\n"
+    ):
+        PartialCompletions(path, {**SETTINGS, "sampling.n": 4, "sampling.top_k": 5})
+    PartialCompletions(path, dict(reversed(SETTINGS.items()))).close()
+
+
+def test_two_at_once_are_refused_and_a_stranger_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.partial.jsonl"
+    with PartialCompletions(path, SETTINGS), pytest.raises(UserError, match="being written by another"):
+        PartialCompletions(path, SETTINGS)
+    assert not path.exists()  # nothing was in it
+    path.write_text("hello\n")
+    with pytest.raises(UserError, match="is no journal"):
+        PartialCompletions(path, SETTINGS)
+    assert path.read_text() == "hello\n"

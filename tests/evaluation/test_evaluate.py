@@ -1,18 +1,23 @@
 """A whole measurement from a model: it agrees with its completions, goes on where it stopped, and depends on nothing else."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burnish.config.data import Data, Reward, RewardPart, Source
+from burnish.config.errors import UserError
 from burnish.config.model import Model, NewModel
 from burnish.config.rollout import Rollout
 from burnish.core.engine import SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import validation_prompts
 from burnish.distributed.roles import build_engine
-from burnish.evaluation.evaluate import complete, evaluate, in_order, make_driver
+from burnish.evaluation.evaluate import evaluate, fingerprint, in_data_order, make_driver, sample_and_score
 from burnish.evaluation.result import Result, Row
+from burnish.evaluation.settings import load_settings
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.rewards.scoring import Rewards
 
@@ -53,10 +58,10 @@ def results(
     with Rewards(Reward(parts=PARTS, workers=1), base) as rewards:
         whole = [evaluate(policy, rewards, prompts, 4, sampling, lambda text: None, 0, rows) for rows in (256, 3)]
         driver = make_driver(policy, build_engine(policy, Rollout()), 0)
-        complete(driver, rewards, prompts[:7], 4, sampling, lambda text: None, first.extend)
+        sample_and_score(driver, rewards, prompts[:7], 4, sampling, lambda text: None, first.extend)
         del first[-5:]  # lost in a kill
         done = {(row["id"], row["sample"]) for row in first}
-        work = complete(driver, rewards, prompts, 4, sampling, lambda text: None, second.extend, done=done)
+        work = sample_and_score(driver, rewards, prompts, 4, sampling, lambda text: None, second.extend, done=done)
     assert work.num_tokens == sum(row["length"] for row in second)
     return whole, first, second
 
@@ -93,6 +98,53 @@ def test_a_measurement_in_parts_draws_what_is_missing_and_ends_the_same(
 ) -> None:
     whole, first, second = results
     assert len(second) == 48 - len(first)
-    got = in_order([*first, *second], prompts)
+    got = in_data_order([*first, *second], prompts)
     keys = ("id", "sample", "completion", "accuracy", "length", "truncated")
     assert [[row[k] for k in keys] for row in got] == [[row[k] for k in keys] for row in whole[0].rows]
+
+
+# --- What an evaluation was made with: content counts, places do not.
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "d.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    (tmp_path / "r.py").write_text("def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    return tmp_path
+
+
+def made(model: str = "m", *overrides: str) -> dict[str, Any]:
+    loaded = load_settings("d.jsonl", {"reward.parts": ["r.py:f"]}, overrides, {})
+    return fingerprint(loaded.resolved, loaded.base, Path(model))
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+
+
+def test_what_leaves_completions_as_they_are_does_not_count(folder: Path) -> None:
+    assert changed(made(), made("copy", "max_rows=7", "reward.workers=5", "model.device=cpu")) == []
+
+
+def test_an_environment_whose_file_is_not_there_is_named(folder: Path) -> None:
+    own = ("environment.name=game.py:Game", "environment.max_turns=2")
+    with pytest.raises(UserError, match=r"environment game\.py:Game: there is no file game\.py in .* or here"):
+        made("m", *own)
+    (folder / "game.py").write_text("class Game: ...\n")
+    before = made("m", *own)
+    (folder / "game.py").write_text("class Game: pass\n")
+    assert changed(before, made("m", *own)) == ["environment.content of game.py:Game"]
+
+
+def test_settings_and_contents_count(folder: Path) -> None:
+    before = made()
+    assert changed(before, made("m", "sampling.temperature=0.5", "seed=3")) == ["sampling.temperature", "seed"]
+    (folder / "d.jsonl").write_text('{"question": "2", "answer": "1"}\n')
+    (folder / "r.py").write_text((folder / "r.py").read_text().replace("1.0", "0.0"))
+    (folder / "m" / "config.json").write_text('{"a": 1}')
+    assert changed(before, made()) == ["data.source.content", "model.content", "reward.content of r.py:f"]

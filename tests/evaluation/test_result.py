@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from burnish.evaluation.result import Lengths, Share, summarise
-from burnish.evaluation.result_table import as_json, summary, table
-from burnish.evaluation.statistics import wilson
-from tests.evaluation.made import row
+from burnish.evaluation.result import Lengths, TableEntry, summarise
+from burnish.evaluation.result_table import result_json, result_text, summary_table
+from burnish.evaluation.statistics import wilson_interval
+from tests.evaluation.completion_rows import row
 
 SAMPLED = [
     row("a", 0, 1.0, answered="7", formatted=True, length=2),
@@ -38,39 +38,39 @@ def test_the_numbers_of_known_completions() -> None:
 
 def test_every_number_is_in_the_table_and_in_the_json() -> None:
     result = summarise(SAMPLED)
-    text = table(result)
+    text = result_text(result)
     for line in ("prompts      2 x 3 samples", "mean@3       0.333", "pass@2       0.500", "maj@3        0.500"):
         assert line in text
     assert (
         "truncated    16.7%\nin format    83.3%\nmean length  10.0 tokens (median 7, 95% up to 30, longest 30; right 4, wrong 13)"
         in text
     )
-    found = as_json(result)
+    found = result_json(result)
     assert list(found["metrics"]) == ["mean@3", "pass@1", "pass@2", "pass@3", "maj@2", "maj@3"]
     assert found["ci"] == [found["metrics"]["mean@3"]["low"], found["metrics"]["mean@3"]["high"]]
     assert found["length"]["p95"] == 30.0
     expected = "x        2        3  0.333   0.045 to 0.841  0.500   0.500  16.7%      83.3%      10"
-    assert summary({"x": result}).splitlines()[1].split() == expected.split()
+    assert summary_table({"x": result}).splitlines()[1].split() == expected.split()
 
 
 def test_greedy_samples_have_wilsons_interval_and_nothing_to_choose_from() -> None:
     result = summarise([row("a", 0, 1.0, answered="7"), row("b", 0, 0.0), row("c", 0, 1.0, answered="7")])
-    assert result.accuracy == pytest.approx(wilson(2 / 3, 3))
+    assert result.accuracy == pytest.approx(wilson_interval(2 / 3, 3))
     assert (result.maj_at, result.best_at, result.formatted) == ({}, {}, None)
-    assert "accuracy     0.667" in table(result)
-    assert "pass@1" not in table(result)
+    assert "accuracy     0.667" in result_text(result)
+    assert "pass@1" not in result_text(result)
 
 
 def test_a_failed_scorer_is_counted_and_never_a_zero() -> None:
     result = summarise([row("a", 0, 1.0), row("b", 0, None)])
-    assert result.accuracy == wilson(1.0, 1)
+    assert result.accuracy == wilson_interval(1.0, 1)
     assert (result.num_failed, result.first_error) == (1, "boom")
 
 
 def test_nothing_scored_is_no_accuracy() -> None:
     result = summarise([row("a", 0, None), row("a", 1, None)])
     assert (result.accuracy, result.reward, result.pass_at, result.maj_at) == (None, None, {}, {})
-    assert as_json(result)["accuracy"] is None
+    assert result_json(result)["accuracy"] is None
     with pytest.raises(ValueError, match="no completions"):
         summarise([])
 
@@ -83,12 +83,12 @@ def test_several_sources_subjects_and_levels_are_told_apart() -> None:
     ]
     result = summarise(rows)
     assert result.tables == {
-        "data_source": {"x": Share(1, wilson(1.0, 1)), "y": Share(2, wilson(0.0, 2))},
-        "level": {"2": Share(2, wilson(0.0, 2)), "10": Share(1, wilson(1.0, 1))},
+        "data_source": {"x": TableEntry(1, wilson_interval(1.0, 1)), "y": TableEntry(2, wilson_interval(0.0, 2))},
+        "level": {"2": TableEntry(2, wilson_interval(0.0, 2)), "10": TableEntry(1, wilson_interval(1.0, 1))},
     }
     assert list(result.tables["level"]) == ["2", "10"]  # as numbers
-    assert "by level\n  2          0.000  (95% interval 0.000 to 0.658)  2 questions" in table(result)
-    assert as_json(result)["by"]["data_source"]["y"]["num_questions"] == 2
+    assert "by level\n  2          0.000  (95% interval 0.000 to 0.658)  2 questions" in result_text(result)
+    assert result_json(result)["by"]["data_source"]["y"]["num_questions"] == 2
 
 
 def test_questions_without_a_subject_are_a_kind_of_their_own() -> None:
@@ -102,8 +102,8 @@ def test_graded_rewards_have_their_best_of_k() -> None:
     assert {k: e.mean for k, e in result.best_at.items()} == pytest.approx({2: (0.5 + 0.9 + 0.9) / 3, 3: 0.9})
     assert result.reward is not None
     assert result.reward.mean == pytest.approx(0.5)
-    assert "best@3       0.900" in table(result)
-    assert "mean reward  0.500" in table(result)
+    assert "best@3       0.900" in result_text(result)
+    assert "mean reward  0.500" in result_text(result)
 
 
 def test_a_part_may_choose_and_the_accuracy_judges_its_choice() -> None:
@@ -115,7 +115,7 @@ def test_a_part_may_choose_and_the_accuracy_judges_its_choice() -> None:
     assert {k: e.mean for k, e in result.best_at.items()} == pytest.approx({2: 1 / 3, 3: 0.0})
     assert result.best_by == "style"
     assert result.parts == pytest.approx({"number": 2 / 3, "style": 1.4 / 3})
-    assert as_json(result)["best_by"] == "style"
+    assert result_json(result)["best_by"] == "style"
     assert summarise(rows, best_by="other").best_at == {}
 
 
@@ -123,5 +123,5 @@ def test_intervals_are_over_questions() -> None:
     few, many = ([row(f"q{q}", i, float(q % 2)) for q in range(20) for i in range(k)] for k in (1, 8))
     assert summarise(many).accuracy == pytest.approx(summarise(few).accuracy)
     spread = summarise([row(f"q{q}", i, float((q + i) % 2)) for q in range(20) for i in range(8)]).accuracy
-    assert spread == wilson(0.5, 160)
+    assert spread == wilson_interval(0.5, 160)
     assert math.isclose(spread.mean, 0.5)

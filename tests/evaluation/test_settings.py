@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.settings import EvalConfig, is_given, settings
+from burnish.evaluation.settings import EvalConfig, is_given, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ RUN: dict[str, Any] = {
 def made(
     data: str, flags: dict[str, Any] | None = None, *overrides: str, run: dict[str, Any] | None = None
 ) -> EvalConfig:
-    return settings(data, flags or {}, overrides, run or {}).config
+    return load_settings(data, flags or {}, overrides, run or {}).config
 
 
 def test_a_task_is_judged_by_its_own_checker_on_a_thousand_problems() -> None:
@@ -81,13 +81,13 @@ def test_a_runs_reward_is_left_where_it_cannot_score_the_data() -> None:
 def test_a_benchmark_brings_its_file_reward_and_length_and_wins_over_a_runs() -> None:
     Path("gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "so #### 2"}\n')
     for run in ({}, RUN):
-        config = settings("gsm8k", {}, [], run, Path()).config
+        config = load_settings("gsm8k", {}, [], run, Path()).config
         assert (config.data.source.path, config.data.source.shape) == ("gsm8k_test.jsonl", "gsm8k")
         assert [part.name for part in config.reward.parts] == ["number"]
         assert (config.sampling.max_tokens, config.sampling.stop, config.seed, config.limit) == (1024, [], 0, None)
         assert config.data.template.text == ("Q: {prompt}" if run else "{prompt}")
         assert config.model.dtype == ("bfloat16" if run else "float32")
-    config = settings("gsm8k", {"sampling.max_tokens": 5, "reward.parts": ["math"]}, ["seed=2"], {}, Path()).config
+    config = load_settings("gsm8k", {"sampling.max_tokens": 5, "reward.parts": ["math"]}, ["seed=2"], {}, Path()).config
     assert (config.sampling.max_tokens, config.reward.parts[0].name, config.seed) == (5, "math", 2)
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.loading import from_preset
+from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import NewModel, Optimizer
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.data.tasks.registry import make_task
-from burnish.models.architecture import from_nothing
+from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.pipeline import AlgorithmPipeline
@@ -35,7 +35,7 @@ def example() -> ModuleType:
 
 @pytest.fixture
 def models(example: ModuleType) -> tuple[torch.nn.Module, Decoder]:
-    ours = Decoder(from_nothing(NewModel(max_positions=64), vocab_size=13))
+    ours = Decoder(new_architecture(NewModel(max_positions=64), vocab_size=13))
     initialise(ours, seed=3, std=0.2)
     theirs = example.Decoder()
     theirs.load_state_dict(ours.state_dict())
@@ -79,7 +79,9 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
         written = np.arange(len(tokens)) >= len(prompt)
         sequence = TokenSequence(tokens, written, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
         trajectories.append(Trajectory(f"p{k // 3}", 0, k % 3, [sequence], "stop", "", reward=reward))
-    algorithm = from_preset("grpo").model_copy(update={"kl": from_preset("dr_grpo").kl, "aggregation": _token_mean()})
+    algorithm = algorithm_from_preset("grpo").model_copy(
+        update={"kl": algorithm_from_preset("dr_grpo").kl, "aggregation": _token_mean()}
+    )
     recipe = AlgorithmPipeline(algorithm, num_updates=1)
     learner = Learner(ours, Optimizer(clip_norm=1e9), total_updates=1, token_budget=20)
     batch, *_ = recipe.prepare(recipe.select(pack(trajectories)), learner, None)

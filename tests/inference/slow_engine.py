@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from burnish.core.engine import Completion, Finish, Request
-from burnish.core.random_keys import fold, unit
+from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.core.random_keys import fold, uniform_from_key
 
 VOCAB = 11
 
@@ -26,7 +26,7 @@ def token_of(key: int, position: int) -> int:
 
 def length_of(key: int, limit: int) -> int:
     """Most answers are short, one in eight is as long as it may be."""
-    return limit if fold(key, "long") % 8 == 0 else 1 + int(unit(fold(key, "length")) * (limit // 2))
+    return limit if fold(key, "long") % 8 == 0 else 1 + int(uniform_from_key(fold(key, "length")) * (limit // 2))
 
 
 class SlowEngine:
@@ -74,7 +74,7 @@ class SlowEngine:
             if position + 1 >= total:
                 self.ready.append(self._end(name, "stop"))
 
-    def _end(self, name: str, finish: Finish) -> Completion:
+    def _end(self, name: str, finish: CompletionFinish) -> Completion:
         _, tokens, _ = self.rows.pop(name)
         logp = np.full(len(tokens), -1.0 - self.version, dtype=np.float32)
         return Completion(name, np.array(tokens, dtype=np.int64), logp, finish, self.version)

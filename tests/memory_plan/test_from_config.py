@@ -12,15 +12,14 @@ import torch
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load
-from burnish.config.preference import RewardModelConfig
-from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.schema import RewardModelConfig, SftConfig, TrainConfig
 from burnish.distributed.roles import build_critic, build_learner, build_policy
 from burnish.memory_plan import from_config
-from burnish.memory_plan.from_config import Planned, planned
-from burnish.memory_plan.planner import CONTEXT, GIB, SAMPLING
-from burnish.models.compiled_layers import compiled
+from burnish.memory_plan.from_config import PlannedRun, plan_run
+from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, SAMPLING
+from burnish.models.compiled_layers import compiled_forward
 from burnish.models.decoder import Decoder, Layer
-from burnish.trainers.performance import MemoryWatch
+from burnish.trainers.performance import MemoryPlanCheck
 from tests.trainers.tiny import TINY, run_of
 
 SHAPE = {
@@ -44,9 +43,9 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of_train(directory: Path, *overrides: str) -> Planned:
+def of_train(directory: Path, *overrides: str) -> PlannedRun:
     loaded = load(TrainConfig, None, [f"model.path={directory}", *BASIC, *overrides])
-    return planned(loaded.config, None)
+    return plan_run(loaded.config, None)
 
 
 def test_a_plan_needs_config_json_alone(directory: Path) -> None:
@@ -88,7 +87,7 @@ def test_a_new_model_has_the_vocabulary_of_its_task() -> None:
     ).config
     module = build_policy(config.model, config.data.train, 0, None).module
     assert isinstance(module, Decoder)
-    assert planned(config, None).stages["training"].setup.arch == module.arch
+    assert plan_run(config, None).stages["training"].setup.arch == module.arch
 
 
 def test_a_critic_and_a_warm_start_have_their_place(directory: Path) -> None:
@@ -153,7 +152,7 @@ def test_4_bits_are_not_advised_where_the_config_refuses_them(directory: Path, t
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", "2" if "parallel.tensor=2" in overrides else "1")
-            setup = planned(load(SftConfig, None, [*sft, *overrides]).config, None).stages["sft"].setup
+            setup = plan_run(load(SftConfig, None, [*sft, *overrides]).config, None).stages["sft"].setup
         assert setup.may_quantise is expected
     for mismatch, expected in (("noise", False), ("quantised", False), ("stale", True)):
         made = of_train(directory, "model.lora={}", f"rollout.mismatch={mismatch}")
@@ -171,7 +170,7 @@ def test_what_a_stage_makes_is_planned_as_large_as_the_policy(directory: Path, l
 
 def test_a_supervised_run_is_planned_too(directory: Path) -> None:
     overrides = [f"model.path={directory}", "model.dtype=bfloat16", "model.device=cuda", "sft.data.path=x.jsonl"]
-    found = planned(load(SftConfig, None, overrides).config, None)
+    found = plan_run(load(SftConfig, None, overrides).config, None)
     setup = found.stages["sft"].setup
     assert (setup.longest, setup.update_tokens, setup.section) == (2048, 128 * 2048, "sft")
 
@@ -181,7 +180,7 @@ def test_a_reward_model_is_planned_with_its_adapters_and_without_an_output_head(
     basic = [f"model.path={directory}", "model.dtype=bfloat16", "model.device=cuda", "reward_model.data.path=x.jsonl"]
     sizes = {}
     for name, more in {"whole": [], "adapters": ["model.lora.rank=8"], "nf4": ["model.lora.base=nf4"]}.items():
-        made = planned(load(RewardModelConfig, None, [*basic, *more]).config, None).stages["reward model"]
+        made = plan_run(load(RewardModelConfig, None, [*basic, *more]).config, None).stages["reward model"]
         setup = made.setup
         assert (setup.longest, setup.update_tokens, setup.section) == (2048, 2 * 64 * 2048, "reward_model")
         assert setup.scores
@@ -199,7 +198,7 @@ def test_a_reward_model_is_planned_with_its_adapters_and_without_an_output_head(
 def test_each_of_several_processes_has_its_share(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [f"model.path={directory}", "model.device=cuda", "sft.data.path=x.jsonl", "parallel.sequence=2"]
     monkeypatch.setenv("WORLD_SIZE", "8")
-    setup = planned(load(SftConfig, None, overrides).config, None).stages["sft"].setup
+    setup = plan_run(load(SftConfig, None, overrides).config, None).stages["sft"].setup
     assert (setup.shards, setup.slices, setup.update_tokens) == (8, 2, 128 * 2048 // 4)
 
 
@@ -224,7 +223,7 @@ def test_a_model_whose_shape_is_not_known_is_not_planned(
 def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(from_config, "_room", lambda *_: 24 * GIB)
+    monkeypatch.setattr(from_config, "_device_bytes", lambda *_: 24 * GIB)
     (directory / "r.yaml").write_text(
         f"model: {{path: {directory}, dtype: bfloat16, device: cuda}}\ndata: {{train: {{path: x.jsonl}}}}\n"
     )
@@ -247,8 +246,8 @@ def test_the_error_is_told_for_the_first_update_and_for_one_with_state(directory
     made = found.stages["training"]
     first, later = made.learners_peak(1), made.learners_peak(2)
     assert later - first > 10 * GIB  # moments and master copies
-    assert later == made.total - CONTEXT
-    watch, told = MemoryWatch(found, "training"), list[str]()
+    assert later == made.total - CUDA_CONTEXT_BYTES
+    watch, told = MemoryPlanCheck(found, "training"), list[str]()
     assert watch.after(0, {"memory/peak_gib": 3.0}, told.append) == {}  # no update was made
     values = watch.after(1, {"memory/peak_gib": first / GIB}, told.append)
     assert values == {"memory/planned_gib": first / GIB, "memory/plan_error": pytest.approx(0, abs=1e-6)}
@@ -256,7 +255,7 @@ def test_the_error_is_told_for_the_first_update_and_for_one_with_state(directory
     assert values["memory/plan_error"] == pytest.approx(0.1)
     assert watch.after(3, {"memory/peak_gib": 1.0}, told.append) == {}
     assert [text.rpartition(": ")[2] for text in told] == ["+0%", "+10%"]
-    resumed = MemoryWatch(found, "training")
+    resumed = MemoryPlanCheck(found, "training")
     assert resumed.after(40, {"memory/peak_gib": later / GIB}, told.append)["memory/plan_error"] == pytest.approx(
         0, abs=1e-6
     )
@@ -313,6 +312,6 @@ def test_training_compile_reaches_the_layers_and_goes_with_what_it_can() -> None
     policy = build_policy(config.model, config.data.train, 0, None)
     learner = build_learner(config, policy)
     assert isinstance(learner.model, Decoder)
-    assert all(layer.body is compiled for layer in learner.model.layers)
+    assert all(layer.body is compiled_forward for layer in learner.model.layers)
     with pytest.raises(UserError, match=r"training\.compile chooses by itself"):
         load(TrainConfig, None, [*overrides, "training.activations=selective"])

@@ -17,13 +17,13 @@ from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptStream
 from burnish.data.row import Row
-from burnish.data.rows import checked_messages
+from burnish.data.row_formats import checked_messages
 from burnish.data.supervised import encode_example
 from burnish.data.template import render
 from burnish.environments.dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.openai_schema import ChatRequest
-from burnish.serve.request_to_engine import Served, chat_prompt
+from burnish.serve.request_to_engine import ServedModel, chat_prompt
 from tests.models.test_tokenizer import real
 from tests.serve.conftest import byte_tokenizer
 
@@ -55,7 +55,7 @@ def served(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
         chat_template_kwargs={"shout": text},
         tools=[{"type": "function", "function": {"name": "f", "description": text, "parameters": {text: text}}}],
     )
-    return list(chat_prompt(request, Served("m", tokenizer, 300, 4096)))
+    return list(chat_prompt(request, ServedModel("m", tokenizer, 300, 4096)))
 
 
 @pytest.mark.parametrize("kind", ["chat", "plain"])

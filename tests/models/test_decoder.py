@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.weight_loading import load_decoder
+from burnish.models.weight_files import load_decoder
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",

@@ -15,9 +15,17 @@ from burnish.config.model import Lora
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.flops import Counts, Flops, backward, causal_pairs, forward, packed_counts, recomputed
+from burnish.models.flops import (
+    Flops,
+    ForwardCounts,
+    backward_flops,
+    causal_pairs,
+    forward_flops,
+    packed_counts,
+    recomputed_flops,
+)
 from burnish.models.heads import ValueModel
-from burnish.models.kernels.shared_prefix import Trunks, rows_of
+from burnish.models.kernels.shared_prefix import SharedPrefixes, computed_rows
 from burnish.models.lora.adapters import add_lora
 
 pytestmark = pytest.mark.usefixtures("in_torch")  # whose products torch can count
@@ -69,14 +77,14 @@ def test_forward_and_backward_are_what_torch_counts(name: str) -> None:
     model = model_of(arch)
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
     # The stacked scores of a CPU are whole squares, masked afterwards.
-    squares = Counts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
+    squares = ForwardCounts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
     with FlopCounterMode(display=False) as counter:
         logp, _ = model.token_logprobs(tokens, offsets, wanted)
-    expected = forward(arch, squares)
+    expected = forward_flops(arch, squares)
     assert counted(counter) == {"weights": expected.matmul + expected.head, "attention": expected.attention}
     with FlopCounterMode(display=False) as counter:
         logp.sum().backward()
-    expected = backward(arch, squares) + recomputed(arch, squares)
+    expected = backward_flops(arch, squares) + recomputed_flops(arch, squares)
     assert counted(counter) == {"weights": expected.matmul + expected.head, "attention": expected.attention}
 
 
@@ -88,7 +96,7 @@ def test_long_sequences_cost_the_same_products_of_weights() -> None:
     with FlopCounterMode(display=False) as counter:
         model.token_logprobs(tokens, offsets, wanted)[0].sum().backward()
     counts = packed_counts([300], wanted.numel())
-    expected = forward(BASE, counts) + backward(BASE, counts) + recomputed(BASE, counts)
+    expected = forward_flops(BASE, counts) + backward_flops(BASE, counts) + recomputed_flops(BASE, counts)
     assert counter.get_total_flops() == expected.matmul + expected.head
 
 
@@ -97,21 +105,21 @@ def test_a_critic_has_one_output_a_token_and_keeps_it() -> None:
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
     with FlopCounterMode(display=False) as counter:
         critic.token_values(tokens, offsets, wanted).sum().backward()
-    squares = Counts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
-    expected = forward(BASE, squares, 1) + backward(BASE, squares, 1) + recomputed(BASE, squares, 1)
+    squares = ForwardCounts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
+    expected = forward_flops(BASE, squares, 1) + backward_flops(BASE, squares, 1) + recomputed_flops(BASE, squares, 1)
     assert counter.get_total_flops() == expected.total
 
 
 def test_a_shared_prompt_goes_through_the_layers_once() -> None:
     model = model_of(BASE)
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
-    trunks = Trunks(torch.tensor([0, 0, 2]), torch.tensor([5, 5, 5]))
+    trunks = SharedPrefixes(torch.tensor([0, 0, 2]), torch.tensor([5, 5, 5]))
     tokens[LENGTH : LENGTH + 5] = tokens[:5]
     with FlopCounterMode(display=False) as counter:
         model.token_logprobs(tokens, offsets, wanted, trunks=trunks)[0].sum().backward()
     counts = packed_counts([LENGTH] * SEQUENCES, wanted.numel(), shared=[0, 5, 0])
-    assert counts.tokens == rows_of(offsets, trunks).num_rows == 3 * LENGTH - 5
-    expected = forward(BASE, counts) + backward(BASE, counts) + recomputed(BASE, counts)
+    assert counts.tokens == computed_rows(offsets, trunks).num_rows == 3 * LENGTH - 5
+    expected = forward_flops(BASE, counts) + backward_flops(BASE, counts) + recomputed_flops(BASE, counts)
     assert counted(counter)["weights"] == expected.matmul + expected.head
 
 
@@ -127,9 +135,9 @@ def test_adapters_and_recomputation_are_what_torch_counts(targets: Any, activati
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product_in_place}) as counter:
         model.token_logprobs(tokens, offsets, wanted)[0].sum().backward()
-    squares = Counts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
-    expected = forward(BASE, squares, lora=lora) + backward(BASE, squares, lora=lora)
-    expected += recomputed(BASE, squares, lora=lora, activations=activations)
+    squares = ForwardCounts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
+    expected = forward_flops(BASE, squares, lora=lora) + backward_flops(BASE, squares, lora=lora)
+    expected += recomputed_flops(BASE, squares, lora=lora, activations=activations)
     assert counted(counter)["attention"] == expected.attention
     assert counter.get_total_flops() == expected.total
 
@@ -148,19 +156,19 @@ def test_shared_beginnings_leave_the_queries_of_the_rest(rows: list[tuple[int, i
     counts = packed_counts([length for length, _ in rows], 7, window, [start for _, start in rows])
     tokens = [position for length, start in rows for position in range(start, length)]
     looks = [min(position + 1, window or position + 1) for position in tokens]
-    assert counts == Counts(len(tokens), sum(looks), 7)
+    assert counts == ForwardCounts(len(tokens), sum(looks), 7)
 
 
 def test_layers_of_two_kinds_count_the_pairs_of_each() -> None:
     counts = packed_counts([10, 3], 7, (4, 4, None))
     near, far = causal_pairs(10, 4) + causal_pairs(3, 4), causal_pairs(10) + causal_pairs(3)
-    assert counts == Counts(13, (2 * near + far) / 3, 7)
+    assert counts == ForwardCounts(13, (2 * near + far) / 3, 7)
     arch = replace(BASE, num_layers=3, window=4, local_layers=(True, True, False))
-    assert forward(arch, counts).attention == 4 * (2 * near + far) * arch.num_heads * arch.head_dim
+    assert forward_flops(arch, counts).attention == 4 * (2 * near + far) * arch.num_heads * arch.head_dim
 
 
 def test_the_sums_add_up() -> None:
-    assert Counts(1, 2, 3) + Counts(10, 20, 30) == Counts(11, 22, 33)
+    assert ForwardCounts(1, 2, 3) + ForwardCounts(10, 20, 30) == ForwardCounts(11, 22, 33)
     both = Flops(1, 2, 3, 4) + Flops(10, 20, 30, 40)
     assert (both, both.total) == (Flops(11, 22, 33, 44), 110)
 
@@ -169,8 +177,8 @@ def test_the_1_5b_shape_by_hand() -> None:
     arch = Architecture("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, 32768, qkv_bias=True, tied=True)
     body = 28 * (1536 * (12 + 4) * 128 + 1536 * 1536 + 3 * 1536 * 8960)
     counts = packed_counts([384] * 256, 256 * 256)
-    once = forward(arch, counts)
+    once = forward_flops(arch, counts)
     assert once.matmul == 2 * 98304 * body
     assert once.head == 2 * 65536 * 1536 * 151936
     assert once.attention == 4 * 256 * (384 * 385 // 2) * 28 * 12 * 128
-    assert backward(arch, counts).total == 2 * once.total
+    assert backward_flops(arch, counts).total == 2 * once.total

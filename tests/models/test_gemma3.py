@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from burnish.config.errors import UserError
 from burnish.config.model import NewModel
 from burnish.core.engine import Request, SamplingOptions
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.inference.native.row_engine import NativeEngine
-from burnish.models.architecture import from_hf, from_nothing, to_hf, why_not_native
+from burnish.models.architecture import architecture_from_hf, architecture_to_hf, new_architecture, why_not_native
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weight_loading import hf_tensors, load_decoder
-from burnish.models.weight_saving import save_decoder
+from burnish.models.weight_files import hf_tensors, load_decoder, save_decoder
 
 CPU = torch.device("cpu")
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -148,33 +147,33 @@ def test_saved_weights_are_theirs_bit_for_bit_and_load_in_transformers(tiny_mode
 
 def test_a_new_model_is_written_as_one_that_transformers_loads(tmp_path: Path, packed: Packed) -> None:
     new = NewModel(family="gemma3_text", hidden_size=32, num_layers=7, num_heads=4, num_kv_heads=1, mlp_size=48)
-    arch = from_nothing(new, 61)
+    arch = new_architecture(new, 61)
     assert arch.local_layers == (True,) * 5 + (False, False)
     model = Decoder(arch)
     initialise(model, 0, 0.2)
     assert not model.norm.weight.any()
     save_decoder(model, tmp_path, source=None)
-    assert from_hf(json.loads((tmp_path / "config.json").read_text())) == arch
+    assert architecture_from_hf(json.loads((tmp_path / "config.json").read_text())) == arch
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens, _ = packed([600])  # longer than the window of 512
     assert (our_logprobs(model, tokens) - their_logprobs(theirs, tokens)).abs().max() < 1e-4
 
 
 def test_old_and_new_configs_say_the_same() -> None:
-    old = from_hf(CONFIG)
+    old = architecture_from_hf(CONFIG)
     kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     nested = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
     }
     new = {k: v for k, v in CONFIG.items() if not k.startswith("rope")}
-    assert from_hf({**new, "layer_types": kinds, "rope_parameters": nested}) == old
+    assert architecture_from_hf({**new, "layer_types": kinds, "rope_parameters": nested}) == old
     assert old.windows == (5, 5, 5, 5, 5, None, 5)
     assert (old.rope_theta, old.local_theta) == (1_000_000.0, 10_000.0)
-    scaled = from_hf({**CONFIG, "rope_scaling": {"type": "linear", "factor": 8.0}})
+    scaled = architecture_from_hf({**CONFIG, "rope_scaling": {"type": "linear", "factor": 8.0}})
     assert scaled.rope_scaling is not None
     assert scaled.rope_scaling["factor"] == 8.0
-    assert from_hf(to_hf(old, "float32", (1,), 0)) == old
+    assert architecture_from_hf(architecture_to_hf(old, "float32", (1,), 0)) == old
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_a_config_without_a_size_names_it() -> None:
     config = {k: v for k, v in CONFIG.items() if k != "intermediate_size"}
     assert why_not_native(config) is None
     with pytest.raises(UserError, match="no number for 'intermediate_size'"):
-        from_hf(config)
+        architecture_from_hf(config)
 
 
 @pytest.mark.slow  # half a minute on two free cores
@@ -214,7 +213,7 @@ def test_the_real_model_agrees_with_transformers_and_its_engines_with_it() -> No
     assert (got - expected).abs().max() < 1e-5 * float(expected.abs().max())
     prompt = tuple(tokens[:530].tolist())
     request = Request("a", prompt, SamplingOptions(max_tokens=3, temperature=0.0), 0)
-    for engine in (NativeEngine(ours), PagedEngine(ours, max_rows=1)):
+    for engine in (DenseEngine(ours), PagedEngine(ours, max_rows=1)):
         engine.submit([request])
         (done,) = engine.stream()
         whole = torch.tensor([*prompt, *done.tokens.tolist()])

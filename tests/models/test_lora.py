@@ -17,15 +17,15 @@ from burnish.models.heads import ValueModel
 from burnish.models.kernels.exact import exact_linear
 from burnish.models.lora.adapters import (
     LoraLinear,
-    adapter_off,
     adapter_weights,
     adapters,
+    adapters_disabled,
     add_lora,
-    holding,
     merged_tensors,
+    swapped_adapter_weights,
 )
-from burnish.models.weight_layout import lora_parameters, projections
-from burnish.models.weight_loading import fill, load_decoder
+from burnish.models.weight_files import load_decoder, load_tensors
+from burnish.models.weight_layout import num_lora_parameters, projections
 
 TinyModel = Callable[..., tuple[Any, Path]]
 Packed = Callable[..., tuple[Tensor, Tensor]]
@@ -79,7 +79,7 @@ def test_switched_off_it_is_the_base_bit_for_bit_and_then_itself_again(
     base = logp(native(tiny_model, "qwen2", None, torch.float32), packed)
     model = trained(native(tiny_model, "qwen2", lora, torch.float32))
     before = logp(model, packed)
-    with adapter_off(model):
+    with adapters_disabled(model):
         assert torch.equal(logp(model, packed), base)
     assert torch.equal(logp(model, packed), before)
     assert (before - base).abs().min() > 1e-4
@@ -91,7 +91,7 @@ def test_merged_weights_give_the_same_logprobs(variant: str, lora: Lora, tiny_mo
     model = trained(native(tiny_model, variant, lora))
     merged = native(tiny_model, variant, None)
     assert (logp(model, packed) - logp(merged, packed)).abs().max() > 1e-3
-    fill(merged, merged_tensors(model), "merged")
+    load_tensors(merged, merged_tensors(model), "merged")
     torch.testing.assert_close(logp(merged, packed), logp(model, packed), atol=1e-12, rtol=0)
 
 
@@ -192,8 +192,10 @@ def test_a_weight_that_is_to_be_trained_under_an_adapter_is_an_error() -> None:
 @pytest.mark.parametrize("lora", [SOME, ALL], ids=["some", "all"])
 def test_the_number_of_parameters_is_known_beforehand(lora: Lora, tiny_model: TinyModel) -> None:
     model = native(tiny_model, "qwen3", lora)
-    assert sum(p.numel() for p in adapter_weights(model).values()) == lora_parameters(model.arch, lora)
-    assert sum(p.numel() for p in model.parameters()) == lora_parameters(model.arch, lora) + model.arch.num_parameters
+    assert sum(p.numel() for p in adapter_weights(model).values()) == num_lora_parameters(model.arch, lora)
+    assert (
+        sum(p.numel() for p in model.parameters()) == num_lora_parameters(model.arch, lora) + model.arch.num_parameters
+    )
 
 
 def test_the_count_of_a_large_model_is_the_worked_number() -> None:
@@ -202,8 +204,8 @@ def test_the_count_of_a_large_model_is_the_worked_number() -> None:
 
     arch = Architecture("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, 32768, qkv_bias=True)
     widths = (3584 + 3584) + 2 * (3584 + 512) + (3584 + 3584) + 3 * (3584 + 18944)
-    assert lora_parameters(arch, Lora(rank=32)) == 28 * 32 * widths
-    assert lora_parameters(arch, Lora(rank=8, targets=["q_proj", "v_proj"])) == 28 * 8 * (7168 + 4096)
+    assert num_lora_parameters(arch, Lora(rank=32)) == 28 * 32 * widths
+    assert num_lora_parameters(arch, Lora(rank=8, targets=["q_proj", "v_proj"])) == 28 * 8 * (7168 + 4096)
 
 
 def test_a_starts_uniform_from_the_seed_and_its_name_alone_and_b_at_zero(tiny_model: TinyModel) -> None:
@@ -247,7 +249,7 @@ def test_other_adapters_are_held_for_a_while_and_the_own_ones_come_back(tiny_mod
     other = trained(native(tiny_model, "qwen2", SOME, torch.bfloat16), seed=6)
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     values = logp(model, packed)
-    with holding(model, adapter_weights(other)):
+    with swapped_adapter_weights(model, adapter_weights(other)):
         assert torch.equal(logp(model, packed), logp(other, packed))
     assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters())
     assert torch.equal(logp(model, packed), values)

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import itertools
@@ -9,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.errors import UserError
-from burnish.config.model import Model, NewModel, Optimizer
+from burnish.config.model import Lora, Model, NewModel, Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.models.policy import load_policy, pick_device
+from burnish.models.lora.adapters import adapter_weights, add_lora
+from burnish.models.policy import PolicyModel, full_hf_tensors, load_policy, resolve_device, save_merged
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
-from burnish.run.checkpoint.saving import HostCopy
+from burnish.models.weight_files import load_decoder, stored_tensors
+from burnish.run.checkpoint.saver import HostCopy
 from burnish.training.learner import Learner
 
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -100,10 +104,10 @@ def test_a_new_model_needs_an_alphabet_and_the_native_backend() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="'gpu' is not a device"):
-        pick_device("gpu")
+        resolve_device("gpu")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no GPU here"):
-            pick_device("cuda")
+            resolve_device("cuda")
 
 
 # --- save and load -------------------------------------------------------------------------------------------------------
@@ -225,3 +229,42 @@ def test_a_truncated_file_is_refused_on_this_path_too(other: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="gpt2"):
         load_policy(Model(device="cpu"), other, None, seed=0)
+
+
+# --- A policy's weights as any other engine of the model takes them: those of its Hugging Face directory, adapters added in.
+
+TinyModelMaker = Callable[..., tuple[Any, Path]]
+CPU = torch.device("cpu")
+
+
+def policy_of(module: Decoder | TransformersPolicy, source: Path | None = None) -> PolicyModel:
+    return PolicyModel(module, Tokenizer.from_characters("ab"), source, "")
+
+
+def check(policy: PolicyModel, folder: Path) -> None:
+    stored = {name: tensor.whole() for name, tensor in stored_tensors(folder)}
+    given = dict(full_hf_tensors(policy))
+    assert given.keys() == stored.keys()
+    for name, tensor in given.items():
+        assert torch.equal(tensor, stored[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_they_are_those_of_the_directory(tiny_model: TinyModelMaker, tied: bool) -> None:
+    model, folder = tiny_model("qwen2", tied)
+    check(policy_of(load_decoder(folder, torch.float32, CPU)), folder)
+    check(policy_of(TransformersPolicy(model)), folder)
+
+
+def test_adapters_are_added_in(tiny_model: TinyModelMaker, tmp_path: Path) -> None:
+    _, folder = tiny_model("qwen2")
+    module = load_decoder(folder, torch.float32, CPU)
+    add_lora(module, Lora(rank=2), seed=0)
+    for parameter in adapter_weights(module).values():
+        nn.init.normal_(parameter)
+    policy = policy_of(module, folder)
+    save_merged(policy, tmp_path)
+    check(policy, tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    (plain,) = [tensor.whole() for known, tensor in stored_tensors(folder) if known == name]
+    assert not torch.equal(dict(full_hf_tensors(policy))[name], plain)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.report.curves import charts, other_charts, series, thin, write_curves
-from burnish.run.metrics import Metrics
+from burnish.report.curves import main_charts, metric_series, other_charts, thin_points, write_curves
+from burnish.run.metrics import MetricsFile
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "validation/greedy/accuracy": 0.4, "validation/greedy/accuracy/length=4": 0.5},
@@ -30,7 +30,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def test_each_metric_is_in_its_chart_and_the_rest_in_charts_of_their_own() -> None:
-    shown = charts(ROWS)
+    shown = main_charts(ROWS)
     assert {c.title: list(c.series) for c in shown} == {
         "Reward": ["reward/mean", "reward/task"],
         "Held-out accuracy": ["validation/greedy/accuracy"],
@@ -48,12 +48,12 @@ def test_a_held_out_reward_that_is_the_accuracy_again_has_no_chart_of_its_own() 
     rows = [{"step": step, "validation/a/accuracy": 0.5, "validation/a/reward_mean": 0.5} for step in range(3)]
     graded = [{"step": step, "validation/a/reward_mean": 7.0} for step in range(3)]
     both = [row | {"validation/a/reward_mean": 1.5} for row in rows]
-    found = [[chart.title for chart in charts(each)] for each in (rows, graded, both)]
+    found = [[chart.title for chart in main_charts(each)] for each in (rows, graded, both)]
     assert found == [["Held-out accuracy"], ["Held-out reward"], ["Held-out accuracy", "Held-out reward"]]
 
 
 def test_points_are_by_step_and_finite() -> None:
-    lines = series(ROWS)
+    lines = metric_series(ROWS)
     assert lines["validation/greedy/accuracy"] == [(0, 0.4), (2, 0.9)]
     assert lines["actor/entropy"] == [(2, 1.0)]
     assert "note" not in lines
@@ -62,7 +62,7 @@ def test_points_are_by_step_and_finite() -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 40))
 def test_thinning_keeps_the_extremes_the_ends_and_the_order(values: list[float], limit: int) -> None:
     points = list(enumerate(values))
-    kept = thin(points, limit)
+    kept = thin_points(points, limit)
     assert kept == sorted(set(kept))
     assert set(kept) <= set(points)
     assert len(kept) <= limit + 2
@@ -71,7 +71,7 @@ def test_thinning_keeps_the_extremes_the_ends_and_the_order(values: list[float],
 
 
 def test_the_png_is_written(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for row in ROWS:
         metrics.append(int(row["step"]), {k: v for k, v in row.items() if k != "step"})
     path = write_curves(tmp_path)

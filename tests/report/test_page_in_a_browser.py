@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish.report.page import write_report
-from burnish.run.metrics import Metrics
+from burnish.report.html_report import write_report
+from burnish.run.metrics import MetricsFile
 from burnish.run.samples import write_samples
 from tests.report.browser import Browser, find
 
@@ -64,7 +64,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.mkdir()
     (run / "config.yaml").write_text("seed: 0\n")
     (run / "log.txt").write_text("2026-01-01 10:00:00  words\n")
-    metrics = Metrics(run / "metrics.jsonl")
+    metrics = MetricsFile(run / "metrics.jsonl")
     lines = [{"step": s, "reward/mean": s / 50, "actor/entropy": 1 / s} for s in range(1, 51)]
     metrics.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     noise = np.random.default_rng(0)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from burnish.report import curves
-from burnish.report.page import static
+from burnish.report.html_report import static_file
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
 
 
 def computed(*expressions: str) -> list[Any]:
     """The values of expressions that use the functions of scale.js."""
-    script = f"{static('scale.js')}\nconsole.log(JSON.stringify([{', '.join(expressions)}]))"
+    script = f"{static_file('scale.js')}\nconsole.log(JSON.stringify([{', '.join(expressions)}]))"
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
     found: list[Any] = json.loads(done.stdout)
     return found
@@ -46,11 +46,11 @@ def test_the_nearest_point_and_those_in_sight_with_one_more_at_each_side() -> No
 def test_ticks_are_those_of_the_drawn_page_and_powers_on_a_logarithmic_scale() -> None:
     spans = [(0.0, 1.0), (0.0, 150.0), (-2.0, 2.0), (0.017, 0.93)]
     for (low, high), found in zip(spans, computed(*(f"ticks({a}, {b}, 4)" for a, b in spans)), strict=True):
-        assert found == pytest.approx(curves.ticks(low, high))
+        assert found == pytest.approx(curves.axis_ticks(low, high))
     few, many, narrow = computed("logTicks(0.5, 30)", "logTicks(1e-9, 10)", "logTicks(2.1, 3.9)")
     assert few == pytest.approx([1, 10])
     assert many == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
-    assert narrow == pytest.approx(curves.ticks(2.1, 3.9))
+    assert narrow == pytest.approx(curves.axis_ticks(2.1, 3.9))
 
 
 def test_a_logarithmic_scale_has_only_what_is_above_zero() -> None:

@@ -1,26 +1,45 @@
+""""""
+
 from __future__ import annotations
 
 import importlib.util
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.config.data import Reward, Source
 from burnish.config.errors import UserError
+from burnish.data.row import Row
+from burnish.data.row_formats import read_rows
+from burnish.rewards.score_types import ScoreRequest
+from burnish.rewards.scoring import Rewards
 from burnish.rewards.verifiers import (
+    LANGUAGE_SCRIPTS,
     NEEDS_ANSWER,
+    PUBLISHED_RULES,
     VERIFIERS,
     check_verifier,
     choice,
+    count_words_by_script,
     exact,
-    format,
+    format_verifier,
+    language,
     last_boxed,
     last_number,
-    math,
-    needs_answer,
+    math_verifier,
     number,
+    qa,
+    row_verifier,
+    rule_scores,
+    rule_total,
+    think_format,
+    verifier_needs_answer,
 )
+from burnish.rewards.verifiers import row_verifier as judge
 
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 
@@ -89,7 +108,7 @@ def test_a_missing_expected_answer_is_an_error_not_something_to_match(name, miss
 
 def test_verifiers_say_whether_they_need_an_answer():
     without = ["format", "language", "row", "task", "think_format"]
-    assert sorted(name for name in VERIFIERS if not needs_answer(name)) == without
+    assert sorted(name for name in VERIFIERS if not verifier_needs_answer(name)) == without
     assert all(VERIFIERS[name]("x", None, {}, **o) == 0.0 for name, o in (("format", {}), ("think_format", {})))
 
 
@@ -147,16 +166,16 @@ def test_a_choice_that_is_no_letter_is_an_error():
 
 
 def test_format_is_r1_by_default():
-    assert format("<think>a</think><answer>4</answer>", "4", {}) == 1.0
-    assert format("\n<think>a\nb</think>\n<answer>4</answer>\n", "4", {}) == 1.0
-    assert format("<answer>4</answer>", "4", {}) == 0.0
-    assert format("<think>a</think><answer>4</answer><answer>4</answer>", "4", {}) == 0.0
-    assert format("<think>a<think>b</think></think><answer>4</answer>", "4", {}) == 0.0
-    assert format("<answer>4</answer><think>a</think>", "4", {}) == 0.0
-    assert format("<think> \n</think><answer>4</answer>", "4", {}) == 0.0
-    assert format("<think>a</think> so <answer>4</answer>", "4", {}) == 0.0
-    assert format("ab\ncd", "", {}, pattern="ab.*cd") == 1.0
-    assert format("xab cd", "", {}, pattern="ab.*cd") == 0.0
+    assert format_verifier("<think>a</think><answer>4</answer>", "4", {}) == 1.0
+    assert format_verifier("\n<think>a\nb</think>\n<answer>4</answer>\n", "4", {}) == 1.0
+    assert format_verifier("<answer>4</answer>", "4", {}) == 0.0
+    assert format_verifier("<think>a</think><answer>4</answer><answer>4</answer>", "4", {}) == 0.0
+    assert format_verifier("<think>a<think>b</think></think><answer>4</answer>", "4", {}) == 0.0
+    assert format_verifier("<answer>4</answer><think>a</think>", "4", {}) == 0.0
+    assert format_verifier("<think> \n</think><answer>4</answer>", "4", {}) == 0.0
+    assert format_verifier("<think>a</think> so <answer>4</answer>", "4", {}) == 0.0
+    assert format_verifier("ab\ncd", "", {}, pattern="ab.*cd") == 1.0
+    assert format_verifier("xab cd", "", {}, pattern="ab.*cd") == 0.0
 
 
 @needs_math
@@ -178,7 +197,7 @@ def test_format_is_r1_by_default():
     ],
 )
 def test_math_compares_expressions(completion, answer, expected):
-    assert math(completion, answer, {}) == expected
+    assert math_verifier(completion, answer, {}) == expected
 
 
 @needs_math
@@ -187,7 +206,7 @@ def test_math_compares_expressions(completion, answer, expected):
 )
 def test_math_refuses_an_expected_answer_it_cannot_parse(answer, said):
     with pytest.raises(ValueError, match=said):
-        math("4", answer, {})
+        math_verifier("4", answer, {})
 
 
 def test_options_are_checked_before_a_run():
@@ -203,3 +222,194 @@ def test_missing_math_verify_is_named_before_a_run(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'burnish\[math\]'"):
         check_verifier("math", {}, "reward.parts[0]")
+
+
+# --- The verifiers think_format, language and rule_scores (ALGORITHMS.md 10.1 and 10.2).
+
+GOOD = "<think>a</think><answer>4</answer>"
+
+
+def test_the_worked_format_scores():
+    assert number(GOOD, "4", {}) + think_format(GOOD, "4", {}) == 2.0
+    assert (number("<answer>4</answer>", "4", {}), think_format("<answer>4</answer>", "4", {})) == (1.0, 0.0)
+    assert think_format(GOOD + "<answer>4</answer>", "4", {}) == 0.0
+
+
+def test_a_prompt_that_opened_the_thinking_is_counted_in():
+    opened = GOOD.removeprefix("<think>")
+    assert think_format(opened, "4", {}) == 0.0
+    assert think_format(opened, "4", {}, opened=True) == 1.0
+    assert think_format(GOOD, "4", {}, opened=True) == 0.0
+    assert think_format("</think><answer>4</answer>", "4", {}, opened=True) == 0.0
+
+
+def test_the_worked_language_shares():
+    assert language("你好世界 hello", None, {}, target="zh") == 0.8
+    assert language("你好世界 hello", None, {}, target="en") == 0.2
+
+
+def test_only_the_thinking_counts_whether_or_not_it_was_opened_or_closed():
+    assert language("<think>one two</think>你好", None, {}, target="en") == 1.0
+    assert language("one two</think>你好", None, {}, target="en") == 1.0
+    assert language("<think>one 你", None, {}, target="en") == 0.5
+
+
+def test_what_is_no_prose_is_no_word():
+    assert language("", None, {}, target="zh") == 1.0
+    assert language("12 + 3 = 15!", None, {}, target="zh") == 1.0
+    text = r"好 $x+y$ $$a b$$ \(c\) \[d\] \frac{1}{2} \boxed{abc} `code` \begin{align}a&b\end{align} 7"
+    assert language(text, None, {}, target="zh") == 1.0
+    assert language("好\n```python\nprint(x)\n```\n好", None, {}, target="zh") == 1.0
+    assert language("好 ```print(x)", None, {}, target="zh") == 1.0
+    assert language("好 costs $5, not six", None, {}, target="zh") == 0.25
+
+
+def test_words_are_counted_by_script():
+    assert dict(count_words_by_script("über Straße привет слово")) == {"LATIN": 2, "CYRILLIC": 2}
+    assert dict(count_words_by_script("こんにちは カー 日々")) == {"HIRAGANA": 5, "KATAKANA": 2, "CJK": 2}
+    assert dict(count_words_by_script("नमस्ते दुनिया")) == {"DEVANAGARI": 2}  # vowel signs do not end a word
+    assert language("日本のカー", None, {}, target="ja") == 1.0
+    assert language("안녕 세계 a", None, {}, target="ko") == pytest.approx(2 / 3)
+    assert language("ｆｕｌｌ width", None, {}, target="en") == 1.0
+
+
+@given(st.text(max_size=100), st.sampled_from(sorted(LANGUAGE_SCRIPTS)))
+def test_a_share_is_a_share_for_any_text(text, target):
+    assert 0.0 <= language(text, None, {}, target=target) <= 1.0
+
+
+@pytest.mark.parametrize("part", [r"\(", r"\[", r"\begin{", r"\boxed{"])
+def test_openings_that_nobody_closes_cost_one_pass(part):
+    assert language(part * 30000, None, {}, target="zh") == 1.0
+
+
+def test_the_totals_of_the_published_rules():
+    right, wrong, silent, bare = GOOD, GOOD.replace("4", "5"), GOOD.replace("4", " "), "<answer>4</answer>"
+
+    def totals(rule):
+        return [rule_scores(text, "4", {}, rule=rule) for text in (right, wrong, silent, bare)]
+
+    assert totals("logic_rl") == [3.0, -0.5, -1.0, -3.0]
+    assert totals("simple_rl") == [1.0, -0.5, -1.0, 1.0]
+    assert totals("deepscaler") == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_rule_asks_the_checker_it_is_told():
+    text = "<think>a</think><answer>(b)</answer>"
+    assert rule_scores(text, "B", {}, rule="simple_rl", checker="choice") == 1.0
+    assert rule_scores(text, "B", {}, rule="simple_rl", checker="exact") == -0.5
+    assert rule_scores("so 4", "4", {}, rule="simple_rl") == -1.0  # a number in passing is no answer
+    assert rule_scores("<think>4</think><answer> </answer>", "4", {}, rule="deepscaler") == 0.0
+
+
+@pytest.mark.parametrize("rule", PUBLISHED_RULES)
+def test_a_rule_pays_one_or_more_only_for_right(rule):
+    for answered in (False, True):
+        for formatted in (False, True):
+            assert rule_total(rule, False, answered, formatted) < 1
+    assert rule_total(rule, True, True, True) >= 1
+
+
+def test_language_and_rule_options_are_checked_before_a_run():
+    check_verifier("language", {"target": "zh"}, "here")
+    check_verifier("rule_scores", {"rule": "logic_rl", "checker": "exact"}, "here")
+    with pytest.raises(UserError, match=r"here: the option 'target' is missing \(one of: ar, "):
+        check_verifier("language", {}, "here")
+    with pytest.raises(UserError, match="here: target 'xx' is unknown"):
+        check_verifier("language", {"target": "xx"}, "here")
+    with pytest.raises(UserError, match=r"rule 'logic' is unknown \(one of: simple_rl, logic_rl, deepscaler\)"):
+        check_verifier("rule_scores", {"rule": "logic"}, "here")
+    with pytest.raises(UserError, match="checker 'task' is unknown"):
+        check_verifier("rule_scores", {"rule": "logic_rl", "checker": "task"}, "here")
+    with pytest.raises(UserError, match="did you mean 'opened'"):
+        check_verifier("think_format", {"open": True}, "here")
+
+
+def test_a_rule_with_the_math_checker_needs_math_verify(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'burnish\[math\]'"):
+        check_verifier("rule_scores", {"rule": "simple_rl", "checker": "math"}, "here")
+
+
+# --- Short answers (`qa`) and the verifier that asks the row which one to use (`row`).
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "em", "f1"),
+    [
+        ("So <answer>The Beatles!</answer>", ["beatles"], 1.0, 1.0),
+        ("\\boxed{New York City}", ["New York", "NYC"], 0.0, 0.8),
+        ("14 December 1972", ["14 December 1972 UTC", "December 1972"], 0.0, 6 / 7),
+        ("<answer></answer>", ["x"], 0.0, 0.0),
+        ("no idea", ["Paris"], 0.0, 0.0),
+        ("<answer>!!!</answer>", ["!!!"], 1.0, 1.0),
+        ("<answer>the</answer>", ["The The"], 0.0, 2 / 3),
+        ("<answer>wrong</answer> or <answer>Right</answer>", "right", 1.0, 1.0),
+    ],
+)
+def test_short_answers_are_compared_as_words(completion: str, answer: Any, em: float, f1: float) -> None:
+    assert qa(completion, answer, {}) == em
+    assert qa(completion, answer, {}, metric="f1") == pytest.approx(f1)
+
+
+def test_an_empty_expected_answer_raises() -> None:
+    with pytest.raises(ValueError, match="no expected answer"):
+        qa("x", [" "], {})
+    with pytest.raises(UserError, match="metric 'bleu' is unknown"):
+        check_verifier("qa", {"metric": "bleu"}, "here")
+
+
+def test_a_row_may_name_its_own_verifier() -> None:
+    assert row_verifier("<answer>Paris.</answer>", ["paris"], {"verifier": "qa"}) == 1.0
+    assert row_verifier("it is 7", "7", {"verifier": "number"}) == 1.0
+    assert row_verifier("it is 8", "7", {"verifier": "number"}) == 0.0
+    with pytest.raises(ValueError, match="'rows' is not one of"):
+        row_verifier("x", "y", {"verifier": "rows"})
+
+
+def test_rows_of_several_verifiers_are_scored_by_one_part() -> None:
+    requests = [
+        ScoreRequest("a/0", "q", "#### 7", "gsm8k", "7", {"verifier": "number"}),
+        ScoreRequest("a/1", "q", "<answer>Paris</answer>", "nq", ["paris"], {"verifier": "qa"}),
+        ScoreRequest("a/2", "q", "London", "nq", ["paris"], {"verifier": "qa"}),
+    ]
+    with Rewards(Reward.model_validate({"parts": ["row"], "workers": 1})) as rewards:
+        assert [score.accuracy for score in rewards.score(requests)] == [1.0, 1.0, 0.0]
+        with pytest.raises(UserError, match="needs a column 'verifier'"):
+            rewards.check([Row("b/0", "q", "b", "7")])
+
+
+# --- The published data sets with their own verifiers: the published answer is right, and no answer is not.
+
+SHARED = Path(__file__).parents[2] / "../shared/data"
+FILES = {
+    "gsm8k": "gsm8k_test.jsonl",
+    "math": "math_train_rllm.json",
+    "math500": "math500.jsonl",
+    "aime24": "aime2024_orz.json",
+    "amc": "amc_rllm.json",
+    "deepscaler": "deepscaler_sub_1209.parquet",
+    "nq": "nq_open_validation.jsonl",
+    "hotpotqa": "hotpotqa_dev_simplified.json",
+    "countdown": "countdown_rg_400.jsonl",
+}
+
+
+def answered(row: Row) -> str:
+    """A completion that gives the published answer as its prompt asks for it."""
+    if row.extra["verifier"] == "task":
+        return f"<answer>{row.extra['solution']}</answer>"
+    if row.extra["verifier"] == "qa":
+        return f"Let me see. <answer>{row.answer[-1]}</answer>"
+    return f"So it is $\\boxed{{{row.answer}}}$."
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the published data sets are not here")
+@pytest.mark.parametrize("name", FILES)
+def test_published_answers_are_right_and_none_is_wrong(name: str) -> None:
+    rows = read_rows(Source(path=str(SHARED / FILES[name]), shape=name, limit=40))
+    if rows[0].extra["verifier"] == "math" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed")
+    for row in rows:
+        assert judge(answered(row), row.answer, row.extra) == 1.0, row.id
+        assert judge("I do not know.", row.answer, row.extra) == 0.0, row.id

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from burnish.algorithms.spec import Replay
 from burnish.config.errors import UserError
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
-from burnish.rollout.replay import FILE, ReplayStore, group_of
-from burnish.rollout.scoring import RolloutBatch, interleaved
+from burnish.rollout.replay import REPLAY_FILE, ReplayStore, group_id_of
+from burnish.rollout.scoring import RolloutBatch, interleave_groups
 
 
 def sample(prompt: str, number: int, version: int, reward: float | None = 1.0) -> Trajectory:
@@ -175,7 +175,7 @@ def test_an_empty_store_is_saved_and_a_checkpoint_without_one_is_an_error(tmp_pa
         store.load(tmp_path)
     for content in store.contents():
         content.write(tmp_path)
-    assert (tmp_path / FILE).is_file()
+    assert (tmp_path / REPLAY_FILE).is_file()
     store.load(tmp_path)
     assert store.entries == []
 
@@ -197,10 +197,10 @@ def test_whatever_happens_nothing_is_used_more_often_or_older_than_was_said(
     for number, count in enumerate(drawn, 1):
         back = store.take(number, wanted)
         fresh = [t for k in range(count) for t in group(f"{number}-{k}", number - 1)]
-        assert len({group_of(t.id) for t in back}) <= wanted
+        assert len({group_id_of(t.id) for t in back}) <= wanted
         assert all(number - 1 - int(t.sequences[0].version[1]) <= rules.max_age for t in back)
-        assert all(t.metadata["use"] == used[group_of(t.id)] for t in back)
-        used.update({group_of(t.id) for t in [*fresh, *back]})
+        assert all(t.metadata["use"] == used[group_id_of(t.id)] for t in back)
+        used.update({group_id_of(t.id) for t in [*fresh, *back]})
         store.learnt(number, scored(fresh, back), [t.id for t in [*fresh, *back]])
         assert len(store.entries) <= capacity
     assert max(used.values(), default=0) <= uses
@@ -209,7 +209,7 @@ def test_whatever_happens_nothing_is_used_more_often_or_older_than_was_said(
 def test_groups_that_come_back_are_spread_evenly_and_stay_whole() -> None:
     fresh = [t for p in "abcdef" for t in group(p, 0)]
     back = [t for p in "xyz" for t in group(p, 0)]
-    order = [t.prompt_id for t in interleaved(fresh, back)]
+    order = [t.prompt_id for t in interleave_groups(fresh, back)]
     assert order == [p for p in "axbcydezf" for _ in range(2)]
-    assert interleaved(fresh, []) == fresh
-    assert interleaved([], back) == back
+    assert interleave_groups(fresh, []) == fresh
+    assert interleave_groups([], back) == back

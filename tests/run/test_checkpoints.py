@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.run.checkpoint.checkpoints import MANIFEST, Checkpoints, damage
-from burnish.run.checkpoint.contents import Blob, Snapshot, Sums
+from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints, checkpoint_damage
+from burnish.run.checkpoint.snapshot import BytesFile, Checksums, Snapshot
 
 
 def snapshot(text: str) -> Snapshot:
-    return Snapshot([Blob("model.safetensors", text)], [Blob("state/trainer.json", "{}")])
+    return Snapshot([BytesFile("model.safetensors", text)], [BytesFile("state/trainer.json", "{}")])
 
 
 def steps(checkpoints: Checkpoints) -> list[int]:
@@ -31,7 +31,7 @@ def test_a_checkpoint_is_written_and_found(tmp_path: Path) -> None:
     latest = checkpoints.latest()
     assert latest is not None
     assert (latest.path, latest.step, latest.score) == (path, 50, 0.5)
-    files = json.loads((path / MANIFEST).read_text())["files"]
+    files = json.loads((path / MANIFEST_FILE).read_text())["files"]
     assert {name: entry["of"] for name, entry in files.items()} == {
         "model.safetensors": "model",
         "state/trainer.json": "state",
@@ -135,7 +135,7 @@ def test_a_writer_that_fails_changes_nothing(tmp_path: Path) -> None:
     checkpoints.write(1, snapshot("w"))
 
     class Fails:
-        def write(self, folder: Path) -> Sums:
+        def write(self, folder: Path) -> Checksums:
             (folder / "half").write_text("x")
             raise OSError("disk full")
 
@@ -152,7 +152,7 @@ def test_nothing_is_removed_before_the_new_one_is_in_place(tmp_path: Path, monke
 
     def watch(path: Path) -> None:
         removed.append(path.name)
-        assert damage(tmp_path / "step-000002") is None
+        assert checkpoint_damage(tmp_path / "step-000002") is None
 
     monkeypatch.setattr("burnish.run.checkpoint.checkpoints.remove", watch)
     checkpoints.write(2, snapshot("w"))
@@ -172,7 +172,7 @@ def lose_file(path: Path) -> None:
 
 
 def lose_manifest(path: Path) -> None:
-    (path / MANIFEST).unlink()
+    (path / MANIFEST_FILE).unlink()
 
 
 @pytest.mark.parametrize(
@@ -227,4 +227,4 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints.write(1, snapshot("old"))
     path = checkpoints.write(1, snapshot("new one"))
     assert (path / "model.safetensors").read_text() == "new one"
-    assert damage(path) is None
+    assert checkpoint_damage(path) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.run.display import Display, Panel, View, duration, summarise
+from burnish.run.display import Display, ProgressPanel, ProgressView, format_duration, headline_numbers
 
 VALUES = {
     "reward/mean": 0.5,
@@ -96,8 +96,8 @@ def test_what_happens_in_a_validation_is_not_told_as_the_next_step(tmp_path: Pat
 
 
 def test_the_live_view_has_the_held_out_figure_on_a_line_of_its_own() -> None:
-    view = View(values=[("reward", "0.500")], held_out="held-out accuracy 0.250 at step 50 (greedy)")
-    lines = [line.plain.strip() for line in Panel(view).lines(80)]
+    view = ProgressView(values=[("reward", "0.500")], held_out="held-out accuracy 0.250 at step 50 (greedy)")
+    lines = [line.plain.strip() for line in ProgressPanel(view).lines(80)]
     assert "reward 0.500" in lines
     assert "held-out accuracy 0.250 at step 50 (greedy)" in lines
 
@@ -198,10 +198,10 @@ def test_text_the_stream_cannot_spell_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_summary_takes_what_is_there() -> None:
-    assert summarise({"sft/loss": 1, "other": 2}) == {"loss": 1.0}
-    assert summarise({"reward/mean": "nan"}) == {}
+    assert headline_numbers({"sft/loss": 1, "other": 2}) == {"loss": 1.0}
+    assert headline_numbers({"reward/mean": "nan"}) == {}
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m"), (-3, "0s")])
 def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from burnish.run.display import Panel, View, spark
-from tests.run.terminal import Screen, record
+from burnish.run.display import ProgressPanel, ProgressView, sparkline
+from tests.run.small_terminal import Screen, record
 
 SCRIPT = """
 import sys
@@ -74,30 +74,30 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [10, 23, 40, 77, 300])
 def test_no_line_of_the_panel_is_wider_than_the_terminal(width: int) -> None:
     values = [(f"label-{k}", "1,234.5") for k in range(12)]
-    view = View(
+    view = ProgressView(
         "模" * 300, 123456, 1000000, "12h03m, 240h00m left", values, [k % 9 for k in range(999)], "reward", "p" * 99
     )
-    for line in Panel(view).lines(width):
+    for line in ProgressPanel(view).lines(width):
         assert cell_len(line.plain) <= width
 
 
 def test_the_course_of_a_number_is_drawn_from_its_lowest_to_its_highest() -> None:
-    assert spark([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert spark([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
-    assert spark([1.0, 1.0, float("nan")], 10) == "▁▁"
-    assert spark([1.0], 10) == ""
-    assert len(spark(list(range(1000)), 30)) == 30
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
+    assert sparkline([1.0, 1.0, float("nan")], 10) == "▁▁"
+    assert sparkline([1.0], 10) == ""
+    assert len(sparkline(list(range(1000)), 30)) == 30
 
 
 def test_a_run_that_grows_slower_is_judged_by_its_last_steps(tmp_path: Path) -> None:
     import io
 
-    from burnish.run.display import SPEED_OVER, Display
+    from burnish.run.display import SPEED_WINDOW, Display
 
     now, stream = [0.0], io.StringIO()
     display = Display(tmp_path / "log.txt", stream, lambda: now[0])
     display.start("grpo", 2000)
-    for step in range(1, 1001 + SPEED_OVER):
+    for step in range(1, 1001 + SPEED_WINDOW):
         now[0] += 1.0 if step <= 1000 else 10.0
         display.step(step, {"reward/mean": 0.5})
     assert stream.getvalue().splitlines()[-1].endswith("left 2h38m")  # 950 steps of ten seconds

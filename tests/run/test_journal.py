@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
 from burnish.run import durable_files
-from burnish.run.journal import Journal, decode
+from burnish.run.journal import Journal, decode_record
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("drawn", {"step": 1, "ids": ["a", "b"]}),
@@ -79,7 +79,7 @@ def test_a_changed_byte_is_never_replayed_as_truth(
     content[position] ^= flip
     line = bytes(content[:position]).count(b"\n")
     (folder / "events.jsonl").write_bytes(bytes(content))
-    original = [decode(text) for text in written(tmp_path_factory.mktemp("copy")).splitlines()]
+    original = [decode_record(text) for text in written(tmp_path_factory.mktemp("copy")).splitlines()]
     try:
         events = Journal(folder).events
     except UserError as error:

@@ -14,7 +14,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.run.durable_files import folder_id
 from burnish.run.journal import Journal
-from burnish.run.run_directory import RunDirectory, flatten, kept_configs
+from burnish.run.run_directory import RunDirectory, earlier_configs, flatten_keys
 
 CONFIG = "seed: 0\ntraining:\n  steps: 10\n  optimizer: {lr: 0.1}\n"
 OTHER = CONFIG.replace("seed: 0", "seed: 1")
@@ -129,7 +129,7 @@ def test_a_reader_needs_no_lock(tmp_path: Path) -> None:
 
 
 def test_flattening_uses_dotted_names() -> None:
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
+    assert flatten_keys({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
 
 
 def test_a_run_that_was_claimed_but_never_began_vanishes(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_what_may_change_is_told_and_the_config_before_is_kept(tmp_path: Path) -
     with RunDirectory.create(tmp_path, "r", second) as run:
         assert [change.key for change in run.changes] == ["training.steps"]
         assert run.config.read_text() == second
-    assert [path.name for path in kept_configs(run.path)] == ["config.1.yaml", "config.2.yaml"]
-    assert kept_configs(run.path)[0].read_text() == first
+    assert [path.name for path in earlier_configs(run.path)] == ["config.1.yaml", "config.2.yaml"]
+    assert earlier_configs(run.path)[0].read_text() == first
     journal = Journal(tmp_path / "r" / "journal")
     assert [event["event"] for event in journal.events] == [
         "forgotten"

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.run.samples import COLUMNS, read_samples, sample_files, write_samples
+from burnish.run.samples import (
+    SAMPLE_COLUMNS,
+    WORST_TOKEN_COLUMNS,
+    WorstTokensFile,
+    read_samples,
+    read_worst_tokens,
+    sample_files,
+    write_samples,
+)
 
 
 def row(**changes: object) -> dict[str, object]:
@@ -40,7 +49,7 @@ def test_rows_read_back_with_step_and_kind(tmp_path: Path) -> None:
     path = write_samples(tmp_path, 10, "train", [row(), row(sample=1, reward=None, error="Traceback")])
     assert path.name == "train-000010.parquet"
     first, second = read_samples(tmp_path)
-    assert list(first) == list(COLUMNS)
+    assert list(first) == list(SAMPLE_COLUMNS)
     assert first == row() | {"step": 10, "kind": "train", "parts": '{"task": 1.0}', "extra": '{"mine/expected": "7"}'}
     assert second["reward"] is None
     assert second["error"] == "Traceback"
@@ -84,3 +93,76 @@ def test_values_of_tokens_read_back_with_their_gaps(tmp_path: Path) -> None:
     first, second = read_samples(tmp_path)
     assert (first["advantages"], first["gap"], first["finish"]) == ([0.5, None], [-0.25, 0.125], "length")
     assert (second["advantages"], second["gap"], second["finish"]) == (None, None, None)
+
+
+# --- worst_tokens.jsonl: what is appended is what is read, a run that goes on cuts what came after.
+
+
+def token_row(**changes: Any) -> dict[str, Any]:
+    return {
+        "group": "p7#0",
+        "sample": 3,
+        "position": 12,
+        "token": 5,
+        "before": "2",
+        "text": "1",
+        "after": ">",
+        "behaviour_logp": -0.1,
+        "trainer_logp": -1.5,
+        "gap": -1.4,
+        "weight": None,
+    } | changes
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> WorstTokensFile:
+    return WorstTokensFile(tmp_path / "worst_tokens.jsonl")
+
+
+def test_rows_read_back_with_their_step_in_the_order_of_the_columns(tokens: WorstTokensFile) -> None:
+    tokens.append(2, [token_row(), token_row(weight=0.0, text='a\n\r\u2028"b\ud800')])
+    tokens.append(3, [token_row()])
+    first, second, third = read_worst_tokens(tokens.path)
+    assert list(first) == list(WORST_TOKEN_COLUMNS)
+    assert first == {"step": 2, **token_row()}
+    assert (second["weight"], second["text"]) == (0.0, 'a\n\r\u2028"b?')
+    assert third["step"] == 3
+
+
+def test_a_step_without_rows_leaves_nothing(tokens: WorstTokensFile) -> None:
+    tokens.append(1, [])
+    tokens.sync()
+    tokens.truncate_after(0)
+    assert read_worst_tokens(tokens.path) == []
+    assert not tokens.path.exists()
+
+
+def test_a_run_that_goes_on_drops_later_steps_and_a_torn_line_and_ends_with_the_same_bytes(
+    tokens: WorstTokensFile,
+) -> None:
+    for step in (1, 2, 3):
+        tokens.append(step, [token_row(sample=step), token_row()])
+    whole = tokens.path.read_bytes()
+    tokens.path.write_bytes(whole + b'{"step": 4, "gro')
+    assert len(read_worst_tokens(tokens.path)) == 6, "the last line is still being written"
+    tokens.truncate_after(1)
+    assert [r["step"] for r in read_worst_tokens(tokens.path)] == [1, 1]
+    for step in (2, 3):
+        tokens.append(step, [token_row(sample=step), token_row()])
+    assert tokens.path.read_bytes() == whole
+
+
+def test_a_number_that_json_does_not_have_is_a_mistake_here(tokens: WorstTokensFile) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        tokens.append(1, [token_row(gap=float("nan"))])
+    assert not tokens.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("nonsense", "Expecting value"), ("[1]", "not an object"), ("{}", "no 'step'")]
+)
+def test_a_damaged_line_is_named(tokens: WorstTokensFile, line: str, said: str) -> None:
+    tokens.append(1, [token_row()])
+    tokens.path.write_text(tokens.path.read_text() + line + "\n")
+    with pytest.raises(UserError, match=rf"worst_tokens\.jsonl, line 2: not a row of worst tokens \({said}"):
+        read_worst_tokens(tokens.path)

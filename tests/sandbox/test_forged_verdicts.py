@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from burnish.config.data import Reward
-from burnish.rewards.code import Runner, read_tests
+from burnish.rewards.code_reward import ProgramRunner, parse_tests
+from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.types import ScoreRequest
 
 TESTS = {
     "asserts": ["assert f(20) == 42", "assert set([f(21)]) == set([44]) and isinstance(f(21), int)"],
@@ -73,8 +73,8 @@ RIGHT = {
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    runner = Runner(timeout_s=10.0, memory_gib=1.0)
+def runner() -> Iterator[ProgramRunner]:
+    runner = ProgramRunner(timeout_s=10.0, memory_gib=1.0)
     with runner.sandbox:
         yield runner
 
@@ -128,17 +128,17 @@ RIGHT_BESIDE_HELPERS = {
 @pytest.mark.parametrize(
     "prefix", [PREFIX, PREFIX.partition("    '''Undo")[0], PREFIX + "    if word:\n        pass\n"]
 )
-def test_helpers_that_a_check_uses_are_those_of_the_prompt(runner: Runner, prefix: str) -> None:
-    tests = read_tests({"check": CHECK, "entry_point": "unrotate", "prefix": prefix})
+def test_helpers_that_a_check_uses_are_those_of_the_prompt(runner: ProgramRunner, prefix: str) -> None:
+    tests = parse_tests({"check": CHECK, "entry_point": "unrotate", "prefix": prefix})
     for program in FORGED_HELPERS.values():
         assert runner.outcomes(program, tests, stops_early=True)[0][0].startswith("failed")
     for program in RIGHT_BESIDE_HELPERS.values():
         assert runner.outcomes(program, tests, stops_early=True)[0] == ["passed"]
 
 
-def test_a_helper_that_calls_the_function_under_test_calls_the_programs(runner: Runner) -> None:
-    assert runner.outcomes("    return 2 * x", read_tests(CALLS_BACK), stops_early=True)[0] == ["passed"]
-    assert runner.outcomes("    return 3 * x", read_tests(CALLS_BACK), stops_early=True)[0] == ["failed"]
+def test_a_helper_that_calls_the_function_under_test_calls_the_programs(runner: ProgramRunner) -> None:
+    assert runner.outcomes("    return 2 * x", parse_tests(CALLS_BACK), stops_early=True)[0] == ["passed"]
+    assert runner.outcomes("    return 3 * x", parse_tests(CALLS_BACK), stops_early=True)[0] == ["failed"]
 
 
 SWALLOWING = [  # each passes if Python takes what the function raises for the end of a loop
@@ -166,26 +166,26 @@ COUNT = (
 )
 
 
-def test_an_exception_never_passes_for_the_end_of_a_loop(runner: Runner) -> None:
-    tests = read_tests({"asserts": SWALLOWING, "entry_point": "f"})
+def test_an_exception_never_passes_for_the_end_of_a_loop(runner: ProgramRunner) -> None:
+    tests = parse_tests({"asserts": SWALLOWING, "entry_point": "f"})
     for raised in RAISED:
         got = runner.outcomes(f"def f(x): raise {raised}", tests, stops_early=False)[0]
         assert [outcome.partition(": ")[0] for outcome in got] == ["failed"] * len(SWALLOWING), (raised, got)
-    ends = read_tests({"asserts": ["assert list(f(2)) == [0, 1]"]})
+    ends = parse_tests({"asserts": ["assert list(f(2)) == [0, 1]"]})
     assert runner.outcomes(COUNT, ends, stops_early=False)[0] == ["passed"]
 
 
-def test_a_program_that_ends_is_not_what_a_bare_except_expects(runner: Runner) -> None:
-    tests = read_tests({"asserts": ["try:\n    f(1)\n    ok = False\nexcept:\n    ok = True\nassert ok"]})
+def test_a_program_that_ends_is_not_what_a_bare_except_expects(runner: ProgramRunner) -> None:
+    tests = parse_tests({"asserts": ["try:\n    f(1)\n    ok = False\nexcept:\n    ok = True\nassert ok"]})
     assert runner.outcomes("def f(x): raise ValueError", tests, stops_early=False)[0] == ["passed"]
     for way in ("import os; os._exit(0)", "import os; os.close(3)", "import os; os.write(3, bytes(4096))"):
         assert runner.outcomes(f"def f(x): {way}", tests, stops_early=False)[0][0].startswith("failed")
 
 
 @pytest.mark.parametrize("check", ["def check(f):\n    yield\n    assert 0", "async def check(f):\n    assert 0"])
-def test_a_check_that_would_never_run_is_a_mistake_in_the_data(runner: Runner, check: str) -> None:
+def test_a_check_that_would_never_run_is_a_mistake_in_the_data(runner: ProgramRunner, check: str) -> None:
     with pytest.raises(ValueError, match="calling it does not run it"):
-        runner.outcomes("def f(): pass", read_tests({"check": check, "entry_point": "f"}), stops_early=False)
+        runner.outcomes("def f(): pass", parse_tests({"check": check, "entry_point": "f"}), stops_early=False)
 
 
 def test_a_share_of_the_tests_can_be_the_score() -> None:

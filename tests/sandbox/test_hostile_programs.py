@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from burnish.config.data import Reward
+from burnish.rewards.score_types import Score, ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.types import Score, ScoreRequest
 from tests.sandbox import hostile_programs
-from tests.sandbox.left_behind import settles
+from tests.sandbox.leftovers import settles
 
 MEMORY_GIB = 0.5 + os.getpid() * 1e-8  # in the command lines of our sandboxes, and of nobody else's
 IDLE = 4  # processes of two workers' sandboxes that have nothing to do

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.inference.native.row_engine import NativeEngine
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.app import Api
-from burnish.serve.engine_thread import EngineLoop
-from burnish.serve.http_server import Server, bind, url_of
-from burnish.serve.request_to_engine import Scorer, Served
+from burnish.serve.async_engine import AsyncEngine
+from burnish.serve.http_server import ApiServer, bind_socket, server_url
+from burnish.serve.request_to_engine import ServedModel, TokenScorer
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"
 TEMPLATE = (
@@ -102,10 +102,10 @@ class Running:
 
     model: Any
     tokenizer: Tokenizer
-    served: Served
-    loop: EngineLoop
+    served: ServedModel
+    loop: AsyncEngine
     url: str
-    server: Server
+    server: ApiServer
     log: list[str] = field(default_factory=list)
     _client: openai.OpenAI | None = None
     name: str = NAME
@@ -117,8 +117,8 @@ class Running:
         return self._client.with_options(**options) if options else self._client
 
     @property
-    def engine(self) -> NativeEngine:
-        assert isinstance(self.loop.engine, NativeEngine)
+    def engine(self) -> DenseEngine:
+        assert isinstance(self.loop.engine, DenseEngine)
         return self.loop.engine
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -139,17 +139,19 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     max_rows, max_queue = options.pop("max_rows", 8), options.pop("max_queue", 64)
     max_body, api_key = options.pop("max_body", 2**20), options.pop("api_key", None)
     grace_s, limits = options.pop("grace_s", 20), options.pop("limits", None)
-    served = Served(NAME, tokenizer, model.arch.vocab_size, model.arch.max_positions, options.pop("max_tokens", None))
+    served = ServedModel(
+        NAME, tokenizer, model.arch.vocab_size, model.arch.max_positions, options.pop("max_tokens", None)
+    )
     assert not options
-    loop = EngineLoop(
-        lambda listener: NativeEngine(model, max_rows, tokenizer.decode, listener), max_unfinished=max_rows + max_queue
+    loop = AsyncEngine(
+        lambda listener: DenseEngine(model, max_rows, tokenizer.decode, listener), max_unfinished=max_rows + max_queue
     )
     log: list[str] = []
-    bound = bind("127.0.0.1", 0)
-    server = Server(
-        Api(served, loop, max_body, Scorer(model)), api_key, grace_s, log=log.append, ready="ready", limits=limits
+    bound = bind_socket("127.0.0.1", 0)
+    server = ApiServer(
+        Api(served, loop, max_body, TokenScorer(model)), api_key, grace_s, log=log.append, ready="ready", limits=limits
     )
-    running = Running(model, tokenizer, served, loop, url_of(bound), server, log)
+    running = Running(model, tokenizer, served, loop, server_url(bound), server, log)
     thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()
 

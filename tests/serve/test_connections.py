@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from burnish.serve.connections import Limits, limits_here
+from burnish.serve.connections import ConnectionLimits, process_limits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SHORT = {"model": "tiny", "prompt": [65], "max_tokens": 2}
@@ -46,20 +46,20 @@ def read(connection: socket.socket) -> bytes:
     ids=["nothing", "half of the headers", "half of the body", "half of a chunk"],
 )
 def test_a_request_that_does_not_come_to_its_end_is_closed_in_time(start_server: Any, sent: bytes) -> None:
-    running = start_server(limits=Limits(headers_s=0.2, body_s=0.2))
+    running = start_server(limits=ConnectionLimits(headers_s=0.2, body_s=0.2))
     assert read(connect(running, sent)).startswith(b"HTTP/1.1 408 ")
     running.wait_until(lambda: not running.server.server_state.connections)
     running.wait_until(lambda: running.server.api.intake.num_bytes == 0)
 
 
 def test_the_body_of_a_request_that_was_refused_is_not_waited_for_without_end(start_server: Any) -> None:
-    running = start_server(limits=Limits(body_s=0.2), api_key="sesame-42")
+    running = start_server(limits=ConnectionLimits(body_s=0.2), api_key="sesame-42")
     answer = read(connect(running, HEAD + b"Content-Length: 100\r\n\r\n{"))
     assert answer.startswith(b"HTTP/1.1 401 ")
 
 
 def test_a_connection_is_closed_in_time_where_the_rest_of_a_body_comes_after_the_refusal(start_server: Any) -> None:
-    running = start_server(limits=Limits(headers_s=0.2), api_key="sesame-42")
+    running = start_server(limits=ConnectionLimits(headers_s=0.2), api_key="sesame-42")
     connection = connect(running, HEAD + b"Content-Length: 2\r\n\r\n{")
     assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
     connection.sendall(b"}")
@@ -67,7 +67,7 @@ def test_a_connection_is_closed_in_time_where_the_rest_of_a_body_comes_after_the
 
 
 def test_the_second_request_of_a_connection_has_its_own_time(start_server: Any) -> None:
-    running = start_server(limits=Limits(headers_s=0.2))
+    running = start_server(limits=ConnectionLimits(headers_s=0.2))
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     connection = connect(running, whole)
     assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -76,7 +76,7 @@ def test_the_second_request_of_a_connection_has_its_own_time(start_server: Any) 
 
 
 def test_the_time_of_a_request_ends_when_it_has_come(start_server: Any) -> None:
-    running = start_server(limits=Limits(headers_s=0.2, body_s=0.2))
+    running = start_server(limits=ConnectionLimits(headers_s=0.2, body_s=0.2))
     running.model.gate.clear()
     asking = connect(running, WHOLE)
     running.wait_until(lambda: running.loop.num_unfinished == 1)
@@ -86,7 +86,7 @@ def test_the_time_of_a_request_ends_when_it_has_come(start_server: Any) -> None:
 
 
 def test_idle_connections_make_room_for_those_that_ask(start_server: Any) -> None:
-    running = start_server(limits=Limits(most=20))
+    running = start_server(limits=ConnectionLimits(most=20))
     held = [connect(running) for _ in range(60)]
     running.wait_until(lambda: len(running.server.server_state.connections) == 20)
     assert running.client().completions.create(**SHORT).usage.completion_tokens == 2
@@ -100,11 +100,11 @@ def test_there_are_fewer_connections_than_the_process_may_open_files(
     monkeypatch: pytest.MonkeyPatch, files: int, most: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    assert limits_here().most == most
+    assert process_limits().most == most
 
 
 def test_connections_that_are_being_answered_are_not_closed_for_new_ones(start_server: Any) -> None:
-    running = start_server(limits=Limits(most=3), max_rows=3)
+    running = start_server(limits=ConnectionLimits(most=3), max_rows=3)
     running.model.gate.clear()
     asking = [connect(running, WHOLE) for _ in range(3)]
     running.wait_until(lambda: running.loop.num_unfinished == 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from burnish.config.model import NewModel
-from burnish.models.architecture import from_nothing
+from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def make_sorter(folder: Path) -> Path:
     """The directory of a model that mostly knows how to sort: sure of most tokens, undecided at some, as a trained one is."""
     tokenizer = spelling()
     new = NewModel(hidden_size=32, num_layers=2, num_heads=2, mlp_size=64, max_positions=64)
-    module = Decoder(from_nothing(new, tokenizer.vocab_size))
+    module = Decoder(new_architecture(new, tokenizer.vocab_size))
     initialise(module, 0)
     (folder / "new").mkdir()
     PolicyModel(module, tokenizer, None, "").save(folder / "new")

@@ -10,7 +10,7 @@ import pytest
 
 from burnish.rollout.sync_source import SyncSource
 from burnish.run.journal import Journal
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
 from burnish.training.learner import Learner
 from tests.trainers import test_resume_everything as resuming
@@ -42,7 +42,7 @@ def overrides(request: pytest.FixtureRequest, warm: Path) -> list[str]:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read(folder / "metrics.jsonl") if row["step"] > 0]
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
 
 
 def test_a_run_that_dies_at_every_moment_ends_as_one_that_never_did(

@@ -9,7 +9,7 @@ import pytest
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.trainers.assembly import facts_of
+from burnish.trainers.assembly import diagnosis_facts
 from tests.trainers.sorter import SORTING, with_outliers
 from tests.trainers.tiny import run_of
 
@@ -120,5 +120,5 @@ def test_what_filters_do_to_the_samples_is_known(sorter: Path, tmp_path: Path) -
     for filters in ("[]", "[zero_signal]", "[overlong]", "[zero_signal, positives_only]"):
         for replay in ("null", "{}"):  # what comes back is not looked at
             overrides = [f"algorithm.filters={filters}", f"algorithm.replay={replay}"]
-            found.append(facts_of(load(TrainConfig, tmp_path / "it.yaml", overrides).config).selection)
+            found.append(diagnosis_facts(load(TrainConfig, tmp_path / "it.yaml", overrides).config).selection)
     assert found == ["none", "none", "unlikely", "unlikely", "any", "any", "any", "any"]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.rollout.validation import summary
+from burnish.rollout.validation import validation_metrics
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from tests.trainers.tiny import TINY, run_of
 
 MEASURED = [
@@ -54,7 +54,7 @@ def test_graded_rewards_have_no_accuracy_and_the_best_policy_is_that_of_a_named_
     modes = "validation.modes.greedy={temperature: 1, n: 4}"
     chosen = ["reward.parts=rated.py:rated", modes, f"run.best_by={best_by or 'null'}"]
     run = run_of(tmp_path / "runs", TINY, [*MEASURED, *chosen])
-    rows = read(run / "metrics.jsonl")
+    rows = read_metrics(run / "metrics.jsonl")
     assert [name for row in rows for name in row if "accuracy" in name] == []
     measured = {row["step"]: row[metric] for row in rows if row["step"] > 0}
     assert len(set(measured.values())) > 1, "the policies must differ for the choice to mean anything"
@@ -97,10 +97,10 @@ def test_a_validation_without_an_accuracy_gives_no_score_where_the_reward_has_on
     steps = iter(range(9))
 
     def without(*given: Any) -> dict[str, float]:
-        found = summary(*given)
+        found = validation_metrics(*given)
         return {k: v for k, v in found.items() if k != "accuracy"} if next(steps) in missing else found
 
-    monkeypatch.setattr("burnish.trainers.assembly.summary", without)
+    monkeypatch.setattr("burnish.trainers.assembly.validation_metrics", without)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "judged.py").write_text(JUDGED)
     chosen = [*MEASURED, f"reward.parts={part}", "run.save_every=1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.config.loading import load_small
+from burnish.config.loading import load_shrunk
 from burnish.config.schema import TrainConfig
 from tests.trainers.test_resume import Runner, result
 
@@ -43,7 +43,7 @@ def runner() -> Iterator[Runner]:
 def test_a_method_killed_at_random_moments_ends_as_if_it_had_never_stopped(
     name: str, runner: Runner, tmp_path: Path
 ) -> None:
-    loaded, _ = load_small(TrainConfig, RECIPES / f"{name}.yaml", [*SMALL, *METHODS[name]])
+    loaded, _ = load_shrunk(TrainConfig, RECIPES / f"{name}.yaml", [*SMALL, *METHODS[name]])
     recipe = yaml.safe_dump(loaded.resolved)
     seconds = runner.finish(_folder(tmp_path / "unbroken", recipe))
     expected = result(tmp_path / "unbroken")

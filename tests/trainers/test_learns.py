@@ -11,7 +11,7 @@ import pytest
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -22,7 +22,7 @@ def train(recipe: str, folder: Path, *overrides: str) -> list[dict]:
     loaded = load(TrainConfig, RECIPES / recipe, [f"run.directory={folder}", "model.device=cpu", *overrides])
     with checked_run(loaded.config, loaded.resolved, loaded.base, "run") as (parts, run):
         assert execute(parts, run)
-        return read(run.directory.metrics)
+        return read_metrics(run.directory.metrics)
 
 
 def test_reward_rises_and_engine_and_learner_agree(tmp_path: Path) -> None:

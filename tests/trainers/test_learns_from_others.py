@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from burnish.data.tasks.sort_digits import SortDigits
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from tests.trainers.tiny import run_of
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,9 @@ def accuracies(folder: Path, student: Path, *overrides: str) -> tuple[float, flo
     """Held-out accuracy before and after."""
     run = run_of(folder, TEXT, ["model.new=null", f"model.path={student}", *overrides])
     found = [
-        row["validation/greedy/accuracy"] for row in read(run / "metrics.jsonl") if "validation/greedy/accuracy" in row
+        row["validation/greedy/accuracy"]
+        for row in read_metrics(run / "metrics.jsonl")
+        if "validation/greedy/accuracy" in row
     ]
     return found[0], found[-1]
 

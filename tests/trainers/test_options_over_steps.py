@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from tests.trainers.tiny import TINY, run_of
 
 PPO = ["algorithm=ppo", "algorithm.kl={reward: {coef: 0}, reference: none}"]
@@ -113,7 +113,10 @@ Outcome = tuple[list[dict[str, Any]], dict[str, list[float]]]
 def finished(folder: Path, warm: Path, overrides: list[str]) -> Outcome:
     """What a run logged at every step, without times, and the weights it ended with."""
     folder = run_of(folder, TINY, ["model.new=null", f"model.path={warm}", *overrides])
-    rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(folder / "metrics.jsonl")]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
     (last,) = (folder / "checkpoints").glob("step-*")
     return rows, {name: t.flatten().tolist() for name, t in load_file(last / "model.safetensors").items()}
 

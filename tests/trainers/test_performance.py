@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from burnish.rollout.scoring import RolloutBatch
-from burnish.run.display import summarise
-from burnish.run.metrics import MEASURED, read
-from burnish.trainers.performance import rate_values, rollout_rate, time_values
-from burnish.training.meter import Reading, memory_values
+from burnish.run.display import headline_numbers
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
+from burnish.trainers.performance import rollout_throughput, throughput_metrics, time_metrics
+from burnish.training.meter import MeterReading, memory_metrics
 from tests.trainers.tiny import TINY, run_of
 
-READING = Reading(
+READING = MeterReading(
     {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "communication": 0.25, "other": 0.25},
     8000,
     4 * 10**12,
@@ -23,33 +23,33 @@ READING = Reading(
 
 
 def test_the_split_of_the_learning_phase_adds_up() -> None:
-    values = time_values(READING, 5.0)
+    values = time_metrics(READING, 5.0)
     assert values["time/learn_s"] == 5.0
     assert values["time/other_s"] == 1.25  # the learner's own, and what lies between its calls
     assert sum(value for name, value in values.items() if name != "time/learn_s") == 5.0
 
 
 def test_rates_are_over_the_learners_own_time() -> None:
-    values = rate_values(READING, 10e12)
+    values = throughput_metrics(READING, 10e12)
     assert values["performance/learn_tokens_per_s"] == 2000
     assert values["performance/tflops_per_s"] == pytest.approx(1.5)
     assert values["performance/mfu"] == pytest.approx(0.1)
     assert values["performance/hfu"] == pytest.approx(0.15)
-    assert summarise(values) == {"mfu": pytest.approx(0.1)}
+    assert headline_numbers(values) == {"mfu": pytest.approx(0.1)}
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert rate_values(READING, None).keys() == {"performance/learn_tokens_per_s", "performance/tflops_per_s"}
-    unknown = Reading(READING.seconds, 8000, None, None)
-    assert rate_values(unknown, 10e12).keys() == {"performance/learn_tokens_per_s"}
-    assert rate_values(Reading(), 10e12) == {}
-    assert rollout_rate(RolloutBatch([], [], 0.0, 0.0)) == {}
+    assert throughput_metrics(READING, None).keys() == {"performance/learn_tokens_per_s", "performance/tflops_per_s"}
+    unknown = MeterReading(READING.seconds, 8000, None, None)
+    assert throughput_metrics(unknown, 10e12).keys() == {"performance/learn_tokens_per_s"}
+    assert throughput_metrics(MeterReading(), 10e12) == {}
+    assert rollout_throughput(RolloutBatch([], [], 0.0, 0.0)) == {}
 
 
 def test_memory_of_a_process_is_its_resident_size() -> None:
-    before = memory_values(torch.device("cpu"))
+    before = memory_metrics(torch.device("cpu"))
     block = torch.ones(2**26, dtype=torch.uint8)
-    after = memory_values(torch.device("cpu"))
+    after = memory_metrics(torch.device("cpu"))
     grown = after["memory/current_gib"] - before["memory/current_gib"]
     assert 2**-4 * 0.9 < grown < 2**-4 * 2
     assert after["memory/peak_gib"] >= after["memory/current_gib"] * 0.99
@@ -63,7 +63,7 @@ def test_a_run_logs_all_of_it_for_policy_and_critic(tmp_path: Path) -> None:
         "algorithm.advantage=gae",
         "algorithm.critic.warmup_steps=1",
     ]
-    rows = read(run_of(tmp_path, TINY, overrides) / "metrics.jsonl")[-2:]
+    rows = read_metrics(run_of(tmp_path, TINY, overrides) / "metrics.jsonl")[-2:]
     for row in rows:
         parts = [row[f"time/{part}_s"] for part in ("forward", "backward", "optimizer", "communication", "other")]
         assert sum(parts) == pytest.approx(row["time/learn_s"])
@@ -76,5 +76,5 @@ def test_a_run_logs_all_of_it_for_policy_and_critic(tmp_path: Path) -> None:
         assert row["memory/current_gib"] > 0
     blocks = {name for name in rows[-1] if "/grad_norm_" in name}
     assert blocks == {f"actor/grad_norm_{block}" for block in ("embedding", "layer_00", "head", "rest")}
-    here = set(MEASURED) - {"controller/"}  # which one process has none of
-    assert {name.split("/")[0] + "/" for name in rows[-1] if name.startswith(MEASURED)} == here
+    here = set(MACHINE_PREFIXES) - {"controller/"}  # which one process has none of
+    assert {name.split("/")[0] + "/" for name in rows[-1] if name.startswith(MACHINE_PREFIXES)} == here

@@ -13,15 +13,15 @@ from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.model import Model
-from burnish.config.preference import PreferConfig
-from burnish.data.preference_pairs import Labelled
+from burnish.config.schema import PreferConfig
+from burnish.data.preference_pairs import LabelledAnswer
 from burnish.data.supervised import Example
 from burnish.data.tasks.registry import make_task
 from burnish.distributed.roles import build_policy
 from burnish.evaluation.completions import read_completions
-from burnish.run.metrics import MEASURED, read
-from burnish.trainers import preference_run
-from burnish.trainers.preference import units_of_labelled
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
+from burnish.trainers import preference
+from burnish.trainers.preference import answer_pairs_of_labelled
 from burnish.training.parallel.ranks import SOLO
 
 TINY = """
@@ -41,14 +41,14 @@ def prefer(folder: Path, *overrides: str, text: str = TINY, name: str = "run") -
     (folder / "recipe.yaml").write_text(text)
     more = [f"run.directory={folder}", f"run.name={name}", *overrides]
     loaded = load(PreferConfig, folder / "recipe.yaml", more)
-    outcome = preference_run.execute(loaded.config, loaded.resolved, loaded.base, name)
+    outcome = preference.execute(loaded.config, loaded.resolved, loaded.base, name)
     assert outcome is not None
     assert outcome.is_complete
-    return read(outcome.directory / "metrics.jsonl")
+    return read_metrics(outcome.directory / "metrics.jsonl")
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path: Path) -
     assert live[-1]["preference/margin"] > 0.001
     config = load(PreferConfig, tmp_path / "recipe.yaml", [*adapted, "preference.reference=live"]).config
     policy = build_policy(Model.model_validate(config.model.model_dump()), [], 0, tmp_path)
-    reference = preference_run.live_reference(config, policy, SOLO)
+    reference = preference.live_reference(config, policy, SOLO)
     assert reference is not None
     assert reference.model is policy.module  # no second model
 
 
-def answer(name: str, prompt: list[int], said: list[int], is_good: bool = True) -> Labelled:
+def answer(name: str, prompt: list[int], said: list[int], is_good: bool = True) -> LabelledAnswer:
     mask = [False] * len(prompt) + [True] * len(said)
-    return Labelled(name, Example(name, prompt + said, mask), is_good)
+    return LabelledAnswer(name, Example(name, prompt + said, mask), is_good)
 
 
 def test_a_mismatched_row_is_the_prompt_with_the_next_answer_to_another_one() -> None:
@@ -143,12 +143,12 @@ def test_a_mismatched_row_is_the_prompt_with_the_next_answer_to_another_one() ->
         answer("c", [3], [12, 13]),
         answer("d", [4], [14, 15, 16, 17]),
     ]
-    units = units_of_labelled(answers, 5)
+    units = answer_pairs_of_labelled(answers, 5)
     assert [unit.second.tokens for unit in units] == [[1, 2, 12, 13], [1, 2, 12, 13], [3, 14, 15, 16, 17], [4, 10]]
     assert units[0].second.mask == [False, False, True, True]
     assert [unit.is_good for unit in units] == [True, False, True, True]
     with pytest.raises(UserError, match="give rows of more than one prompt"):
-        units_of_labelled(answers[:2], 5)
+        answer_pairs_of_labelled(answers[:2], 5)
 
 
 # --- the toy, with pairs of its own samples --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burnish.algorithms.batch_columns import place_rewards
 from burnish.algorithms.presets import PRESETS
-from burnish.algorithms.spec import TABLE, Algorithm
+from burnish.algorithms.spec import SLOT_RECORDS, Algorithm
 from burnish.algorithms.terms.spec import Kl
 from burnish.core.batch import Batch
 from tests.trainers.traces import BARE, BATCHES, OTHERS, STEPS, TABLES, Trace, algorithm_of, run, trace_of
@@ -177,7 +177,9 @@ def test_every_function_is_called_by_a_preset_or_by_one_of_the_others() -> None:
     by_presets = set().union(*(trace_of(name, BATCHES.get(name, "")).called for name in PRESETS))
     by_others = set().union(*(trace_of(name).called for name in OTHERS))
     every = {(slot, name) for slot, tables in TABLES.items() for table in tables for name in table}
-    every |= {(slot, record.model_fields["name"].default) for slot in ("ratio", "loss") for record in TABLE[slot]}
+    every |= {
+        (slot, record.model_fields["name"].default) for slot in ("ratio", "loss") for record in SLOT_RECORDS[slot]
+    }
     assert every - by_presets - by_others == set()
     assert {name for _, name in every - by_presets} == OTHERS.keys() - {"token-sum"}
     modes = {algorithm_of(name).aggregation.name for name in PRESETS}

@@ -12,7 +12,7 @@ import pytest
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sort_digits.yaml"
@@ -33,7 +33,7 @@ def test_it_tells_right_from_wrong_on_held_out_prompts(tmp_path: Path) -> None:
     loaded = load(TrainConfig, RECIPE, [*OVERRIDES, f"run.directory={tmp_path}", "run.name=it", "run.threads=1"])
     with checked_run(loaded.config, loaded.resolved, loaded.base, "it") as (parts, run):
         assert execute(parts, run)
-    first, *rows = read(tmp_path / "it" / "metrics.jsonl")
+    first, *rows = read_metrics(tmp_path / "it" / "metrics.jsonl")
     last = rows[-1]
     assert first["validation/sampled/process_accuracy"] == 0.5
     # Outcomes are mixed, so that to say "right" every time would not do.

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from burnish.cli import main as cli
 from burnish.core.engine import Request, SamplingOptions
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weight_loading import load_decoder
+from burnish.models.weight_files import load_decoder
 
 FIXTURE = Path(__file__).parents[2] / "../shared/data/models/stories260k"
 NAMED = [Path(text) for text in os.environ.get("BURNISH_MODELS", "").split(":") if text]
@@ -45,7 +45,7 @@ def test_a_real_model_generates_what_transformers_does(directory: Path) -> None:
     prompt = tuple(tokenizer.encode(TEXT, special=True))
     request = Request("a", prompt, SamplingOptions(max_tokens=12, temperature=0.0), 0)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for engine in (NativeEngine(model), PagedEngine(model, max_rows=1)):
+    for engine in (DenseEngine(model), PagedEngine(model, max_rows=1)):
         engine.submit([request])
         (done,) = engine.stream()
         whole = torch.tensor([[*prompt, *done.tokens.tolist()]])

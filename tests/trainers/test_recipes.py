@@ -9,12 +9,11 @@ import pytest
 
 from burnish.algorithms.presets import PRESETS
 from burnish.cli.main import main
-from burnish.config.loading import load, load_small
-from burnish.config.preference import PreferConfig
+from burnish.config.loading import load, load_shrunk
 from burnish.config.requirements import AnyConfig
-from burnish.config.schema import SftConfig, TrainConfig
-from burnish.run.metrics import read
-from burnish.trainers import preference_run, sft
+from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
+from burnish.run.metrics import read_metrics
+from burnish.trainers import preference, sft
 from burnish.trainers.rl_run import checked_run, execute
 from tests.recipe_files import make_files
 
@@ -65,12 +64,12 @@ def test_a_recipe_is_of_its_preset_says_where_it_comes_from_and_would_start(
 
 @pytest.mark.parametrize("path", RL, ids=name)
 def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> None:
-    loaded, _ = load_small(TrainConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
+    loaded, _ = load_shrunk(TrainConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     algorithm, notes = loaded.config.algorithm, list[str]()
     with checked_run(loaded.config, loaded.resolved, loaded.base, path.stem) as (parts, run):
         run.display.note = notes.append
         assert execute(parts, run)
-    steps = [row for row in read(run.directory.metrics) if row["step"] > 0]
+    steps = [row for row in read_metrics(run.directory.metrics) if row["step"] > 0]
     warming = algorithm.critic.warmup_steps if algorithm.critic is not None else 0
     assert [row["step"] for row in steps] == list(range(1, loaded.config.training.steps + 1))
     assert [row["actor/updates"] > 0 for row in steps] == [row["step"] > warming for row in steps], notes
@@ -91,7 +90,7 @@ def test_the_supervised_recipe_loads_and_trains(
     monkeypatch.chdir(tmp_path)
     path = next(p for p in RECIPES if p.stem == "sft")
     assert "training" in dry_run("sft", path, load(SftConfig, path).config, capsys)
-    loaded, _ = load_small(SftConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
+    loaded, _ = load_shrunk(SftConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     outcome = sft.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
     assert outcome.is_complete
     assert outcome.loss is not None
@@ -108,11 +107,11 @@ def test_a_recipe_of_preferences_is_of_its_preset_and_trains_shrunk(
     assert [line.startswith("# ") for line in lines[:4]] == [True, True, True, False]
     assert config.preference.loss.name == path.stem
     assert f"updates of {config.preference.batch_size} " in dry_run("prefer", path, config, capsys)
-    loaded, _ = load_small(PreferConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
-    outcome = preference_run.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
+    loaded, _ = load_shrunk(PreferConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
+    outcome = preference.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
     assert outcome is not None
     assert outcome.is_complete
-    rows = read(outcome.directory / "metrics.jsonl")
+    rows = read_metrics(outcome.directory / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["preference/grad_norm"] > 1e-3 for row in rows[1:])
     assert all(math.isfinite(value) for row in rows for value in row.values())

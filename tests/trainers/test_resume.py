@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
 RECIPE = """
@@ -117,7 +117,10 @@ def runner() -> Iterator[Runner]:
 def result(folder: Path) -> tuple[list[dict], dict, list, dict]:
     """Everything that must not depend on interruptions: metrics, weights and optimizer, which samples were used, tables."""
     run = folder / "run"
-    metrics = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
+    metrics = [
+        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
     last = max((run / "checkpoints").glob("step-*"))
     weights = {f"{f.name} {n}": t.tobytes() for f in last.rglob("*.safetensors") for n, t in load_file(f).items()}
     events = [json.loads(line) for line in (run / "journal" / "events.jsonl").read_text().splitlines()]

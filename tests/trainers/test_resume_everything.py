@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from burnish.rollout.sync_source import SyncSource
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.contents import TensorFile
+from burnish.run.checkpoint.snapshot import TensorFile
 from burnish.run.journal import Journal
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.run import Run
 from burnish.trainers import rl
 from burnish.training.learner import Learner
@@ -162,7 +162,10 @@ def dies(run: Callable[[], Any]) -> bool:
 
 def result(folder: Path) -> dict[str, Any]:
     """What a run leaves behind: metrics without times, which samples it used, its tables, every file of its last checkpoint."""
-    rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(folder / "metrics.jsonl")]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
     events = [json.loads(line) for line in (folder / "journal" / "events.jsonl").read_text().splitlines()]
     used = {e["step"]: e["ids"] for e in events if e["event"] == "used"}
@@ -211,7 +214,7 @@ def test_a_run_that_dies_at_every_moment_ends_as_one_that_never_did(
 def test_everything_that_has_a_state_is_in_use(kind: str, unbroken: Path) -> None:
     """The runs above are worth comparing."""
     folder = unbroken / "checkpoints" / f"step-{STEPS:06d}"
-    state, rows = json.loads((folder / "trainer.json").read_text()), read(unbroken / "metrics.jsonl")
+    state, rows = json.loads((folder / "trainer.json").read_text()), read_metrics(unbroken / "metrics.jsonl")
     (source,) = state["stream"]["sources"].values()
     curriculum, statistics = source["curriculum"], state["stream"]["statistics"]
     assert '"round":1' in (unbroken / "journal" / "events.jsonl").read_text()

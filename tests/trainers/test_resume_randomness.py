@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from burnish.core.random_keys import fold
-from burnish.run.metrics import MEASURED, read
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.run import Run
-from burnish.training.optimizers import rounding
-from burnish.training.optimizers.adam8bit import Adam8bit
+from burnish.training.optimizers import stochastic_rounding
+from burnish.training.optimizers.update_rules import Adam8bit
 from tests.trainers.tiny import TINY, run_of
 
 STEPS = 6
@@ -32,7 +32,10 @@ OVERRIDES = [
 
 
 def result(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
     last = run / "checkpoints" / f"step-{STEPS:06d}"
     return rows, {file.name: file.read_bytes() for file in sorted(last.iterdir())}
 
@@ -76,7 +79,7 @@ def test_rounding_at_random_goes_on_where_it_was(unbroken: Path, tmp_path: Path,
 
 def test_something_is_rounded_at_random(unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs above are worth comparing: with other noise they end elsewhere."""
-    monkeypatch.setattr(rounding, "fold", lambda *words: fold("other", *words))
+    monkeypatch.setattr(stochastic_rounding, "fold", lambda *words: fold("other", *words))
     quantised: list[bool] = []
     asked = Adam8bit.is_quantised
     monkeypatch.setattr(

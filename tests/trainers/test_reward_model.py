@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from burnish.algorithms.losses.model_losses import ScorerLoss
+from burnish.algorithms.losses.model_losses import RewardModelLoss
 from burnish.config.model import NewModel, Optimizer
-from burnish.config.preference import RewardModel
-from burnish.data.preference_pairs import Pair
+from burnish.config.schema import RewardModel
+from burnish.data.preference_pairs import PreferencePair
 from burnish.data.supervised import Example
-from burnish.models.architecture import from_nothing
+from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.heads import ScoreModel, new_scorer
+from burnish.models.heads import ScoreModel, new_score_model
 from burnish.trainers.reward_model import measure, pack_pairs, pair_order
 from burnish.training.learner import Learner
 
@@ -25,7 +25,7 @@ def answer(tokens: list[int]) -> Example:
     return Example("it", tokens, [False] * 2 + [True] * (len(tokens) - 2))
 
 
-def pairs() -> list[Pair]:
+def pairs() -> list[PreferencePair]:
     """Answers of different lengths to shared prompts, one that begins with the other, with margins."""
     texts = [
         ([3, 4, 5, 6, 1], [3, 4, 7, 1]),
@@ -33,14 +33,14 @@ def pairs() -> list[Pair]:
         ([5, 5, 6, 1], [5, 5, 6]),
         ([2, 3, 4, 1], [2, 3, 9, 9, 1]),
     ]
-    return [Pair(str(i), answer(c), answer(r), margin=0.3 * i) for i, (c, r) in enumerate(texts)]
+    return [PreferencePair(str(i), answer(c), answer(r), margin=0.3 * i) for i, (c, r) in enumerate(texts)]
 
 
 def scorer() -> ScoreModel:
     new = NewModel(hidden_size=16, num_layers=2, num_heads=2, mlp_size=24, max_positions=32)
-    decoder = Decoder(from_nothing(new, 12)).double()
+    decoder = Decoder(new_architecture(new, 12)).double()
     initialise(decoder, 0, std=0.3)
-    return new_scorer(decoder, seed=1)
+    return new_score_model(decoder, seed=1)
 
 
 def learner(model: ScoreModel, budget: int) -> Learner:
@@ -50,7 +50,7 @@ def learner(model: ScoreModel, budget: int) -> Learner:
 @pytest.mark.parametrize("budget", [1, 8, 13, 10_000])
 def test_gradient_is_the_same_for_any_micro_batch_split(budget: int) -> None:
     """A budget of one token puts every sequence into a micro-batch of its own: the two of a pair never meet."""
-    model, loss = scorer(), ScorerLoss(margin=0.2, centre=0.05)
+    model, loss = scorer(), RewardModelLoss(margin=0.2, centre=0.05)
     total = []
     for pair in pairs():
         scores = []
@@ -76,7 +76,7 @@ def test_what_is_measured_does_not_depend_on_the_chunks() -> None:
     whole, halves = (measure(teacher, pairs(), PAD, config, chunk) for chunk in (100, 1))
     assert whole.values == pytest.approx(halves.values)
     batch = pack_pairs(pairs(), PAD)
-    found, sums, _ = teacher._accumulate(batch, ScorerLoss(0.2, 0.05))
+    found, sums, _ = teacher._accumulate(batch, RewardModelLoss(0.2, 0.05))
     assert whole.loss == pytest.approx(found)
     assert whole.accuracy == pytest.approx(sums["accuracy"] / 8)
     assert whole.margin == pytest.approx(sums["margin"] / 8)

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.loading import from_preset
+from burnish.config.loading import algorithm_from_preset
 from burnish.config.rollout import Environment, Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch
-from burnish.core.trajectory import Finish, TokenSequence, Trajectory
+from burnish.core.trajectory import TokenSequence, Trajectory, TrajectoryFinish
 from burnish.data.row import Row
 from burnish.rollout.scoring import RolloutBatch
 from burnish.rollout.sync_source import RolloutPlan
-from burnish.run.metrics import read
+from burnish.run.metrics import read_metrics
 from burnish.trainers import step_metrics
 from burnish.trainers.context import StepResult
 from burnish.trainers.pipeline import AlgorithmPipeline
-from burnish.trainers.rl import gather, learn
-from burnish.trainers.state import first_state
+from burnish.trainers.rl import collect_rollouts, learn
+from burnish.trainers.state import initial_state
 from burnish.training.learner import Update
 from tests.trainers.tiny import TINY, run_of
 
@@ -57,14 +57,14 @@ class Model:
         self.calls.append("after_update")
 
 
-def group(prompt: str, finish: Finish, rewards: tuple[float | None, ...]) -> list[Trajectory]:
+def group(prompt: str, finish: TrajectoryFinish, rewards: tuple[float | None, ...]) -> list[Trajectory]:
     """Samples of one prompt: a prompt token and three written ones."""
     mask = np.array([False, True, True, True])
     tokens = TokenSequence(np.arange(4), mask, np.full(4, -0.5, np.float32) * mask, np.zeros(4, np.int32))
     return [Trajectory(prompt, 0, k, [tokens], finish, "", reward, reward) for k, reward in enumerate(rewards)]
 
 
-def rollouts(finish: Finish, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> RolloutBatch:
+def rollouts(finish: TrajectoryFinish, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> RolloutBatch:
     return RolloutBatch([], group("p", finish, rewards), 0.0, 0.0)
 
 
@@ -92,7 +92,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
     return SimpleNamespace(
         config=config,
         run=SimpleNamespace(display=display),
-        state=first_state(chosen),
+        state=initial_state(chosen),
         recipe=AlgorithmPipeline(chosen, num_updates=1),
         policy=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=(0,))),
         source=Source(*rounds),
@@ -105,7 +105,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
 
 
 def step_of(made: Any, step: int = 7) -> tuple[RolloutBatch, StepResult]:
-    sampled, batch = gather(cast(Any, made), step)
+    sampled, batch = collect_rollouts(cast(Any, made), step)
     return sampled, learn(cast(Any, made), step, batch) if batch is not None else StepResult()
 
 
@@ -113,7 +113,7 @@ def test_kl_in_the_reward_is_among_the_metrics() -> None:
     notes: list[str] = []
     algorithm = {"kl": {"reward": {"estimator": "k1", "coef": 0.1}, "reference": "frozen"}}
     sampled, learned = step_of(job(algorithm, notes, rollouts("stop")))
-    values = step_metrics.step_values(sampled, learned, step_s=2.0)
+    values = step_metrics.training_metrics(sampled, learned, step_s=2.0)
     assert values["actor/kl_reward"] == pytest.approx(0.25)
     assert values["actor/kl_coef"] == 0.1
     assert values["actor/updates"] == 1
@@ -126,7 +126,7 @@ def test_the_shaped_reward_is_logged_where_something_shapes(
     tmp_path: Path, shaping: list[str], is_logged: bool
 ) -> None:
     run = run_of(tmp_path, TINY, [f"algorithm.shaping={shaping}", "training.steps=1"])
-    assert ["reward/shaped" in row for row in read(run / "metrics.jsonl")] == [is_logged]
+    assert ["reward/shaped" in row for row in read_metrics(run / "metrics.jsonl")] == [is_logged]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_the_expected_answer_is_shown_from_the_column_that_has_it(answer: Any, c
 
 
 @pytest.mark.parametrize(("finish", "identical"), [("stop", 1), ("length", 0)])
-def test_pairs_are_counted_where_they_are_made(finish: Finish, identical: int) -> None:
-    algorithm = from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
+def test_pairs_are_counted_where_they_are_made(finish: TrajectoryFinish, identical: int) -> None:
+    algorithm = algorithm_from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
     sampled, learned = step_of(job(algorithm, [], rollouts(finish)))
-    values = step_metrics.step_values(sampled, learned, step_s=2.0)
+    values = step_metrics.training_metrics(sampled, learned, step_s=2.0)
     assert (values["pairs/made"], values["pairs/ties"], values["pairs/identical"]) == (0, 0, identical)
 
 
@@ -155,7 +155,7 @@ def test_pairs_are_counted_where_they_are_made(finish: Finish, identical: int) -
 def test_the_limit_of_a_length_is_that_of_all_turns(turns: int, left: float) -> None:
     """Three tokens are all that one completion may have, and half of what two may."""
     made = job({"shaping": ["soft_overlong"]}, [], rollouts("stop"), turns=turns)
-    _, batch = gather(cast(Any, made), 7)
+    _, batch = collect_rollouts(cast(Any, made), 7)
     assert batch is not None
     assert batch.sequence["reward"].tolist() == [left, left - 1]
 
@@ -164,7 +164,7 @@ def test_a_moving_baseline_is_of_the_rewards_it_is_taken_off(tmp_path: Path) -> 
     overrides = ["algorithm.advantage={name: reinforce, baseline: ema}", "algorithm.shaping=[signed]"]
     run = run_of(tmp_path, TINY, overrides)
     expected = None
-    for row in read(run / "metrics.jsonl"):
+    for row in read_metrics(run / "metrics.jsonl"):
         reward = row["reward/shaped"]
         assert reward == pytest.approx(2 * row["reward/mean"] - 1)
         expected = reward if expected is None else 0.9 * expected + 0.1 * reward
@@ -185,7 +185,7 @@ def test_a_step_whose_samples_were_all_filtered_out_makes_no_update_and_says_why
     assert len(notes) == 1
     assert "step 7: no update" in notes[0]
     assert "all 2 sequences" in notes[0]
-    values = step_metrics.step_values(sampled, learned, step_s=2.0)
+    values = step_metrics.training_metrics(sampled, learned, step_s=2.0)
     assert (values["rollout/sequences_used"], values["actor/updates"]) == (0, 0)
 
 
@@ -210,31 +210,38 @@ DYNAMIC = {"filters": ["zero_signal"], "refill": {"rounds": 3}}
 def test_groups_are_generated_until_enough_are_kept_and_the_surplus_is_dropped() -> None:
     """Dynamic sampling (DAPO): of four groups two differ; three are wanted, so one more round is asked for."""
     made = job(DYNAMIC, [], FIRST, SECOND, prompts=3)
-    sampled, batch = gather(made, 7)
+    sampled, batch = collect_rollouts(made, 7)
     assert [(step, round) for step, round, _ in made.source.asked] == [(7, 0), (7, 1)]
     assert batch is not None
     assert batch.sequence["reward"].tolist() == [1, 0, 0, 1, 1, 0]
     assert len(sampled.trajectories) == 12
     assert (sampled.rollout_s, sampled.reward_s) == (3.0, 0.75)
-    assert step_metrics.used_ids(sampled, batch) == ["a2#0.0", "a2#0.1", "a3#0.0", "a3#0.1", "b0#0.0", "b0#0.1"]
+    assert step_metrics.used_trajectory_ids(sampled, batch) == [
+        "a2#0.0",
+        "a2#0.1",
+        "a3#0.0",
+        "a3#0.1",
+        "b0#0.0",
+        "b0#0.1",
+    ]
 
 
 def test_enough_is_a_share_of_the_prompts() -> None:
     made = job({**DYNAMIC, "refill": {"rounds": 3, "enough": 0.5}}, [], FIRST, SECOND, prompts=4)
-    gather(made, 7)
+    collect_rollouts(made, 7)
     assert len(made.source.asked) == 1
 
 
 def test_each_round_draws_a_multiple_of_the_prompts() -> None:
     made = job({**DYNAMIC, "refill": {"oversample": 4}}, [], FIRST, prompts=3)
-    gather(made, 7)
+    collect_rollouts(made, 7)
     assert made.source.asked[0][2].prompts == 12
 
 
 @pytest.mark.parametrize(("short", "kept"), [("partial", 2), ("fill", 3)])
 def test_missing_groups_are_done_without_or_made_up_for(short: str, kept: int) -> None:
     made = job({**DYNAMIC, "refill": {"rounds": 1, "oversample": 2, "short": short}}, [], FIRST, prompts=3)
-    _, batch = gather(made, 7)
+    _, batch = collect_rollouts(made, 7)
     assert batch is not None
     assert batch.num_sequences == 2 * kept
 
@@ -244,7 +251,7 @@ def test_missing_groups_stop_the_run_where_asked() -> None:
     with pytest.raises(
         UserError, match=r"step 7: 1 rounds of generation gave 2 groups .* of 3 wanted; raise algorithm"
     ):
-        gather(made, 7)
+        collect_rollouts(made, 7)
 
 
 def test_a_refill_without_a_group_filter_is_refused() -> None:
@@ -259,5 +266,5 @@ def test_an_accuracy_that_no_reward_gave_is_not_logged_as_zero() -> None:
     sampled = rollouts("stop")
     for trajectory in sampled.trajectories:
         trajectory.accuracy = None
-    assert "reward/accuracy" not in step_metrics.reward_values(sampled)
-    assert step_metrics.reward_values(sampled)["reward/mean"] == 0.5
+    assert "reward/accuracy" not in step_metrics.reward_metrics(sampled)
+    assert step_metrics.reward_metrics(sampled)["reward/mean"] == 0.5

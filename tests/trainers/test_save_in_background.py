@@ -14,8 +14,8 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.contents import TensorFile
-from burnish.run.metrics import MEASURED, read
+from burnish.run.checkpoint.snapshot import TensorFile
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.run import Run
 from tests.trainers.tiny import TINY, run_of
 
@@ -49,7 +49,10 @@ def hold_up(patch: pytest.MonkeyPatch, at_later_step: Any) -> None:
 
 
 def result(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(run / "metrics.jsonl")]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
     last = run / "checkpoints" / f"step-{STEPS:06d}"
     return rows, {file.name: file.read_bytes() for file in sorted(last.iterdir())}
 
@@ -70,7 +73,7 @@ def test_steps_are_made_while_a_checkpoint_is_written(waited: Path, tmp_path: Pa
     assert folders[0].startswith(".tmp-"), "two steps after it was taken the checkpoint is still being written"
     assert [c.step for c in Checkpoints(run / "checkpoints", 1).all()] == [SAVED, STEPS]
     assert result(run) == result(waited), "what is written is what was there when it was taken"
-    rows = read(run / "metrics.jsonl")
+    rows = read_metrics(run / "metrics.jsonl")
     assert "time/checkpoint_blocked_s" in rows[SAVED]
     assert "time/checkpoint_write_s" not in rows[SAVED]
     assert "time/checkpoint_write_s" in rows[-1]
@@ -107,6 +110,6 @@ def test_a_full_disk_ends_the_run_at_the_next_step_and_not_in_silence(tmp_path: 
         patch.setattr(TensorFile, "write", full)
         with pytest.raises(UserError, match=r"optimizer\.safetensors: No space left on device; make room and start"):
             run_of(tmp_path / "run", TINY, OVERRIDES)
-    steps = [row["step"] for row in read(tmp_path / "run" / "it" / "metrics.jsonl")]
+    steps = [row["step"] for row in read_metrics(tmp_path / "run" / "it" / "metrics.jsonl")]
     assert SAVED <= max(steps) < STEPS
     assert Checkpoints(tmp_path / "run" / "it" / "checkpoints", 1).latest() is None

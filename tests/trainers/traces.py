@@ -18,15 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.table import ADVANTAGES
+from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
+from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.policy_loss import Loss
-from burnish.algorithms.losses.sequence_losses import LOSSES
 from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights
-from burnish.config.loading import from_preset
+from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Optimizer
 from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
@@ -39,10 +39,10 @@ from burnish.rollout.scoring import RolloutBatch
 from burnish.trainers import rl
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
-from burnish.trainers.state import first_state
+from burnish.trainers.state import initial_state
+from burnish.training.auxiliary_models import Critic, ProcessRewardModel
 from burnish.training.learner import Learner, Update
 from burnish.training.reference import REFERENCES, Reference, make_reference
-from burnish.training.value_models import Critic, ProcessModel
 
 STEPS, EPOCHS, PROMPTS, MAX_TOKENS = (399, 400, 401), 2, 5, 8
 BARE: dict[str, Any] = {"ratio": "none", "clip": "none"}
@@ -194,7 +194,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
     process = None
     if algorithm.process is not None:
         model, optimizer = copy.deepcopy(model_of(1)), Optimizer(lr=0.01, clip_norm=1e9)
-        made = ProcessModel(model, Reference(model_of(0), 1000, 1.0), optimizer, 100, 1000)
+        made = ProcessRewardModel(model, Reference(model_of(0), 1000, 1.0), optimizer, 100, 1000)
         process = ProcessRewards(made, algorithm.process)
     return SimpleNamespace(
         config=SimpleNamespace(
@@ -203,7 +203,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
             rollout=Rollout(prompts=PROMPTS, max_tokens=MAX_TOKENS),
         ),
         run=SimpleNamespace(display=SimpleNamespace(phase=lambda text: None, note=pytest.fail)),
-        state=first_state(algorithm),
+        state=initial_state(algorithm),
         recipe=AlgorithmPipeline(algorithm, num_updates=EPOCHS),
         learner=learner,
         reference=reference,
@@ -270,7 +270,7 @@ def counted(called: set[tuple[str, str]]) -> Iterator[None]:
 
 @functools.cache
 def algorithm_of(name: str) -> Algorithm:
-    return Algorithm.model_validate(OTHERS[name]) if name in OTHERS else from_preset(name)
+    return Algorithm.model_validate(OTHERS[name]) if name in OTHERS else algorithm_from_preset(name)
 
 
 @functools.cache

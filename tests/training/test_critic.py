@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.model_losses import explained_variance
-from burnish.algorithms.losses.view import view_of
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
-from burnish.run.checkpoint.contents import write_contents
-from burnish.run.checkpoint.saving import leave
-from burnish.training.value_models import Critic
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import write_contents
+from burnish.training.auxiliary_models import Critic
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]
@@ -73,7 +73,7 @@ def test_its_gradient_and_metrics_are_the_same_for_any_token_budget(
     whole = copy.deepcopy(it.model)
     wanted = batch.loss_mask.nonzero().squeeze(1)
     value = whole.token_values(batch.tokens, batch.offsets, wanted)
-    loss, sums = it.loss(view_of(batch, value=value))
+    loss, sums = it.loss(loss_view(batch, value=value))
     loss.backward()
     update = it.update(batch)
     assert update.stats["loss"] == pytest.approx(loss.item(), abs=1e-12)
@@ -91,7 +91,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(
     batch, it = make_batch(SHAPES), critic(make_model(dtype=dtype))
     for _ in range(3):
         it.update(batch)
-    write_contents(tmp_path, it.contents(leave))
+    write_contents(tmp_path, it.contents(keep_in_place))
     assert sorted(p.name for p in (tmp_path / "critic").iterdir()) == [
         "model.safetensors",
         "optimizer.json",
@@ -112,7 +112,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(
 def test_a_missing_or_foreign_critic_is_refused_by_name(tmp_path: Path, make_model: MakeModel) -> None:
     with pytest.raises(UserError, match=r"critic/model\.safetensors is not there"):
         critic(make_model()).load(tmp_path)
-    write_contents(tmp_path, critic(make_model(dtype=torch.float32)).contents(leave))
+    write_contents(tmp_path, critic(make_model(dtype=torch.float32)).contents(keep_in_place))
     with pytest.raises(UserError, match=r"critic/model\.safetensors does not fit.*float32.*float64"):
         critic(make_model()).load(tmp_path)
     (tmp_path / "critic" / "model.safetensors").write_bytes(b"x" * 100)

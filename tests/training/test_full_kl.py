@@ -16,7 +16,7 @@ from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.training.learner import Learner
 from burnish.training.reference import EmaReference, Reference, make_reference
-from tests.training.test_scopes import SHAPES, TEMPERATURE, assert_same
+from tests.training.test_loss_scopes import SHAPES, TEMPERATURE, assert_same
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
-from burnish.algorithms.losses.view import View
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
@@ -25,8 +25,8 @@ from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.run.checkpoint.contents import write_contents
-from burnish.run.checkpoint.saving import leave
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import write_contents
 from burnish.training.learner import Learner
 
 VOCAB = 11
@@ -384,7 +384,7 @@ def test_a_micro_batch_without_a_token_in_the_loss_is_no_trouble() -> None:
 
 
 def test_a_loss_is_asked_for_entropies_only_when_it_needs_them() -> None:
-    seen: list[View] = []
+    seen: list[LossView] = []
 
     class Watching:
         scope = "token"
@@ -392,7 +392,7 @@ def test_a_loss_is_asked_for_entropies_only_when_it_needs_them() -> None:
         def __init__(self, *needs: str) -> None:
             self.needs = frozenset(needs)
 
-        def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+        def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
             assert view.logp is not None
             seen.append(view)
             return view.logp.sum(), {}
@@ -410,7 +410,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
     it = learner(9, **options)
     for _ in range(2):
         it.update(BATCH, LOSSES["everything"])
-    write_contents(tmp_path, it.contents(leave))
+    write_contents(tmp_path, it.contents(keep_in_place))
     other = Learner(copy.deepcopy(it.model), it.config, it.total_updates, it.packing.token_budget, it.temperature)
     other.load(tmp_path)
     assert other.updates == 2
@@ -422,7 +422,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    write_contents(tmp_path, learner().contents(leave))
+    write_contents(tmp_path, learner().contents(keep_in_place))
     it = learner()
     it.load(tmp_path)
     it.update(BATCH, NllLoss())
@@ -434,7 +434,7 @@ def test_a_learner_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) ->
 def test_optimizer_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     it = learner()
     it.update(BATCH, NllLoss())
-    write_contents(tmp_path, it.contents(leave))
+    write_contents(tmp_path, it.contents(keep_in_place))
     smaller = Decoder(Architecture("llama", VOCAB, 8, 1, 2, 1, 4, 12, 64)).double()
     with pytest.raises(UserError, match=r"parameters this model does not have.*layers\.1|q_norm|qkv\.bias"):
         Learner(smaller, Optimizer(), 10, 64).load(tmp_path)

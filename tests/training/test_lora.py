@@ -17,11 +17,11 @@ from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
 from burnish.models.lora.adapters import adapter_weights, add_lora
-from burnish.run.checkpoint.contents import write_contents
-from burnish.run.checkpoint.saving import leave
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import write_contents
+from burnish.training.auxiliary_models import Critic
 from burnish.training.learner import Learner
 from burnish.training.reference import EmaReference, Reference, make_reference
-from burnish.training.value_models import Critic
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]
@@ -82,7 +82,7 @@ def test_only_adapters_move_and_have_optimizer_state(
         assert it.update(batch, NllLoss()).skipped is None
     moved = {name for name, p in it.model.named_parameters() if not torch.equal(p, before[name][1])}
     assert moved == adapter_weights(it.model).keys()
-    write_contents(tmp_path, it.contents(leave))
+    write_contents(tmp_path, it.contents(keep_in_place))
     saved = {name for file in tmp_path.rglob("*.safetensors") for name in load_file(file)}
     assert saved
     assert all(name.endswith((".lora_a", ".lora_b")) for name in saved)
@@ -128,7 +128,7 @@ def test_a_reference_that_follows_holds_adapters_alone(
     torch.testing.assert_close(ref.logprobs(batch), expected, atol=1e-12, rtol=0)
     assert_untouched(it.model, before)
     assert not torch.allclose(it.logprobs(batch), expected)
-    write_contents(tmp_path, ref.contents(leave))
+    write_contents(tmp_path, ref.contents(keep_in_place))
     assert load_file(tmp_path / "reference.safetensors").keys() == held.keys()
     again = reference(name, adapted(make_model()))
     again.load(tmp_path)
@@ -189,7 +189,7 @@ def test_a_critic_trains_adapters_and_head_on_the_policys_weights_and_comes_back
     losses = [it.update(batch).stats["loss"] for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]
     assert_untouched(policy, before)
-    write_contents(tmp_path, it.contents(leave))
+    write_contents(tmp_path, it.contents(keep_in_place))
     saved = load_file(tmp_path / "critic" / "model.safetensors")
     assert saved.keys() == {"head", *adapter_weights(it.model)}
     again = critic()

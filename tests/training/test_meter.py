@@ -14,11 +14,11 @@ from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
-from burnish.models.flops import Counts, backward, forward, packed_counts, recomputed
+from burnish.models.flops import ForwardCounts, backward_flops, forward_flops, packed_counts, recomputed_flops
 from burnish.models.heads import ValueModel
 from burnish.training import meter as module
-from burnish.training.learner import Learner, block_of
-from burnish.training.meter import Meter, Reading, cost_of, half_peak, peak_flops
+from burnish.training.learner import Learner, parameter_block
+from burnish.training.meter import Meter, MeterReading, model_flops, peak_flops, peak_half_flops
 
 SHAPES = [(0, 4, 3), (0, 4, 6), (1, 2, 5)]
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_a_part_ends_where_its_work_fails(clock: Clock) -> None:
 
 
 def test_a_meter_that_is_never_read_does_not_grow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_MARKS", 10)
+    monkeypatch.setattr(module, "MAX_MARKS", 10)
     meter = Meter(CPU, None)
     for _ in range(20):
         busy(meter, clock)
@@ -101,11 +101,11 @@ def test_an_update_counts_what_its_batch_costs(
         learner.update(batch, PolicyLoss())
         readings.append(learner.meter.read())
     counts = packed_counts(batch.lengths.tolist(), wanted)
-    once = forward(model.arch, counts) + backward(model.arch, counts)
+    once = forward_flops(model.arch, counts) + backward_flops(model.arch, counts)
     for reading in readings:
         assert reading.tokens == batch.num_tokens
         assert reading.needed == once.total
-        assert reading.executed == (once + recomputed(model.arch, counts)).total
+        assert reading.executed == (once + recomputed_flops(model.arch, counts)).total
         assert all(reading.seconds[part] > 0 for part in ("forward", "backward", "optimizer", "other"))
 
 
@@ -117,7 +117,7 @@ def test_log_probs_cost_a_forward_and_are_no_training_tokens(
     learner.logprobs(batch)
     reading = learner.meter.read()
     counts = packed_counts(batch.lengths.tolist(), int(batch.action_mask.sum()))
-    assert reading.needed == reading.executed == forward(model.arch, counts).total
+    assert reading.needed == reading.executed == forward_flops(model.arch, counts).total
     assert reading.tokens == 0
     assert reading.seconds["forward"] > 0
 
@@ -134,24 +134,26 @@ def test_a_shared_prompt_is_counted_once_and_its_tokens_as_often_as_they_are_giv
     learner.update(batch, PolicyLoss())
     reading = learner.meter.read()
     counts = packed_counts([15, 18], int(batch.loss_mask.sum()), shared=[0, 12])
-    assert reading.needed == (forward(model.arch, counts) + backward(model.arch, counts)).total
+    assert reading.needed == (forward_flops(model.arch, counts) + backward_flops(model.arch, counts)).total
     assert reading.tokens == 33
 
 
 def test_a_critic_is_counted_with_its_own_head(make_model: Callable[..., Decoder]) -> None:
     model = make_model()
-    critic = cost_of(ValueModel(model))
+    critic = model_flops(ValueModel(model))
     assert critic is not None
-    counts = Counts(7, 20, 5)
-    assert critic.of(counts, with_gradient=False)[0] == forward(model.arch, counts, 1).total
-    assert cost_of(nn.Linear(2, 2)) is None
+    counts = ForwardCounts(7, 20, 5)
+    assert critic.of(counts, with_gradient=False)[0] == forward_flops(model.arch, counts, 1).total
+    assert model_flops(nn.Linear(2, 2)) is None
 
 
 def test_readings_of_two_learners_add_up() -> None:
-    one = Reading({"forward": 1.0, "backward": 2.0, "optimizer": 3.0, "communication": 0.0, "other": 0.5}, 10, 100, 120)
+    one = MeterReading(
+        {"forward": 1.0, "backward": 2.0, "optimizer": 3.0, "communication": 0.0, "other": 0.5}, 10, 100, 120
+    )
     both = one + one
     assert (both.seconds["backward"], both.tokens, both.needed, both.executed) == (4.0, 20, 200, 240)
-    assert (one + Reading(needed=None, executed=None)).needed is None
+    assert (one + MeterReading(needed=None, executed=None)).needed is None
 
 
 # --- gradient norms ------------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ def test_blocks_have_their_names_in_every_kind_of_model() -> None:
         "inner.transformer.h.5.attn.c_attn.weight": "layer_05",
         "inner.transformer.wte.weight": "embedding",
     }
-    assert {name: block_of(name) for name in names} == names
+    assert {name: parameter_block(name) for name in names} == names
 
 
 # --- peaks ---------------------------------------------------------------------------------------------------------------
@@ -203,9 +205,9 @@ def test_blocks_have_their_names_in_every_kind_of_model() -> None:
     ],
 )
 def test_a_gpu_is_found_by_the_words_of_its_name(name: str, tflops: float) -> None:
-    assert half_peak(name) == tflops * 1e12
+    assert peak_half_flops(name) == tflops * 1e12
 
 
 def test_what_is_not_in_the_table_has_no_peak() -> None:
-    assert half_peak("NVIDIA H2000 Wonder") is None
+    assert peak_half_flops("NVIDIA H2000 Wonder") is None
     assert peak_flops(CPU, torch.bfloat16) is None

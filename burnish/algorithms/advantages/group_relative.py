@@ -16,13 +16,13 @@ from torch import Tensor
 
 from burnish.algorithms.batch_columns import (
     Groups,
-    lengths_in_loss,
+    action_lengths,
+    loss_lengths,
     sequence_rewards,
     trajectory_groups,
     whitened,
-    written_lengths,
 )
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_count, segment_mean, segment_sum
 
@@ -34,7 +34,9 @@ def group_rewards(batch: Batch) -> tuple[Tensor, Tensor, Groups]:
     return owner, rewards, Groups(ids, int(ids.max()) + 1)
 
 
-def normalised(rewards: Tensor, groups: Groups, std: str, eps: float, singleton: str = "raw", ddof: int = 1) -> Tensor:
+def group_normalised(
+    rewards: Tensor, groups: Groups, std: str, eps: float, singleton: str = "raw", ddof: int = 1
+) -> Tensor:
     """[T] (r - group mean) / (deviation + eps), with the deviation of the group, of all rewards, or none."""
     centred = rewards - groups.mean(rewards)
     scale = torch.ones_like(rewards)
@@ -42,10 +44,12 @@ def normalised(rewards: Tensor, groups: Groups, std: str, eps: float, singleton:
         scale = groups.deviation(centred, ddof) + eps
     elif std == "batch" and float(rewards.max()) > float(rewards.min()):
         scale = scale * (rewards.std(correction=ddof) + eps)
-    return groups.settled(centred / scale, rewards, _alone(rewards / (scale if std == "batch" else 1), singleton))
+    return groups.settled(
+        centred / scale, rewards, _singleton_advantages(rewards / (scale if std == "batch" else 1), singleton)
+    )
 
 
-def _alone(rewards: Tensor, singleton: str) -> Tensor:
+def _singleton_advantages(rewards: Tensor, singleton: str) -> Tensor:
     return rewards if singleton == "raw" else torch.zeros_like(rewards)
 
 
@@ -61,14 +65,14 @@ def grpo(
     DeepSeekMath (2402.03300). `std="none"` is Dr.GRPO (2503.20783), `std="batch"` divides by the deviation of all rewards.
     """
     owner, rewards, groups = group_rewards(batch)
-    return normalised(rewards, groups, std, eps, singleton, ddof).index_select(0, owner)
+    return group_normalised(rewards, groups, std, eps, singleton, ddof).index_select(0, owner)
 
 
 def rloo(batch: Batch, singleton: Literal["raw", "zero"] = "raw") -> Tensor:
     """[S] r_i minus the mean reward of the other samples: an unbiased baseline. RLOO (2402.14740)."""
     owner, rewards, groups = group_rewards(batch)
     advantages = rewards - groups.others_mean(rewards)
-    return groups.settled(advantages, rewards, _alone(rewards, singleton)).index_select(0, owner)
+    return groups.settled(advantages, rewards, _singleton_advantages(rewards, singleton)).index_select(0, owner)
 
 
 def reinforce_plus_plus_baseline(
@@ -77,16 +81,16 @@ def reinforce_plus_plus_baseline(
     """[S] r - group mean, whitened over all tokens in the loss. REINFORCE++-baseline (2501.03262)."""
     owner, rewards, groups = group_rewards(batch)
     return whitened(
-        normalised(rewards, groups, "none", 0.0, singleton).index_select(0, owner), ddof, lengths_in_loss(batch)
+        group_normalised(rewards, groups, "none", 0.0, singleton).index_select(0, owner), ddof, loss_lengths(batch)
     )
 
 
 def opo(batch: Batch, singleton: Literal["raw", "zero"] = "raw") -> Tensor:
     """[S] r_i - b, b = sum |o| r / sum |o| over the group: the baseline of least variance on-policy. OPO (2505.23585)."""
     owner, rewards, groups = group_rewards(batch)
-    lengths = segment_sum(written_lengths(batch), owner, rewards.numel())
+    lengths = segment_sum(action_lengths(batch), owner, rewards.numel())
     baseline = groups.sum(lengths * rewards) / groups.sum(lengths).clamp(min=1)
-    return groups.settled(rewards - baseline, rewards, _alone(rewards, singleton)).index_select(0, owner)
+    return groups.settled(rewards - baseline, rewards, _singleton_advantages(rewards, singleton)).index_select(0, owner)
 
 
 def gpg(batch: Batch, normalise: Literal["none", "std"] = "none", eps: float = 1e-6) -> Tensor:
@@ -97,7 +101,9 @@ def gpg(batch: Batch, normalise: Literal["none", "std"] = "none", eps: float = 1
     owner, rewards, groups = group_rewards(batch)
     flat = int(groups.is_constant(rewards).sum())
     alpha = rewards.numel() / (rewards.numel() - flat) if flat < rewards.numel() else 1.0
-    return alpha * normalised(rewards, groups, "group" if normalise == "std" else "none", eps).index_select(0, owner)
+    return alpha * group_normalised(rewards, groups, "group" if normalise == "std" else "none", eps).index_select(
+        0, owner
+    )
 
 
 def grpo_passk(batch: Batch, std: Literal["group", "none"] = "group", eps: float = 1e-6) -> Tensor:
@@ -124,7 +130,7 @@ def reinforce_rej(batch: Batch) -> Tensor:
 # --- Advantages of several rewards, each normalised on its own before they are added.
 
 EQUAL: Mapping[str, float] = MappingProxyType({})
-PREFIX = "part/"
+PART_PREFIX = "part/"
 
 
 def gdpo(
@@ -141,26 +147,28 @@ def gdpo(
     counts only where it is given a weight. Where a part is nan (that sample has no such part) it adds 0
     and stays out of the statistics. GDPO (2601.05242).
     """
-    parts = sorted(name.removeprefix(PREFIX) for name in batch.sequence if name.startswith(PREFIX))
+    parts = sorted(name.removeprefix(PART_PREFIX) for name in batch.sequence if name.startswith(PART_PREFIX))
     for name in weights:
         if name not in parts and weights[name] != 0:
-            raise UserError(f"advantage gdpo has a weight for {name!r}, which is no reward part{nearest(name, parts)}")
+            raise UserError(
+                f"advantage gdpo has a weight for {name!r}, which is no reward part{did_you_mean(name, parts)}"
+            )
     parts = [name for name in parts if "/" not in name or name in weights]
     if not parts:
         raise UserError("advantage gdpo adds up reward parts, but no reward of this batch has parts")
     owner, ids = trajectory_groups(batch)
-    total = torch.zeros(ids.numel(), dtype=batch.sequence[PREFIX + parts[0]].dtype, device=ids.device)
+    total = torch.zeros(ids.numel(), dtype=batch.sequence[PART_PREFIX + parts[0]].dtype, device=ids.device)
     for name in parts:
-        rewards = segment_mean(batch.sequence[PREFIX + name], owner, ids.numel())
-        total += weights.get(name, 1.0) * _present(rewards, ids, std, eps)
-    return whitened(total[owner], ddof, lengths_in_loss(batch))
+        rewards = segment_mean(batch.sequence[PART_PREFIX + name], owner, ids.numel())
+        total += weights.get(name, 1.0) * _normalised_where_present(rewards, ids, std, eps)
+    return whitened(total[owner], ddof, loss_lengths(batch))
 
 
-def _present(rewards: Tensor, ids: Tensor, std: str, eps: float) -> Tensor:
+def _normalised_where_present(rewards: Tensor, ids: Tensor, std: str, eps: float) -> Tensor:
     """[T] the normalised rewards of the trajectories that have one, among themselves; 0 for the others."""
     there = (~rewards.isnan()).nonzero().squeeze(1)
     groups = Groups(*compact_ids(ids[there]))
-    return torch.zeros_like(rewards).index_copy(0, there, normalised(rewards[there], groups, std, eps))
+    return torch.zeros_like(rewards).index_copy(0, there, group_normalised(rewards[there], groups, std, eps))
 
 
 # --- Baselines that come from preference optimisation: the soft mean of a group, and the chance to win in it.
@@ -185,13 +193,13 @@ def win_rate(batch: Batch) -> Tensor:
     if "win_probability" in batch.sequence:
         return batch.sequence["win_probability"] - 0.5
     owner, rewards, groups = group_rewards(batch)
-    below, equal = _below_and_equal(rewards, groups)
+    below, equal = _num_below_and_equal(rewards, groups)
     wins = below + (equal - 1).to(rewards.dtype) / 2
     chance = wins / (groups.size - 1).clamp(min=1)
     return torch.where(groups.size == 1, 0.0, chance - 0.5)[owner]
 
 
-def _below_and_equal(values: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+def _num_below_and_equal(values: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """[T] how many values of the same group are below each, and how many are equal to it (itself included)."""
     order = torch.argsort(values, stable=True)
     order = order[torch.argsort(groups.ids[order], stable=True)]

@@ -11,31 +11,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.group_relative import group_rewards, normalised
-from burnish.algorithms.advantages.reverse_scan import recurrence, running_sum
+from burnish.algorithms.advantages.group_relative import group_normalised, group_rewards
+from burnish.algorithms.advantages.reverse_scan import discount_cumsum, segment_cumsum
 from burnish.algorithms.batch_columns import (
+    ActionTokens,
     Groups,
-    Written,
-    lengths_in_loss,
+    action_rewards,
+    action_tokens,
+    loss_lengths,
     place_rewards,
-    rewards_at,
     sequence_rewards,
     token_rewards,
+    tokens_of_mask,
     trajectory_groups,
     turns_of,
     whitened,
     whitened_tokens,
-    written,
-    written_of,
 )
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import (
-    broadcast,
     compact_ids,
     contiguous_sum,
     ids_from_offsets,
     offsets_from_lengths,
+    segment_broadcast,
     segment_count,
     segment_max,
     segment_mean,
@@ -45,22 +45,22 @@ from burnish.core.segments import (
 
 def discounted_returns(rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
     """[N] sum of this and later rewards in the same sequence, discounted per written token; 0 at other tokens."""
-    tokens = written_of(mask, offsets)
-    return tokens.put(recurrence(tokens.take(rewards), tokens.offsets, gamma))
+    tokens = tokens_of_mask(mask, offsets)
+    return tokens.put(discount_cumsum(tokens.take(rewards), tokens.offsets, gamma))
 
 
 def returns_to_go(batch: Batch, gamma: float = 1.0) -> Tensor:
     """[N] the discounted return from each written token on; 0 at other tokens."""
-    tokens = written(batch)
-    return tokens.put(returns_at(batch, tokens, gamma))
+    tokens = action_tokens(batch)
+    return tokens.put(action_returns(batch, tokens, gamma))
 
 
-def returns_at(batch: Batch, tokens: Written, gamma: float) -> Tensor:
+def action_returns(batch: Batch, tokens: ActionTokens, gamma: float) -> Tensor:
     """[M] the discounted return from each written token on."""
-    return recurrence(rewards_at(batch, tokens), tokens.offsets, gamma)
+    return discount_cumsum(action_rewards(batch, tokens), tokens.offsets, gamma)
 
 
-def is_constant(batch: Batch, gamma: float) -> bool:
+def has_constant_return(batch: Batch, gamma: float) -> bool:
     """Whether every token of a sequence has the same return."""
     return gamma == 1 and "token_rewards" not in batch.token
 
@@ -70,10 +70,10 @@ def reinforce(batch: Batch, gamma: float = 1.0, baseline: float = 0.0) -> Tensor
 
     Tokens the model did not write take no discount step. [S] for outcome rewards without discount, else [N].
     """
-    if is_constant(batch, gamma):
+    if has_constant_return(batch, gamma):
         return batch.sequence["reward"] - baseline
-    tokens = written(batch)
-    return tokens.put(returns_at(batch, tokens, gamma).sub_(baseline))
+    tokens = action_tokens(batch)
+    return tokens.put(action_returns(batch, tokens, gamma).sub_(baseline))
 
 
 def remax(batch: Batch) -> Tensor:
@@ -83,10 +83,10 @@ def remax(batch: Batch) -> Tensor:
     ReMax (2310.10505). [S] for outcome rewards, else [N].
     """
     baseline = batch.sequence["greedy_reward"]
-    if is_constant(batch, 1.0):
+    if has_constant_return(batch, 1.0):
         return batch.sequence["reward"] - baseline
-    tokens = written(batch)
-    return tokens.put(returns_at(batch, tokens, 1.0).sub_(tokens.spread(baseline)))
+    tokens = action_tokens(batch)
+    return tokens.put(action_returns(batch, tokens, 1.0).sub_(tokens.spread(baseline)))
 
 
 def reinforce_plus_plus(batch: Batch, gamma: float = 1.0, ddof: Literal[0, 1] = 1) -> Tensor:
@@ -94,10 +94,10 @@ def reinforce_plus_plus(batch: Batch, gamma: float = 1.0, ddof: Literal[0, 1] = 
 
     REINFORCE++ (2501.03262). [S] for outcome rewards without discount, else [N].
     """
-    if is_constant(batch, gamma):
-        return whitened(batch.sequence["reward"], ddof, lengths_in_loss(batch))
-    tokens = written(batch)
-    return tokens.put(whitened_tokens(batch, tokens, returns_at(batch, tokens, gamma), ddof))
+    if has_constant_return(batch, gamma):
+        return whitened(batch.sequence["reward"], ddof, loss_lengths(batch))
+    tokens = action_tokens(batch)
+    return tokens.put(whitened_tokens(batch, tokens, action_returns(batch, tokens, gamma), ddof))
 
 
 def raft(batch: Batch) -> Tensor:
@@ -105,7 +105,7 @@ def raft(batch: Batch) -> Tensor:
     return sequence_rewards(batch).clamp(min=0)
 
 
-def none(batch: Batch) -> Tensor:
+def zero_advantages(batch: Batch) -> Tensor:
     """[S] zeros, for losses that make their own signal."""
     return torch.zeros_like(batch.sequence["reward"])
 
@@ -114,7 +114,7 @@ def none(batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class AdvantagesAndReturns:
     """What an estimator with a critic gives: the actor's signal and the critic's targets."""
 
     advantages: Tensor  # [N]
@@ -129,7 +129,7 @@ def gae(
     length_adaptive: float | None = None,
     whiten: bool = True,
     ddof: Literal[0, 1] = 1,
-) -> Estimate:
+) -> AdvantagesAndReturns:
     """Per-token credit from the critic's `values` [N], with bias traded for variance by lambda.
 
         delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V
@@ -138,23 +138,23 @@ def gae(
     own (VC-PPO, 2503.01491); `length_adaptive` replaces the actor's by one that grows with the length of the answer
     (VAPO, 2504.05118). Both outputs are in the type of `values`. Schulman et al. (1506.02438).
     """
-    tokens = written(batch)
+    tokens = action_tokens(batch)
     values = tokens.take(batch.token["values"])
-    errors = _temporal_differences(batch, tokens, values, gamma)
+    errors = _td_errors(batch, tokens, values, gamma)
     actor: float | Tensor = lam
     if length_adaptive is not None:
         actor = length_adaptive_lambda(tokens.lengths, length_adaptive)
-    advantages = recurrence(errors, tokens.offsets, gamma * actor)
+    advantages = discount_cumsum(errors, tokens.offsets, gamma * actor)
     targets = advantages
     if lam_critic is not None:
-        targets = recurrence(errors, tokens.offsets, gamma * lam_critic)
+        targets = discount_cumsum(errors, tokens.offsets, gamma * lam_critic)
     returns = tokens.put(targets + values)
     if whiten:
         advantages = whitened_tokens(batch, tokens, advantages, ddof)
-    return Estimate(tokens.put(advantages), returns)
+    return AdvantagesAndReturns(tokens.put(advantages), returns)
 
 
-def _temporal_differences(batch: Batch, tokens: Written, values: Tensor, gamma: float) -> Tensor:
+def _td_errors(batch: Batch, tokens: ActionTokens, values: Tensor, gamma: float) -> Tensor:
     """[M] r_t + gamma V_{t+1} - V_t."""
     errors = values.neg()
     errors[:-1].add_(values[1:], alpha=gamma)
@@ -189,15 +189,15 @@ def prime_rloo(
     p is the token column `process_rewards`, beta times the log-ratio of the implicit process reward model to its
     reference. `norm="batch"` divides p by the largest absolute return of p in the batch.
     """
-    tokens = written(batch)
+    tokens = action_tokens(batch)
     owner, rewards, groups = group_rewards(batch)
     process = tokens.take(batch.token["process_rewards"])
     if norm == "batch" and process.numel():
-        process = process / (recurrence(process, tokens.offsets, 1.0).abs().max() + 1e-6)
+        process = process / (discount_cumsum(process, tokens.offsets, 1.0).abs().max() + 1e-6)
     lengths = segment_sum(tokens.lengths, owner, rewards.numel())
     total = segment_sum(contiguous_sum(process, tokens.offsets), owner, rewards.numel())
     baseline = groups.others_mean(total / lengths.clamp(min=1))  # [T]
-    dense = recurrence(process - tokens.spread(baseline[owner]), tokens.offsets, 1.0)
+    dense = discount_cumsum(process - tokens.spread(baseline[owner]), tokens.offsets, 1.0)
     outcome = _leave_one_out(rewards, groups)[owner].to(dense.dtype)
     advantages = process_coef * dense + outcome_coef * tokens.spread(outcome)
     return tokens.put(whitened_tokens(batch, tokens, advantages, ddof) if whiten else advantages)
@@ -224,8 +224,8 @@ def distillation(batch: Batch, outcome: float = 0.0) -> Tensor:
         return advantages
     owner, ids = trajectory_groups(batch)
     rewards = segment_mean(batch.sequence["reward"], owner, ids.numel())
-    relative = normalised(rewards, Groups(ids, int(ids.max()) + 1), "none", 0.0, "zero").index_select(0, owner)
-    return advantages + outcome * broadcast(relative, batch.sequence_ids) * batch.action_mask
+    relative = group_normalised(rewards, Groups(ids, int(ids.max()) + 1), "none", 0.0, "zero").index_select(0, owner)
+    return advantages + outcome * segment_broadcast(relative, batch.sequence_ids) * batch.action_mask
 
 
 # --- Advantages for agents of several turns: credit for the episode and for each turn.
@@ -247,7 +247,7 @@ def gigpo(batch: Batch, omega: float = 1.0, gamma: float = 0.95, normalise: Lite
         )
     owner, rewards, groups = group_rewards(batch)
     std = "group" if normalise == "std" else "none"
-    episode = normalised(rewards, groups, std, eps=1e-6)
+    episode = group_normalised(rewards, groups, std, eps=1e-6)
     turns = turns_of(batch)
     trajectory = owner[turns.sequence]
     states, num_states = compact_ids(batch.ragged["turn_state"].values)
@@ -255,7 +255,7 @@ def gigpo(batch: Batch, omega: float = 1.0, gamma: float = 0.95, normalise: Lite
     placed = token_rewards(batch) if "token_rewards" in batch.token else place_rewards(batch)
     earned = segment_sum(placed[turns.where], turns.of_token, turns.num)
     returns = turn_returns(earned, trajectory, gamma)
-    step = normalised(returns, Groups(anchors, num), std, eps=1e-6, singleton="zero")
+    step = group_normalised(returns, Groups(anchors, num), std, eps=1e-6, singleton="zero")
     advantages = episode[trajectory] + omega * step
     return advantages.new_zeros(batch.num_tokens).index_copy_(0, turns.where, advantages[turns.of_token])
 
@@ -264,7 +264,7 @@ def turn_returns(earned: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
     """[K] the discounted return from each turn to the end of its trajectory, whose turns are in order."""
     order = torch.argsort(trajectory, stable=True)
     offsets = offsets_from_lengths(segment_count(trajectory, int(trajectory.max()) + 1))
-    return torch.empty_like(earned).index_copy_(0, order, recurrence(earned[order], offsets, gamma))
+    return torch.empty_like(earned).index_copy_(0, order, discount_cumsum(earned[order], offsets, gamma))
 
 
 # --- A baseline for every position of a group's answers, weighted by how much gradient each answer has there.
@@ -281,16 +281,16 @@ def otb(batch: Batch, tail: Literal["raw", "zero"] = "raw") -> Tensor:
     baseline; where one is longer than all others of its group, `tail` says whether what is beyond them keeps its raw
     return or gets 0.
     """
-    tokens = written(batch)
-    energy = running_sum(_logit_energy(batch, tokens), tokens.offsets)
-    returns = _returns(batch, tokens).to(energy.dtype)
+    tokens = action_tokens(batch)
+    energy = segment_cumsum(_squared_logit_gradients(batch, tokens), tokens.offsets)
+    returns = _undiscounted_returns(batch, tokens).to(energy.dtype)
     groups, num = compact_ids(batch.sequence["group_ids"])
     longest = segment_max(tokens.lengths.double(), groups, num).long()  # [G]
     starts = offsets_from_lengths(longest)
     shift = tokens.spread(starts[groups] - tokens.offsets[:-1])
     cells, num_cells = torch.arange(shift.numel(), device=shift.device) + shift, int(starts[-1])
     baseline = segment_sum(returns * energy, cells, num_cells) / (segment_sum(energy, cells, num_cells) + 1e-8)
-    lonely = _lonely(tokens.lengths, groups, longest)  # [cells]
+    lonely = _reached_by_one_answer(tokens.lengths, groups, longest)  # [cells]
     advantages = returns - baseline.masked_fill_(lonely, 0).index_select(0, cells)
     if tail == "zero":
         alone = lonely.index_select(0, cells) & ~tokens.spread((segment_count(groups, num) == 1)[groups])
@@ -298,12 +298,16 @@ def otb(batch: Batch, tail: Literal["raw", "zero"] = "raw") -> Tensor:
     return tokens.put(advantages)
 
 
-def _returns(batch: Batch, tokens: Written) -> Tensor:
+def _undiscounted_returns(batch: Batch, tokens: ActionTokens) -> Tensor:
     """[M] return-to-go; with an outcome alone it is the same at every token of a sequence."""
-    return tokens.spread(batch.sequence["reward"]) if is_constant(batch, 1.0) else returns_at(batch, tokens, 1.0)
+    return (
+        tokens.spread(batch.sequence["reward"])
+        if has_constant_return(batch, 1.0)
+        else action_returns(batch, tokens, 1.0)
+    )
 
 
-def _lonely(lengths: Tensor, groups: Tensor, longest: Tensor) -> Tensor:
+def _reached_by_one_answer(lengths: Tensor, groups: Tensor, longest: Tensor) -> Tensor:
     """[cells] bool: the (group, position) pairs that a single answer reaches, from the second longest of the group on."""
     num = longest.numel()
     is_longest = lengths == longest[groups]
@@ -315,7 +319,7 @@ def _lonely(lengths: Tensor, groups: Tensor, longest: Tensor) -> Tensor:
     return position >= second.index_select(0, group_of_cell)
 
 
-def _logit_energy(batch: Batch, tokens: Written) -> Tensor:
+def _squared_logit_gradients(batch: Batch, tokens: ActionTokens) -> Tensor:
     """[M] w_t = 1 - 2 pi_t + sum_v pi_v^2, times rho_t^2 where there are rollout weights."""
     logp = batch.token["policy_logp" if "policy_logp" in batch.token else "old_logp"]
     energy = 1 - 2 * tokens.take(logp).exp() + tokens.take(batch.token["sum_p2"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from burnish.core.segments import offsets_from_lengths
 
 
-def recurrence(x: Tensor, offsets: Tensor, c: float | Tensor, block: int | None = None) -> Tensor:
+def discount_cumsum(x: Tensor, offsets: Tensor, c: float | Tensor, block: int | None = None) -> Tensor:
     """[M] y_t = x_t + c * y_{t+1} inside each run x[offsets[i]:offsets[i+1]]; c is one number, or one a run [S].
 
     `block` is the K of the scan; the answer does not depend on it but for rounding.
@@ -30,25 +30,25 @@ def recurrence(x: Tensor, offsets: Tensor, c: float | Tensor, block: int | None 
     broken, which = torch.unique_consecutive(ends // k, return_inverse=True)  # the blocks in which a run ends
     y = x.new_empty(rows * k)
     whole = num // k
-    _scan_whole(x[: whole * k].view(whole, k), y[: whole * k].view(whole, k), _per_block(c, offsets, k, whole))
+    _scan_inner_blocks(x[: whole * k].view(whole, k), y[: whole * k].view(whole, k), _per_block(c, offsets, k, whole))
     y = y.view(rows, k)
-    values, reach = _scan_broken(x, offsets, c, broken, which, ends % k, k)
+    values, reach = _scan_boundary_blocks(x, offsets, c, broken, which, ends % k, k)
     y[broken] = values.t()
     if rows > 1:
         # The last element always ends a run, so the last block is broken and the runs of blocks cover all of them.
         runs = torch.cat([broken.new_zeros(1), broken + 1])
         step = c**k if not isinstance(c, Tensor) else c[_run_of(broken * k, offsets)] ** k
         ahead = y.new_zeros(rows)
-        ahead[:-1] = recurrence(y[:, 0].contiguous(), runs, step)[1:]  # what follows each block
+        ahead[:-1] = discount_cumsum(y[:, 0].contiguous(), runs, step)[1:]  # what follows each block
         y[broken] += (reach * ahead[broken]).t()
         ahead[broken] = 0
-        _add_ahead(y, ahead, _per_block(c, offsets, k, rows))
+        _add_carry(y, ahead, _per_block(c, offsets, k, rows))
     return y.view(-1)[:num]
 
 
-def running_sum(x: Tensor, offsets: Tensor) -> Tensor:
+def segment_cumsum(x: Tensor, offsets: Tensor) -> Tensor:
     """[M] the sum of each run up to and including every element."""
-    return recurrence(x.flip(0), offsets_from_lengths(offsets.diff().flip(0)), 1.0).flip(0)
+    return discount_cumsum(x.flip(0), offsets_from_lengths(offsets.diff().flip(0)), 1.0).flip(0)
 
 
 def _block_size(num: int, runs: int) -> int:
@@ -69,7 +69,7 @@ def _per_block(c: float | Tensor, offsets: Tensor, k: int, rows: int) -> float |
     return c[_run_of(torch.arange(rows, device=c.device) * k, offsets)]
 
 
-def _scan_whole(x: Tensor, out: Tensor, c: float | Tensor) -> None:
+def _scan_inner_blocks(x: Tensor, out: Tensor, c: float | Tensor) -> None:
     """The scan inside each row of x [rows, K] as if no run ended there."""
     k = x.shape[1]
     if isinstance(c, Tensor):
@@ -83,7 +83,7 @@ def _scan_whole(x: Tensor, out: Tensor, c: float | Tensor) -> None:
     torch.mm(x, powers.to(x.dtype), out=out)
 
 
-def _scan_broken(
+def _scan_boundary_blocks(
     x: Tensor, offsets: Tensor, c: float | Tensor, broken: Tensor, which: Tensor, at: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """[K, R] the scan of the blocks in which runs end, and how much of what follows the block reaches each element."""
@@ -99,7 +99,7 @@ def _scan_broken(
     return values, reach
 
 
-def _add_ahead(y: Tensor, ahead: Tensor, c: float | Tensor) -> None:
+def _add_carry(y: Tensor, ahead: Tensor, c: float | Tensor) -> None:
     """Adds c^(K-t) times what follows each block to its element t, in place."""
     k = y.shape[1]
     if isinstance(c, Tensor):

@@ -10,12 +10,12 @@ from burnish.config.records import Slot
 
 Singleton = Literal["raw", "zero"]
 Ddof = Literal[0, 1]
-EPS = 1e-6
+DEFAULT_EPS = 1e-6
 
 
-def _no_division(by: str, eps: float, ddof: int = 1) -> None:
+def _refuse_unused_deviation_options(by: str, eps: float, ddof: int = 1) -> None:
     """Refuse the details of a division that is not made."""
-    if by == "none" and (eps != EPS or ddof != 1):
+    if by == "none" and (eps != DEFAULT_EPS or ddof != 1):
         raise ValueError("eps and ddof belong to the deviation, and nothing is divided by one here: leave them out")
 
 
@@ -51,7 +51,7 @@ class GrpoAdvantage(AdvantageRecord):
 
     @model_validator(mode="after")
     def _divides(self) -> GrpoAdvantage:
-        _no_division(self.std, self.eps, self.ddof)
+        _refuse_unused_deviation_options(self.std, self.eps, self.ddof)
         return self
 
 
@@ -143,7 +143,7 @@ class GpgAdvantage(AdvantageRecord):
 
     @model_validator(mode="after")
     def _divides(self) -> GpgAdvantage:
-        _no_division(self.normalise, self.eps)
+        _refuse_unused_deviation_options(self.normalise, self.eps)
         return self
 
 
@@ -161,7 +161,7 @@ class GrpoPasskAdvantage(AdvantageRecord):
 
     @model_validator(mode="after")
     def _divides(self) -> GrpoPasskAdvantage:
-        _no_division(self.std, self.eps)
+        _refuse_unused_deviation_options(self.std, self.eps)
         return self
 
 
@@ -231,7 +231,7 @@ class GdpoAdvantage(AdvantageRecord):
 
     @model_validator(mode="after")
     def _divides(self) -> GdpoAdvantage:
-        _no_division(self.std, self.eps)
+        _refuse_unused_deviation_options(self.std, self.eps)
         return self
 
 
@@ -358,7 +358,7 @@ class NoAdvantage(AdvantageRecord):
     name: Literal["none"] = "none"
 
 
-ADVANTAGES: tuple[type[AdvantageRecord], ...] = (
+ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     GrpoAdvantage,
     ReinforceAdvantage,
     RlooAdvantage,

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.reverse_scan import running_sum
-from burnish.algorithms.batch_columns import Groups, written
+from burnish.algorithms.advantages.reverse_scan import segment_cumsum
+from burnish.algorithms.batch_columns import Groups, action_tokens
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import compact_ids, offsets_from_lengths, segment_count, segment_mean, segment_sum
 
@@ -25,15 +25,15 @@ def cutpoints(batch: Batch, rho: float = 0.9, every: int = 5) -> tuple[Tensor, R
     before that token: its value is the mean reward of answers continued from there. Probabilities are those of
     `old_logp`, or of `behaviour_logp` while rollouts are still being made.
     """
-    tokens = written(batch)
+    tokens = action_tokens(batch)
     logp = tokens.take(batch.token["old_logp" if "old_logp" in batch.token else "behaviour_logp"])
     unsure = (logp < math.log(rho)).double()
-    segment = running_sum(unsure, tokens.offsets).long() // every  # [M]
+    segment = segment_cumsum(unsure, tokens.offsets).long() // every  # [M]
     inside = tokens.lengths > 0
     first = torch.zeros_like(tokens.lengths)  # [S] a segment cannot start before the first token: no empty one there
     first[inside] = segment[tokens.offsets[:-1][inside]]
     some = torch.zeros_like(inside)
-    some[inside] = running_sum(unsure, tokens.offsets)[tokens.offsets[1:][inside] - 1] > 0
+    some[inside] = segment_cumsum(unsure, tokens.offsets)[tokens.offsets[1:][inside] - 1] > 0
     cut = tokens.spread(some)
     segment = torch.where(cut, segment - tokens.spread(first), -1)
     owner = tokens.spread(torch.arange(batch.num_sequences, device=segment.device))
@@ -71,7 +71,7 @@ def spo_tree(batch: Batch, normalise: Literal["none", "std"] = "none") -> Tensor
     deviation + 1e-8.
     """
     paths = batch.ragged["nodes"]
-    node, parent, num = _tree(batch, paths)
+    node, parent, num = _tree_nodes(batch, paths)
     above = torch.full((num,), -1, device=node.device).index_copy(0, node, parent)
     edges = (above >= 0).nonzero().squeeze(1)
     leaves = node[paths.offsets[1:] - 1]
@@ -103,7 +103,7 @@ def tokens_of_segments(batch: Batch, segments: Ragged) -> tuple[Tensor, Tensor]:
     return where, of_token
 
 
-def _tree(batch: Batch, paths: Ragged) -> tuple[Tensor, Tensor, int]:
+def _tree_nodes(batch: Batch, paths: Ragged) -> tuple[Tensor, Tensor, int]:
     """Of every step of every path the node it comes to and the one it comes from, numbered from 0, roots too; and how many."""
     groups, _ = compact_ids(batch.sequence["group_ids"])
     parent = paths.values.roll(1)

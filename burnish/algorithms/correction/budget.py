@@ -13,17 +13,27 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from burnish.algorithms.correction.corrections import PREFIX, decoupled_correction
-from burnish.algorithms.correction.gap import BOUND, Gap, gap_of, written_of
-from burnish.algorithms.correction.weights_and_rejection import Corrected, bounded, kept, raw_weights
+from burnish.algorithms.correction.corrections import METRIC_PREFIX, decoupled_correction
+from burnish.algorithms.correction.rollout_mismatch import (
+    LOG_RATIO_BOUND,
+    RolloutMismatch,
+    rollout_mismatch,
+    written_of,
+)
+from burnish.algorithms.correction.weights_and_rejection import (
+    CorrectionResult,
+    accepted_tokens,
+    bound_weights,
+    raw_weights,
+)
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 
-SHARE = 0.5
+MIN_TOKEN_SHARE = 0.5
 """A correction must leave this share of the tokens: past it the batch is another one, not a corrected one."""
-MARGIN = 0.95
+DESCENT_MARGIN = 0.95
 """A milder rung must use no more than this part of the budget before it is trusted: the next batch is another sample."""
-PATIENCE, LONGEST = 3, 48
+INITIAL_PATIENCE, MAX_PATIENCE = 3, 48
 """Steps in a row for which a milder rung must have held, at first and at most."""
 
 
@@ -35,11 +45,11 @@ class Rung:
     options: dict[str, Any]
 
 
-def _tis(threshold: float) -> Rung:
+def _truncation_rung(threshold: float) -> Rung:
     return Rung(f"token_tis_{threshold:g}", {"weights": "token", "threshold": threshold})
 
 
-def _mis(name: str, high: float, **reject: Any) -> Rung:
+def _masking_rung(name: str, high: float, **reject: Any) -> Rung:
     """Weights of the tokens within [1/high, high] and, by `reject`, of rows; all else leaves the loss."""
     band = {"token_k1": (1 / high, high), **reject}
     return Rung(name, {"weights": "token", "threshold": high, "reject": band})
@@ -47,16 +57,16 @@ def _mis(name: str, high: float, **reject: Any) -> Rung:
 
 RUNGS: tuple[Rung, ...] = (
     Rung("none", {}),
-    _tis(5.0),
-    _tis(3.0),
-    _tis(2.0),
-    _tis(1.5),
+    _truncation_rung(5.0),
+    _truncation_rung(3.0),
+    _truncation_rung(2.0),
+    _truncation_rung(1.5),
     Rung("token_icepop", {"weights": "token", "threshold": (0.5, 5.0)}),
-    _mis("token_mis_2", 2.0),
-    _mis("token_mis_1.5", 1.5),
-    _mis("k3_rs_token_mis", 1.5, seq_mean_k3=0.01),
-    _mis("geo_rs_token_mis", 1.5, seq_mean_k1=(0.99, 1.01)),
-    _mis("strictest", 1.25, seq_mean_k1=(0.999, 1.001)),
+    _masking_rung("token_mis_2", 2.0),
+    _masking_rung("token_mis_1.5", 1.5),
+    _masking_rung("k3_rs_token_mis", 1.5, seq_mean_k3=0.01),
+    _masking_rung("geo_rs_token_mis", 1.5, seq_mean_k1=(0.99, 1.01)),
+    _masking_rung("strictest", 1.25, seq_mean_k1=(0.999, 1.001)),
 )
 
 
@@ -70,7 +80,7 @@ class Budget(Protocol):
     def ess(self) -> float | None: ...
 
 
-class Tolerance(NamedTuple):
+class MismatchBudget(NamedTuple):
     """A budget as a value."""
 
     k3_kl: float | None = None
@@ -85,7 +95,7 @@ class BudgetError(UserError):
         self.batch = batch
 
 
-class Measured(NamedTuple):
+class RungMeasurement(NamedTuple):
     """A batch under a correction."""
 
     k3_kl: float
@@ -93,7 +103,7 @@ class Measured(NamedTuple):
     share: float
 
 
-def measure(batch: Batch, rung: Rung) -> Measured:
+def measure_rung(batch: Batch, rung: Rung) -> RungMeasurement:
     """What a correction leaves of the gap, of the sample and of the batch.
 
     With l = old_logp - behaviour_logp and w the weight applied (1 without weights), over the tokens still trained on (kept,
@@ -105,18 +115,18 @@ def measure(batch: Batch, rung: Rung) -> Measured:
     return _measure(_gap(batch), rung)
 
 
-def holds(found: Measured, budget: Budget, margin: float = 1.0) -> bool:
+def is_within_budget(found: RungMeasurement, budget: Budget, margin: float = 1.0) -> bool:
     """Whether a measured batch is within `margin` of what is tolerated, and enough of it is left."""
     k3_ok = budget.k3_kl is None or found.k3_kl <= margin * budget.k3_kl
     ess_ok = budget.ess is None or 1 - found.ess <= margin * (1 - budget.ess)
-    return k3_ok and ess_ok and found.share >= SHARE
+    return k3_ok and ess_ok and found.share >= MIN_TOKEN_SHARE
 
 
-def search(batch: Batch, budget: Budget) -> int:
+def first_rung_within_budget(batch: Batch, budget: Budget) -> int:
     """The first rung under which the budget holds, by trying all; a `BudgetError` if there is none."""
     gap = _gap(batch)
     found = [_measure(gap, rung) for rung in RUNGS]
-    return _first(batch, found, budget, range(len(RUNGS)))
+    return _first_within_budget(batch, found, budget, range(len(RUNGS)))
 
 
 # --- the controller ----------------------------------------------------------------------------------------------------
@@ -129,68 +139,73 @@ class BudgetState:
     rung: int = 0
     streaks: list[int] = field(default_factory=lambda: [0] * len(RUNGS))
     """For how many steps in a row each milder rung would have held the budget with a margin."""
-    patience: int = PATIENCE
+    patience: int = INITIAL_PATIENCE
     """The streak that is enough to come down."""
     came_down: bool = False
     """Whether the rung was reached from above."""
 
 
-def step(state: BudgetState, batch: Batch, budget: Budget) -> tuple[BudgetState, Rung, str]:
+def budget_step(state: BudgetState, batch: Batch, budget: Budget) -> tuple[BudgetState, Rung, str]:
     """(next state, the rung to apply to this batch, why it changed or the empty string where it did not); a `BudgetError`
     where no rung holds."""
     gap, now = _gap(batch), state.rung
     found = [_measure(gap, rung) for rung in RUNGS[: now + 1]]
-    if not holds(found[now], budget):
+    if not is_within_budget(found[now], budget):
         found += [_measure(gap, rung) for rung in RUNGS[now + 1 :]]
         return _climb(state, batch, found, budget)
-    streaks = [s + 1 if holds(m, budget, MARGIN) else 0 for s, m in zip(state.streaks, found[:now], strict=False)]
+    streaks = [
+        s + 1 if is_within_budget(m, budget, DESCENT_MARGIN) else 0
+        for s, m in zip(state.streaks, found[:now], strict=False)
+    ]
     streaks += [0] * (len(RUNGS) - now)
     ready = [k for k in range(now) if streaks[k] >= state.patience]
     if not ready:
         return replace(state, streaks=streaks), RUNGS[now], ""
     new = ready[0]
-    why = f"{RUNGS[now].name} -> {RUNGS[new].name}: it would have held the budget for {streaks[new]} steps ({_said(found[new])})"
+    why = f"{RUNGS[now].name} -> {RUNGS[new].name}: it would have held the budget for {streaks[new]} steps ({_describe(found[new])})"
     return replace(state, rung=new, streaks=[0] * len(RUNGS), came_down=True), RUNGS[new], why
 
 
 def budget_correction(
     batch: Batch, state: BudgetState | None, k3_kl: float | None = None, ess: float | None = None
-) -> tuple[Corrected, BudgetState, str]:
+) -> tuple[CorrectionResult, BudgetState, str]:
     """The correction that the controller chooses for a batch, its next state, and why the rung changed or an empty string."""
-    state, rung, why = step(state or BudgetState(), batch, Tolerance(k3_kl, ess))
+    state, rung, why = budget_step(state or BudgetState(), batch, MismatchBudget(k3_kl, ess))
     found = decoupled_correction(batch, **rung.options)
-    metrics = {**found.metrics, f"{PREFIX}budget_rung": float(state.rung)}
+    metrics = {**found.metrics, f"{METRIC_PREFIX}budget_rung": float(state.rung)}
     return replace(found, metrics=metrics), state, why
 
 
-def _climb(state: BudgetState, batch: Batch, found: list[Measured], budget: Budget) -> tuple[BudgetState, Rung, str]:
+def _climb(
+    state: BudgetState, batch: Batch, found: list[RungMeasurement], budget: Budget
+) -> tuple[BudgetState, Rung, str]:
     """To the next stricter rung that holds, else to a milder one: truncating less leaves a smaller gap."""
     now = state.rung
-    new = _first(batch, found, budget, [*range(now + 1, len(RUNGS)), *range(now)])
-    patience = min(LONGEST, 2 * state.patience) if state.came_down else state.patience
+    new = _first_within_budget(batch, found, budget, [*range(now + 1, len(RUNGS)), *range(now)])
+    patience = min(MAX_PATIENCE, 2 * state.patience) if state.came_down else state.patience
     why = (
-        f"{RUNGS[now].name} -> {RUNGS[new].name}: {_broken(found[now], budget)}, "
-        f"and under the new correction it holds ({_said(found[new])})"
+        f"{RUNGS[now].name} -> {RUNGS[new].name}: {_describe_excess(found[now], budget)}, "
+        f"and under the new correction it holds ({_describe(found[new])})"
     )
     return BudgetState(rung=new, patience=patience), RUNGS[new], why
 
 
-def _first(batch: Batch, found: list[Measured], budget: Budget, order: range | list[int]) -> int:
+def _first_within_budget(batch: Batch, found: list[RungMeasurement], budget: Budget, order: range | list[int]) -> int:
     """The first rung in `order` that holds the budget for a batch, `found` being what it is under each."""
     for k in order:
-        if holds(found[k], budget):
+        if is_within_budget(found[k], budget):
             return k
     raw, last = found[0], found[-1]
-    most = max(range(len(found)), key=lambda k: (found[k].share >= SHARE, -_excess(found[k], budget)))
+    most = max(range(len(found)), key=lambda k: (found[k].share >= MIN_TOKEN_SHARE, -_excess(found[k], budget)))
     text = (
-        f"no correction holds correction.budget: uncorrected, {_broken(raw, budget)}; the closest, {RUNGS[most].name}, is at "
-        f"{_said(found[most])}, and the strictest keeps {last.share:.0%} of the tokens (at least {SHARE:.0%} must be left). "
+        f"no correction holds correction.budget: uncorrected, {_describe_excess(raw, budget)}; the closest, {RUNGS[most].name}, is at "
+        f"{_describe(found[most])}, and the strictest keeps {last.share:.0%} of the tokens (at least {MIN_TOKEN_SHARE:.0%} must be left). "
         "Engine and trainer are too far apart to be corrected: remove the cause, or allow a larger budget"
     )
     raise BudgetError(text, batch)
 
 
-def _excess(found: Measured, budget: Budget) -> float:
+def _excess(found: RungMeasurement, budget: Budget) -> float:
     """How many times over the budget, by what is furthest over it."""
     k3 = 0.0 if budget.k3_kl is None else found.k3_kl / budget.k3_kl
     ess = 0.0 if budget.ess is None else (1 - found.ess) / max(1 - budget.ess, 1e-12)
@@ -200,40 +215,40 @@ def _excess(found: Measured, budget: Budget) -> float:
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _gap(batch: Batch) -> Gap:
+def _gap(batch: Batch) -> RolloutMismatch:
     written = written_of(batch)
-    return gap_of(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
+    return rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
 
 
-def _measure(gap: Gap, rung: Rung) -> Measured:
+def _measure(gap: RolloutMismatch, rung: Rung) -> RungMeasurement:
     options = rung.options
     is_weighted = options.get("weights") is not None
     assert options.get("weights") in (None, "token"), "the ladder weights tokens"
     raw = raw_weights(gap, "token")[1]
-    weights = bounded(raw, options["threshold"]) if is_weighted else raw
+    weights = bound_weights(raw, options["threshold"]) if is_weighted else raw
     left = gap.clamped - weights.log() if is_weighted else gap.clamped
-    keep = kept(gap, options["reject"]) if "reject" in options else torch.ones_like(raw, dtype=torch.bool)
+    keep = accepted_tokens(gap, options["reject"]) if "reject" in options else torch.ones_like(raw, dtype=torch.bool)
     trained = keep & (weights > 0)
-    left, weights = left[trained].clamp(-BOUND, BOUND), weights[keep]
+    left, weights = left[trained].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), weights[keep]
     if left.shape[0] == 0:
-        return Measured(float("inf"), 0.0, 0.0)
+        return RungMeasurement(float("inf"), 0.0, 0.0)
     k3 = (left.expm1() - left).mean().clamp(min=0)
     ess = (weights.mean() ** 2 / weights.square().mean()).clamp(max=1)
     share = trained.double().mean()
-    return Measured(*torch.stack([k3, ess, share]).tolist())
+    return RungMeasurement(*torch.stack([k3, ess, share]).tolist())
 
 
-def _said(found: Measured) -> str:
+def _describe(found: RungMeasurement) -> str:
     return f"k3_kl {found.k3_kl:.2g}, ess {found.ess:.3g}, {found.share:.0%} of tokens"
 
 
-def _broken(found: Measured, budget: Budget) -> str:
+def _describe_excess(found: RungMeasurement, budget: Budget) -> str:
     """What of a budget does not hold."""
     broken = []
     if budget.k3_kl is not None and found.k3_kl > budget.k3_kl:
         broken.append(f"k3_kl {found.k3_kl:.2g} is over {budget.k3_kl:g}")
     if budget.ess is not None and found.ess < budget.ess:
         broken.append(f"ess {found.ess:.3g} is under {budget.ess:g}")
-    if found.share < SHARE:
+    if found.share < MIN_TOKEN_SHARE:
         broken.append(f"only {found.share:.0%} of tokens are left")
     return " and ".join(broken)

@@ -7,31 +7,31 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from burnish.algorithms.correction.diagnostics import chi_square_metrics, divergence_metrics
-from burnish.algorithms.correction.gap import Gap, gap_of, written_of
-from burnish.algorithms.correction.profiles import quantiles, row_quantiles
+from burnish.algorithms.correction.mismatch_diagnostics import chi_square_metrics, divergence_metrics
+from burnish.algorithms.correction.mismatch_profiles import quantiles, row_quantiles
+from burnish.algorithms.correction.rollout_mismatch import RolloutMismatch, rollout_mismatch, written_of
 from burnish.algorithms.correction.weights_and_rejection import (
     Bounds,
-    Corrected,
-    as_floats,
-    bounded,
-    edges,
-    kept,
-    named,
-    normalised,
-    outside,
+    CorrectionResult,
+    accepted_tokens,
+    accepted_tokens_with_metrics,
+    batch_normalised,
+    bound_weights,
+    is_outside,
+    metrics_to_floats,
     raw_weights,
-    rejection,
+    threshold_band,
     weight_dtype,
     weight_metrics,
+    with_prefix,
 )
-from burnish.algorithms.losses.view import View
+from burnish.algorithms.losses.loss_view import LossView
 from burnish.core.batch import Batch
 
-SHARES = {"p25": 0.25, "p50": 0.50, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+PERCENTILES = {"p25": 0.25, "p50": 0.50, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 
 
-def seed_correction(
+def coupled_correction(
     batch: Batch,
     apply: bool = True,
     threshold: float = 2.0,
@@ -40,7 +40,7 @@ def seed_correction(
     mode: str = "truncate",
     veto: float | None = 1e-4,
     target: str = "weight",
-) -> Corrected:
+) -> CorrectionResult:
     """W = exp(clip(u, -20, 20)), u = l of the token, its sum or its mean over the row, l = old_logp - behaviour_logp.
 
     mode truncate: min(W, threshold). mode mask: W where lower <= W <= threshold (lower None: 1/threshold), else rejected.
@@ -50,42 +50,42 @@ def seed_correction(
     verl's rollout importance sampling (PR 3694); TIS and MIS: Yao et al. and Liu et al. (2025).
     """
     written = written_of(batch)
-    gap = gap_of(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
+    gap = rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
     log_weights, raw = raw_weights(gap, level)
     band = (1 / threshold if lower is None else lower, threshold)
-    catastrophic = _catastrophic(gap, veto)
+    catastrophic = _catastrophic_tokens(gap, veto)
     vetoed = gap.rows_with(catastrophic)
-    masked = outside(raw, *band) if mode == "mask" else None
+    masked = is_outside(raw, *band) if mode == "mask" else None
     metrics = {
         "rollout_is_veto_fraction": vetoed.double().mean(),
         "rollout_is_catastrophic_token_fraction": gap.mean(catastrophic),
-        **named("rollout_is_", weight_metrics(gap, level, log_weights, raw, raw, band, floor=band[0])),
-        **named("rollout_is_", _percentiles(gap, raw)),
-        **named("mismatch_", divergence_metrics(gap)),
+        **with_prefix("rollout_is_", weight_metrics(gap, level, log_weights, raw, raw, band, floor=band[0])),
+        **with_prefix("rollout_is_", _percentiles(gap, raw)),
+        **with_prefix("mismatch_", divergence_metrics(gap)),
     }
     if masked is not None:
         metrics["rollout_is_masked_fraction"] = gap.mean(masked)
         metrics["rollout_is_seq_masked_fraction"] = gap.rows_with(masked).double().mean()
-    numbers = as_floats("mismatch/", metrics)
+    numbers = metrics_to_floats("mismatch/", metrics)
     if not apply:
-        return Corrected(None, batch.action_mask, numbers)
-    rejected = _rejected(gap, masked, vetoed)
+        return CorrectionResult(None, batch.action_mask, numbers)
+    rejected = _rejected_tokens(gap, masked, vetoed)
     weights = gap.spread(raw.clamp(max=threshold)).masked_fill(rejected, 0.0)
     keep = written.back(~rejected) if target == "mask" else batch.action_mask
-    return Corrected(written.back(weights.to(weight_dtype(batch))), keep, numbers)
+    return CorrectionResult(written.back(weights.to(weight_dtype(batch))), keep, numbers)
 
 
-def measured(batch: Batch) -> Corrected:
+def no_correction(batch: Batch) -> CorrectionResult:
     """Nothing is corrected: the report alone, with a bound of 2 where a metric needs one."""
-    return seed_correction(batch, apply=False)
+    return coupled_correction(batch, apply=False)
 
 
-def _catastrophic(gap: Gap, veto: float | None) -> Tensor:
+def _catastrophic_tokens(gap: RolloutMismatch, veto: float | None) -> Tensor:
     """[M] bool: tokens the trainer finds all but impossible."""
     return gap.log_ratio < (math.log(veto) if veto is not None else -math.inf)
 
 
-def _rejected(gap: Gap, masked: Tensor | None, vetoed: Tensor) -> Tensor:
+def _rejected_tokens(gap: RolloutMismatch, masked: Tensor | None, vetoed: Tensor) -> Tensor:
     """[M] bool."""
     if masked is None:
         return gap.spread(vetoed)
@@ -94,13 +94,13 @@ def _rejected(gap: Gap, masked: Tensor | None, vetoed: Tensor) -> Tensor:
     return masked | gap.spread(vetoed)
 
 
-def _percentiles(gap: Gap, raw: Tensor) -> dict[str, Tensor]:
-    shares = list(SHARES.values())
+def _percentiles(gap: RolloutMismatch, raw: Tensor) -> dict[str, Tensor]:
+    shares = list(PERCENTILES.values())
     if raw.shape[0] == gap.num_tokens:
         found = quantiles(raw, shares)
     else:
         found = row_quantiles(raw, gap.lengths, shares)
-    return dict(zip(SHARES, found, strict=True))
+    return dict(zip(PERCENTILES, found, strict=True))
 
 
 # --- Rollout correction, second form: weights and rejection apart, each with its own bounds; the report is `rollout_corr/`.
@@ -108,7 +108,7 @@ def _percentiles(gap: Gap, raw: Tensor) -> dict[str, Tensor]:
 # Decoupled: three policies, with the trainer's before the first update as the anchor of the clip. The gap from engine to
 # anchor is corrected here, the drift from anchor to the current policy by the clip. Decoupled PPO (2110.00641).
 
-PREFIX = "rollout_corr/"
+METRIC_PREFIX = "rollout_corr/"
 
 
 def decoupled_correction(
@@ -117,7 +117,7 @@ def decoupled_correction(
     threshold: Bounds = 2.0,
     batch_normalise: bool = False,
     reject: Mapping[str, Bounds] | None = None,
-) -> Corrected:
+) -> CorrectionResult:
     """Weights of each token or sequence (or none), and the tokens that every option of `reject` keeps.
 
     W = exp(clip(u, -20, 20)), u = l of the token or its sum over the row, l = old_logp - behaviour_logp. One threshold C:
@@ -127,30 +127,32 @@ def decoupled_correction(
     (2025); IcePop (2510.18855).
     """
     written = written_of(batch)
-    gap = gap_of(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
+    gap = rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
     metrics = {**divergence_metrics(gap), **chi_square_metrics(gap)}
     applied = None
     if weights is not None:
-        found, said = _importance(gap, weights, threshold, batch_normalise)
+        found, said = _importance_weights(gap, weights, threshold, batch_normalise)
         applied = written.back(gap.spread(found).to(weight_dtype(batch)))
-        metrics |= named("rollout_is_", said)
+        metrics |= with_prefix("rollout_is_", said)
     keep = batch.action_mask
     if reject:
-        inside, said = rejection(gap, reject)
+        inside, said = accepted_tokens_with_metrics(gap, reject)
         keep = written.back(inside)
         metrics |= said
-    return Corrected(applied, keep, as_floats(PREFIX, metrics))
+    return CorrectionResult(applied, keep, metrics_to_floats(METRIC_PREFIX, metrics))
 
 
-def _importance(gap: Gap, level: str, threshold: Bounds, batch_normalise: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def _importance_weights(
+    gap: RolloutMismatch, level: str, threshold: Bounds, batch_normalise: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The weights that are applied, and what is said of them before they are normalised."""
     log_weights, raw = raw_weights(gap, level)
-    applied, band = bounded(raw, threshold), edges(threshold)
+    applied, band = bound_weights(raw, threshold), threshold_band(threshold)
     metrics = weight_metrics(gap, level, log_weights, raw, applied, band, floor=0.0)
     if isinstance(threshold, tuple):
-        metrics["oob_ratio"] = gap.mean(outside(raw, *band))
+        metrics["oob_ratio"] = gap.mean(is_outside(raw, *band))
     if batch_normalise:
-        applied, metrics["batch_norm_factor"] = normalised(gap, applied, level)
+        applied, metrics["batch_norm_factor"] = batch_normalised(gap, applied, level)
     return applied, metrics
 
 
@@ -162,7 +164,7 @@ def _importance(gap: Gap, level: str, threshold: Bounds, batch_normalise: bool) 
 
 
 def bypass_correction(
-    view: View,
+    view: LossView,
     anchor: Tensor,
     advantages: Tensor,
     surrogate: Tensor | None,
@@ -182,33 +184,35 @@ def bypass_correction(
     assert view.logp is not None, "a policy's view has log-probs"
     if view.num_tokens == 0:
         return view.logp * 0, {}
-    gap = gap_of(view.logp, anchor, view.offsets)
+    gap = rollout_mismatch(view.logp, anchor, view.offsets)
     level = weights or "token"
     _, raw = raw_weights(gap, level)
-    applied = bounded(raw, threshold)
-    marks = _marks(gap, level, raw, applied, threshold)
+    applied = bound_weights(raw, threshold)
+    marks = _bypass_token_metrics(gap, level, raw, applied, threshold)
     if loss == "reinforce":
         if batch_normalise and weights is not None:
-            applied, _ = normalised(gap, applied, weights)
+            applied, _ = batch_normalised(gap, applied, weights)
         factor = gap.spread(applied).to(view.logp.dtype) if weights is not None else 1.0
         per_token = -factor * advantages * view.logp
     else:
         assert surrogate is not None, "ppo_clip is the loss of the slots ratio and clip"
         per_token = surrogate
     if reject:
-        keep = kept(gap, reject)
+        keep = accepted_tokens(gap, reject)
         per_token = per_token.masked_fill(~keep, 0.0)
-        marks[f"{PREFIX}rollout_rs_masked_fraction"] = ~keep
+        marks[f"{METRIC_PREFIX}rollout_rs_masked_fraction"] = ~keep
     return per_token, marks
 
 
-def _marks(gap: Gap, level: str, raw: Tensor, applied: Tensor, threshold: Bounds) -> dict[str, Tensor]:
+def _bypass_token_metrics(
+    gap: RolloutMismatch, level: str, raw: Tensor, applied: Tensor, threshold: Bounds
+) -> dict[str, Tensor]:
     """Columns [M] whose means over all tokens of a mini-batch are the metrics of that name.
 
     What is no mean over tokens (std, extremes, rows) would depend on the split, and is not among them. k3 is clamped here,
     for these columns may be summed in float32.
     """
-    low, high = edges(threshold)
+    low, high = threshold_band(threshold)
     found = {
         "kl": -gap.log_ratio,
         "k3_kl": gap.k3,
@@ -217,4 +221,4 @@ def _marks(gap: Gap, level: str, raw: Tensor, applied: Tensor, threshold: Bounds
     }
     if level == "token":
         found |= {"rollout_is_ratio_fraction_high": raw > high, "rollout_is_ratio_fraction_low": raw < low}
-    return {PREFIX + name: column for name, column in found.items()}
+    return {METRIC_PREFIX + name: column for name, column in found.items()}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from burnish.config.errors import nearest
+from burnish.config.errors import did_you_mean
 from burnish.config.records import Slot, choice
 
 Positive = Annotated[float, Field(gt=0)]
@@ -27,10 +27,10 @@ Rejection = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
-THRESHOLD = 2.0
+DEFAULT_THRESHOLD = 2.0
 
 
-def band_of(value: Any) -> Any:
+def parse_band(value: Any) -> Any:
     """`"0.5_2.0"`, as verl writes a lower and an upper bound, as two numbers; anything else as it is."""
     if not isinstance(value, str):
         return value
@@ -38,7 +38,7 @@ def band_of(value: Any) -> Any:
     return tuple(parts) if len(parts) == 2 else value
 
 
-Bounds = Annotated[Positive | Band, BeforeValidator(band_of)]
+Bounds = Annotated[Positive | Band, BeforeValidator(parse_band)]
 
 
 class NoCorrection(Slot):
@@ -52,7 +52,7 @@ class NoCorrection(Slot):
         return False
 
 
-class SeedCorrection(Slot):
+class CoupledCorrection(Slot):
     """One importance weight for each token, bounded or masked, and a veto on rows with an absurd token."""
 
     formula: ClassVar[str] = (
@@ -64,7 +64,7 @@ class SeedCorrection(Slot):
     name: Literal["seed"] = "seed"
     apply: bool = True
     """Multiply the policy loss by the weights; false computes metrics only."""
-    threshold: float = Field(THRESHOLD, gt=0)
+    threshold: float = Field(DEFAULT_THRESHOLD, gt=0)
     """Upper bound C of a weight: token 1.5 to 5, sequence 2 to 10, geometric 1.0002 to 1.001."""
     lower: float | None = Field(None, gt=0)
     """Lower bound, of mode mask and of metrics; null is 1 / threshold."""
@@ -83,7 +83,7 @@ class SeedCorrection(Slot):
         return self.apply
 
     @model_validator(mode="after")
-    def _bounds(self) -> SeedCorrection:
+    def _bounds(self) -> CoupledCorrection:
         lower = 1 / self.threshold if self.lower is None else self.lower
         if lower > self.threshold:
             raise ValueError(
@@ -92,12 +92,12 @@ class SeedCorrection(Slot):
         return self
 
 
-class _Bounded(Slot):
+class _WeightsAndRejection(Slot):
     """Weights and rejection, each with its own bounds."""
 
     weights: Literal["token", "sequence"] | None = None
     """Multiply the policy loss by the weight of each token or of the whole sequence; null does not."""
-    threshold: Bounds = THRESHOLD
+    threshold: Bounds = DEFAULT_THRESHOLD
     """One number C cuts weights at C (TIS); two, `[0.5, 5.0]`, make those out of them 0 (IcePop)."""
     batch_normalise: bool = False
     """Divide the weights by their mean, so that they change directions and not the size of a step."""
@@ -133,15 +133,15 @@ class _Bounded(Slot):
         return value
 
     @model_validator(mode="after")
-    def _used(self) -> _Bounded:
-        if self.weights is None and (self.threshold != THRESHOLD or self.batch_normalise):
+    def _used(self) -> _WeightsAndRejection:
+        if self.weights is None and (self.threshold != DEFAULT_THRESHOLD or self.batch_normalise):
             raise ValueError(
                 "correction.threshold and batch_normalise are of weights, and there are none: set correction.weights=token or sequence"
             )
         return self
 
 
-class DecoupledCorrection(_Bounded):
+class DecoupledCorrection(_WeightsAndRejection):
     """Corrects the gap from engine to trainer by weights, rejection or both, and leaves the drift since to the clip."""
 
     formula: ClassVar[str] = (
@@ -155,7 +155,7 @@ class DecoupledCorrection(_Bounded):
     name: Literal["decoupled"] = "decoupled"
 
 
-class BypassCorrection(_Bounded):
+class BypassCorrection(_WeightsAndRejection):
     """The engine's log-probs as the anchor: two policies, and no pass for the old log-probs."""
 
     formula: ClassVar[str] = (
@@ -210,9 +210,9 @@ class BudgetCorrection(Slot):
         return self
 
 
-CORRECTIONS: tuple[type[Slot], ...] = (
+CORRECTION_RECORDS: tuple[type[Slot], ...] = (
     NoCorrection,
-    SeedCorrection,
+    CoupledCorrection,
     DecoupledCorrection,
     BypassCorrection,
     BudgetCorrection,
@@ -221,8 +221,8 @@ CORRECTIONS: tuple[type[Slot], ...] = (
 
 # --- presets -----------------------------------------------------------------------------------------------------------
 
-GEOMETRIC = {"seq_mean_k1": (0.999, 1.001)}
-K3 = {"seq_mean_k3": 0.01}
+GEOMETRIC_REJECTION = {"seq_mean_k1": (0.999, 1.001)}
+K3_REJECTION = {"seq_mean_k3": 0.01}
 
 
 def _decoupled(weights: str | None = None, **options: Any) -> dict[str, Any]:
@@ -239,25 +239,25 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_seq_is": _decoupled("sequence"),
     "decoupled_token_icepop": _decoupled("token", threshold=(0.5, 5.0)),
     "decoupled_seq_is_rs": _decoupled("sequence", reject={"seq_sum_k1": (0.5, 2.0)}),
-    "decoupled_geo_rs": _decoupled(reject=GEOMETRIC),
-    "decoupled_geo_rs_seq_tis": _decoupled("sequence", reject=GEOMETRIC),
-    "decoupled_geo_rs_token_tis": _decoupled("token", reject=GEOMETRIC),
-    "decoupled_k3_rs": _decoupled(reject=K3),
-    "decoupled_k3_rs_seq_tis": _decoupled("sequence", reject=K3),
-    "decoupled_k3_rs_token_tis": _decoupled("token", reject=K3),
+    "decoupled_geo_rs": _decoupled(reject=GEOMETRIC_REJECTION),
+    "decoupled_geo_rs_seq_tis": _decoupled("sequence", reject=GEOMETRIC_REJECTION),
+    "decoupled_geo_rs_token_tis": _decoupled("token", reject=GEOMETRIC_REJECTION),
+    "decoupled_k3_rs": _decoupled(reject=K3_REJECTION),
+    "decoupled_k3_rs_seq_tis": _decoupled("sequence", reject=K3_REJECTION),
+    "decoupled_k3_rs_token_tis": _decoupled("token", reject=K3_REJECTION),
     "bypass_ppo_clip": {"name": "bypass"},
-    "bypass_ppo_clip_geo_rs": {"name": "bypass", "reject": GEOMETRIC},
-    "bypass_ppo_clip_k3_rs": {"name": "bypass", "reject": K3},
+    "bypass_ppo_clip_geo_rs": {"name": "bypass", "reject": GEOMETRIC_REJECTION},
+    "bypass_ppo_clip_k3_rs": {"name": "bypass", "reject": K3_REJECTION},
     "bypass_pg_is": _policy_gradient("sequence"),
     "bypass_pg_token_icepop": _policy_gradient("token", threshold=(0.5, 5.0)),
-    "bypass_pg_geo_rs": _policy_gradient(reject=GEOMETRIC),
-    "bypass_pg_geo_rs_seq_tis": _policy_gradient("sequence", reject=GEOMETRIC),
-    "bypass_pg_geo_rs_token_tis": _policy_gradient("token", reject=GEOMETRIC),
+    "bypass_pg_geo_rs": _policy_gradient(reject=GEOMETRIC_REJECTION),
+    "bypass_pg_geo_rs_seq_tis": _policy_gradient("sequence", reject=GEOMETRIC_REJECTION),
+    "bypass_pg_geo_rs_token_tis": _policy_gradient("token", reject=GEOMETRIC_REJECTION),
 }
 """What each name stands for; options that are not named have their defaults (a threshold of 2)."""
 
 
-def expanded(value: Any) -> Any:
+def expand_preset(value: Any) -> Any:
     """A preset's name, alone or as the `name` of options that change it, as the options it stands for."""
     own = {"name": value} if isinstance(value, str) else value
     if not isinstance(own, dict):
@@ -267,17 +267,17 @@ def expanded(value: Any) -> Any:
     name = own.get("name")
     if name in CORRECTION_PRESETS:
         return {**CORRECTION_PRESETS[name], **{k: v for k, v in own.items() if k != "name"}}
-    records = [r.model_fields["name"].default for r in CORRECTIONS]
+    records = [r.model_fields["name"].default for r in CORRECTION_RECORDS]
     if isinstance(name, str) and name not in records:
         known = [*records, *CORRECTION_PRESETS]
-        raise ValueError(f"unknown correction {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+        raise ValueError(f"unknown correction {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
     return own
 
 
-CorrectionSlot: Any = Annotated[choice(*CORRECTIONS, plugin=False), BeforeValidator(expanded)]
+CorrectionSlot: Any = Annotated[choice(*CORRECTION_RECORDS, plugin=False), BeforeValidator(expand_preset)]
 
 
-def rejections(options: str, thresholds: str | float) -> dict[str, Any]:
+def parse_verl_rejections(options: str, thresholds: str | float) -> dict[str, Any]:
     """`reject` from two of verl's keys: names joined by commas, and a threshold for each or one for all."""
     names = [name.strip() for name in options.split(",")]
     bounds = [text.strip() for text in str(thresholds).split(",")]

@@ -9,30 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burnish.algorithms.correction.budget import BudgetState, budget_correction
-from burnish.algorithms.correction.corrections import bypass_correction, decoupled_correction, measured, seed_correction
-from burnish.algorithms.correction.profiles import Compared, compared, gap_profiles, worst_tokens
-from burnish.algorithms.correction.weights_and_rejection import Corrected, sequence_weights
-
-__all__ = [
-    "CORRECTIONS",
-    "BudgetState",
-    "Compared",
-    "Corrected",
-    "budget_correction",
-    "bypass_correction",
-    "compared",
-    "decoupled_correction",
-    "gap_profiles",
-    "measured",
-    "seed_correction",
-    "sequence_weights",
-    "worst_tokens",
-]
+from burnish.algorithms.correction.budget import budget_correction
+from burnish.algorithms.correction.corrections import (
+    bypass_correction,
+    coupled_correction,
+    decoupled_correction,
+    no_correction,
+)
 
 CORRECTIONS: dict[str, Callable[..., Any]] = {
-    "none": measured,
-    "seed": seed_correction,
+    "none": no_correction,
+    "seed": coupled_correction,
     "decoupled": decoupled_correction,
     "bypass": bypass_correction,
     "budget": budget_correction,

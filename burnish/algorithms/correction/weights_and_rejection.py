@@ -15,13 +15,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.gap import BOUND, Gap
+from burnish.algorithms.correction.rollout_mismatch import LOG_RATIO_BOUND, RolloutMismatch
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum
 
 
 @dataclass(frozen=True)
-class Corrected:
+class CorrectionResult:
     """What a correction does to a batch."""
 
     weights: Tensor | None
@@ -36,34 +36,34 @@ def weight_dtype(batch: Batch) -> torch.dtype:
     return torch.promote_types(batch.token["old_logp"].dtype, torch.float32)
 
 
-def raw_weights(gap: Gap, level: str) -> tuple[Tensor, Tensor]:
+def raw_weights(gap: RolloutMismatch, level: str) -> tuple[Tensor, Tensor]:
     """(u, W): the log-weight as it is, and W = exp(clip(u, -20, 20)); [M] at level token, [R] at sequence and geometric."""
     if level == "token":
         return gap.log_ratio, gap.ratio
     if level not in ("sequence", "geometric"):
         raise ValueError(f"unknown level {level!r}: token, sequence or geometric")
     u = gap.log_ratio_sum if level == "sequence" else gap.log_ratio_sum / gap.lengths
-    return u, u.clamp(-BOUND, BOUND).exp()
+    return u, u.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def outside(weights: Tensor, low: float, high: float) -> Tensor:
+def is_outside(weights: Tensor, low: float, high: float) -> Tensor:
     """bool: not in [low, high]."""
     return (weights < low) | (weights > high)
 
 
-def bounded(weights: Tensor, threshold: float | tuple[float, float]) -> Tensor:
+def bound_weights(weights: Tensor, threshold: float | tuple[float, float]) -> Tensor:
     """min(W, C) for one number (TIS); W inside [low, high], else 0, for two (IcePop)."""
     if not isinstance(threshold, tuple):
         return weights.clamp(max=threshold)
-    return weights.masked_fill(outside(weights, *threshold), 0.0)
+    return weights.masked_fill(is_outside(weights, *threshold), 0.0)
 
 
-def edges(threshold: float | tuple[float, float]) -> tuple[float, float]:
+def threshold_band(threshold: float | tuple[float, float]) -> tuple[float, float]:
     """The band a threshold stands for in metrics: one number C is [1/C, C]."""
     return threshold if isinstance(threshold, tuple) else (1 / threshold, threshold)
 
 
-def normalised(gap: Gap, weights: Tensor, level: str) -> tuple[Tensor, Tensor]:
+def batch_normalised(gap: RolloutMismatch, weights: Tensor, level: str) -> tuple[Tensor, Tensor]:
     """(weights over their mean, that mean): over tokens at level token, over rows at sequence; 1 if the mean is about 0."""
     mean = gap.mean(weights) if level == "token" else weights.mean()
     factor = torch.where(mean > 1e-8, mean, torch.ones_like(mean))
@@ -81,7 +81,13 @@ def sequence_weights(weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def weight_metrics(
-    gap: Gap, level: str, log_weights: Tensor, raw: Tensor, used: Tensor, band: tuple[float, float], floor: float
+    gap: RolloutMismatch,
+    level: str,
+    log_weights: Tensor,
+    raw: Tensor,
+    used: Tensor,
+    band: tuple[float, float],
+    floor: float,
 ) -> dict[str, Tensor]:
     """What is said of weights, with u = `log_weights`, W = `raw`, V = `used` and c = clip(V, floor, high).
 
@@ -96,7 +102,7 @@ def weight_metrics(
     if level == "token":
         smallest, largest, below, above = used.min(), used.max(), gap.mean(raw < low), gap.mean(raw > high)
     else:
-        smallest, largest = log_weights.min().exp(), log_weights.max().clamp(max=BOUND).exp()
+        smallest, largest = log_weights.min().exp(), log_weights.max().clamp(max=LOG_RATIO_BOUND).exp()
         flags = log_weights < math.log(low), log_weights > math.log(high)
         below, above = (f.double().mean() if level == "sequence" else gap.mean(f) for f in flags)
     per_row = gap.rows(used)
@@ -126,13 +132,13 @@ def row_metrics(values: Tensor, centre: float) -> dict[str, Tensor]:
     }
 
 
-def as_floats(prefix: str, metrics: dict[str, Tensor]) -> dict[str, float]:
+def metrics_to_floats(prefix: str, metrics: dict[str, Tensor]) -> dict[str, float]:
     """The metrics as numbers, fetched from the device at once."""
     values = torch.stack([m.double() for m in metrics.values()]).tolist()
     return {prefix + name: value for name, value in zip(metrics, values, strict=True)}
 
 
-def named(stem: str, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_prefix(stem: str, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     """The metrics under longer names."""
     return {stem + name: value for name, value in metrics.items()}
 
@@ -150,7 +156,7 @@ def named(stem: str, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 Bounds = float | tuple[float, float]
 
 
-def statistic(gap: Gap, option: str) -> Tensor:
+def rejection_statistic(gap: RolloutMismatch, option: str) -> Tensor:
     """[M] for token options, [R] for the others."""
     over, kind = option.rsplit("_", 1)
     if over not in ("token", "seq_sum", "seq_mean", "seq_max"):
@@ -164,7 +170,7 @@ def statistic(gap: Gap, option: str) -> Tensor:
     return sums if over == "seq_sum" else sums / gap.lengths
 
 
-def interval(option: str, bounds: Bounds) -> tuple[float, float]:
+def statistic_bounds(option: str, bounds: Bounds) -> tuple[float, float]:
     """The statistic's own bounds: [-log high, -log low] for k1, up to the bound for the others."""
     if not option.endswith("k1"):
         assert not isinstance(bounds, tuple), f"{option} has one bound"
@@ -173,25 +179,33 @@ def interval(option: str, bounds: Bounds) -> tuple[float, float]:
     return -math.log(high), -math.log(low)
 
 
-def kept(gap: Gap, reject: Mapping[str, Bounds]) -> Tensor:
+def accepted_tokens(gap: RolloutMismatch, reject: Mapping[str, Bounds]) -> Tensor:
     """[M] bool: tokens that every option keeps, each within the bounds it is given."""
-    return _all_of(gap, [_inside(statistic(gap, name), *interval(name, bounds)) for name, bounds in reject.items()])
+    return _accepted_by_all(
+        gap,
+        [
+            _is_inside(rejection_statistic(gap, name), *statistic_bounds(name, bounds))
+            for name, bounds in reject.items()
+        ],
+    )
 
 
-def rejection(gap: Gap, reject: Mapping[str, Bounds]) -> tuple[Tensor, dict[str, Tensor]]:
+def accepted_tokens_with_metrics(
+    gap: RolloutMismatch, reject: Mapping[str, Bounds]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """`kept`, with what is said of each option under `rollout_rs_{option}_` and of all together under `rollout_rs_`."""
     verdicts: list[Tensor] = []
     metrics: dict[str, Tensor] = {}
     for option, bounds in reject.items():
-        values, ends = statistic(gap, option), interval(option, bounds)
-        verdicts.append(_inside(values, *ends))
-        found = {**_option_metrics(gap, values, ends), **_masked(gap, ~verdicts[-1])}
-        metrics |= named(f"rollout_rs_{option}_", found)
-    keep = _all_of(gap, verdicts)
-    return keep, metrics | named("rollout_rs_", _masked(gap, ~keep))
+        values, ends = rejection_statistic(gap, option), statistic_bounds(option, bounds)
+        verdicts.append(_is_inside(values, *ends))
+        found = {**_statistic_metrics(gap, values, ends), **_rejected_fractions(gap, ~verdicts[-1])}
+        metrics |= with_prefix(f"rollout_rs_{option}_", found)
+    keep = _accepted_by_all(gap, verdicts)
+    return keep, metrics | with_prefix("rollout_rs_", _rejected_fractions(gap, ~keep))
 
 
-def _all_of(gap: Gap, verdicts: Sequence[Tensor]) -> Tensor:
+def _accepted_by_all(gap: RolloutMismatch, verdicts: Sequence[Tensor]) -> Tensor:
     """[M] bool: what all verdicts on tokens [M] and rows [R] keep; rows are spread over their tokens once."""
     on_rows = [v for v in verdicts if v.shape == gap.lengths.shape]
     on_tokens = [v for v in verdicts if v.shape != gap.lengths.shape]
@@ -199,13 +213,13 @@ def _all_of(gap: Gap, verdicts: Sequence[Tensor]) -> Tensor:
     return reduce(torch.logical_and, on_tokens, keep)
 
 
-def _inside(statistic: Tensor, low: float, high: float) -> Tensor:
+def _is_inside(statistic: Tensor, low: float, high: float) -> Tensor:
     """bool; a bound of -inf is no bound."""
     inside = statistic <= high
     return inside if low == -math.inf else inside.logical_and_(statistic >= low)
 
 
-def _masked(gap: Gap, rejected: Tensor) -> dict[str, Tensor]:
+def _rejected_fractions(gap: RolloutMismatch, rejected: Tensor) -> dict[str, Tensor]:
     """The share of tokens rejected, and of rows with any rejected token."""
     return {
         "masked_fraction": gap.mean(rejected),
@@ -213,7 +227,7 @@ def _masked(gap: Gap, rejected: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _option_metrics(gap: Gap, values: Tensor, ends: tuple[float, float]) -> dict[str, Tensor]:
+def _statistic_metrics(gap: RolloutMismatch, values: Tensor, ends: tuple[float, float]) -> dict[str, Tensor]:
     """Of the statistic: its mean over tokens, the std over tokens of it clamped to its bounds, and over its own tokens or
     rows max, min and the shares out of bounds; then the same over rows of each row's mean, with distances from 0.
     High and low speak of the ratio for k1 (high: above its upper bound, where k1 is smallest), of the statistic for others.

@@ -12,13 +12,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.core.segments import compact_ids, segment_min
 
 # --- which prompts -----------------------------------------------------------------------------------------------------
 
 
-def prioritised(success: Tensor) -> Tensor:
+def prioritised_probabilities(success: Tensor) -> Tensor:
     """[P] chance of each prompt in one draw, proportional to 1 - success rate; uniform when all are solved.
 
     A prompt never seen has success 0. Kimi k1.5 (2501.12599), prioritised sampling.
@@ -103,7 +103,7 @@ def emitted(length: int, budget: int) -> list[int]:
 
 # --- The scores of an answer's steps as one number.
 
-AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
+STEP_SCORE_AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
     {
         "last": lambda scores: scores[-1],
         "min": min,
@@ -114,9 +114,9 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyTyp
 """last: the state that the answer ends in. min: no better than its worst step. prod: the chance that all steps are right. mean: of all."""
 
 
-def aggregate(scores: Sequence[float], how: str) -> float:
+def aggregate_step_scores(scores: Sequence[float], how: str) -> float:
     """One score of the scores of steps, of which there is one at least."""
-    return float(AGGREGATIONS[how](scores))
+    return float(STEP_SCORE_AGGREGATIONS[how](scores))
 
 
 # --- One model out of several, tensor by tensor and without training: averages and spherical interpolation.
@@ -124,11 +124,11 @@ def aggregate(scores: Sequence[float], how: str) -> float:
 # Kimi k1.5 (2501.12599) averages a long-thinking model with a short one (long2short). Sums are made in float32 at least,
 # whatever the tensors' type; a weight of 0 leaves a tensor out, so that weights 1 and 0 give the first one bit for bit.
 
-PARALLEL = 1e-6
+PARALLEL_ANGLE = 1e-6
 """Angles below this are interpolated along a line, which is the same there and divides by nothing."""
 
 
-def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def weighted_average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """sum_i w_i tensor_i, in float32 (float64 for such tensors)."""
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     used = [(t.to(wide), w) for t, w in zip(tensors, weights, strict=True) if w != 0]
@@ -138,7 +138,7 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def angle(dot: float, square_a: float, square_b: float) -> float:
+def angle_between(dot: float, square_a: float, square_b: float) -> float:
     """The angle between two vectors of which a.b, a.a and b.b are known; 0 where one of them is all zeros."""
     norms = math.sqrt(square_a) * math.sqrt(square_b)
     return math.acos(max(-1.0, min(1.0, dot / norms))) if norms else 0.0
@@ -150,7 +150,7 @@ def slerp_weights(theta: float, share: float) -> tuple[float, float]:
     sin((1 - t) theta) / sin(theta) and sin(t theta) / sin(theta). Opposite vectors have no one arc: those too go along
     the line.
     """
-    if share in (0.0, 1.0) or min(theta, math.pi - theta) < PARALLEL:
+    if share in (0.0, 1.0) or min(theta, math.pi - theta) < PARALLEL_ANGLE:
         return 1 - share, share
     return math.sin((1 - share) * theta) / math.sin(theta), math.sin(share * theta) / math.sin(theta)
 
@@ -173,7 +173,7 @@ def limr_scores(rewards: Tensor) -> Tensor:
     s_i = 1 - sum_k (r_ik - a_k)^2 / sum_k (1 - a_k)^2. An average of 1 throughout has nothing to teach. LIMR
     (2502.11886), which keeps scores of 0.6 and above.
     """
-    filled = filled_from_next(rewards.double())
+    filled = backfill_nan(rewards.double())
     whole = ~filled.isnan().any(1)
     scores = torch.full((rewards.shape[0],), -torch.inf, dtype=torch.float64, device=rewards.device)
     average = filled[whole].mean(0)
@@ -189,7 +189,7 @@ def limr(rewards: Tensor, threshold: float = 0.6) -> Tensor:
     return limr_scores(rewards) >= threshold
 
 
-def filled_from_next(values: Tensor) -> Tensor:
+def backfill_nan(values: Tensor) -> Tensor:
     """Each nan of a row replaced by the next value that is none."""
     num = values.shape[1]
     column = torch.arange(num, device=values.device).expand_as(values)
@@ -261,7 +261,7 @@ def merge_weights(long: Mapping[str, Tensor], short: Mapping[str, Tensor], weigh
             raise UserError(
                 f"the models to merge differ in the shape of {name!r}: {tuple(long[name].shape)} and {tuple(short[name].shape)}"
             )
-    return {k: average([v, short[k]], [weight, 1 - weight]).to(v.dtype) for k, v in long.items()}
+    return {k: weighted_average([v, short[k]], [weight, 1 - weight]).to(v.dtype) for k, v in long.items()}
 
 
 def resolve_stages(stages: Sequence[tuple[str, str]]) -> list[int | None]:
@@ -277,7 +277,11 @@ def resolve_stages(stages: Sequence[tuple[str, str]]) -> list[int | None]:
             raise UserError(f"stages[{index}]: the name {name!r} is taken; every stage needs its own")
         if source != BASE and source not in made:
             later = source in [other for other, _ in stages[index:]]
-            why = "which has not run by then" if later else f"which no stage is called{nearest(source, [BASE, *made])}"
+            why = (
+                "which has not run by then"
+                if later
+                else f"which no stage is called{did_you_mean(source, [BASE, *made])}"
+            )
             known = ", ".join([BASE, *made])
             raise UserError(f"stages[{index}] ({name}): it starts from {source!r}, {why} (it can start from: {known})")
         sources.append(made.get(source))

@@ -78,8 +78,13 @@ class HardOnlyCurriculum(Slot):
     """Steps from `start` in which it gets there."""
 
 
-CURRICULA: tuple[type[Slot], ...] = (NoCurriculum, PrioritisedCurriculum, EasyToHardCurriculum, HardOnlyCurriculum)
-CurriculumSlot = choice(*CURRICULA, plugin=False)
+CURRICULUM_RECORDS: tuple[type[Slot], ...] = (
+    NoCurriculum,
+    PrioritisedCurriculum,
+    EasyToHardCurriculum,
+    HardOnlyCurriculum,
+)
+CurriculumSlot = choice(*CURRICULUM_RECORDS, plugin=False)
 
 
 class LengthBudget(Record):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.spo import tokens_of_segments
-from burnish.algorithms.batch_columns import first_index, judged_accuracy, lexsort, trajectory_groups
+from burnish.algorithms.batch_columns import first_index, lexsort, required_accuracy, trajectory_groups
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.random_keys import uniforms
@@ -36,7 +36,7 @@ def zero_signal(batch: Batch, metric: Literal["reward", "accuracy"] = "reward") 
     The others have no gradient under a group baseline. DAPO's dynamic sampling (2503.14476), which adds the refill.
     """
     groups, num = compact_ids(batch.sequence["group_ids"])
-    values = batch.sequence["reward"] if metric == "reward" else judged_accuracy(batch, "filter zero_signal")
+    values = batch.sequence["reward"] if metric == "reward" else required_accuracy(batch, "filter zero_signal")
     keep = segment_max(values, groups, num) > segment_min(values, groups, num)
     _, group_of_trajectory = trajectory_groups(batch)
     return (keep | (segment_count(group_of_trajectory, num) == 1))[groups]
@@ -48,7 +48,7 @@ def difficulty_band(batch: Batch, low: float = 0.2, high: float = 0.8) -> Tensor
     The expected improvement is bounded by the variance p(1-p), largest at one half. Bae et al. (2504.03380); PRIME
     (2502.01456).
     """
-    accuracy = judged_accuracy(batch, "filter difficulty_band")
+    accuracy = required_accuracy(batch, "filter difficulty_band")
     owner, group_of_trajectory = trajectory_groups(batch)
     groups, num = compact_ids(batch.sequence["group_ids"])
     by_trajectory = segment_mean(accuracy, owner, group_of_trajectory.numel())
@@ -80,7 +80,7 @@ def tree_edges(batch: Batch, most: int = 32) -> Tensor:
     """
     paths = batch.ragged["nodes"]
     where, edge = tokens_of_segments(batch, paths)
-    moves, owner = _with_advantage(batch, where, edge)
+    moves, owner = _edges_with_advantage(batch, where, edge)
     chosen = moves.nonzero().squeeze(1)
     groups, num = compact_ids(batch.sequence["group_ids"])
     noise = uniforms(batch.sequence["key"][owner], chosen - paths.offsets[owner])
@@ -88,21 +88,21 @@ def tree_edges(batch: Batch, most: int = 32) -> Tensor:
     starts = offsets_from_lengths(segment_count(groups[owner], num))
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=order.device) - starts[groups[owner][order]]
-    used = _uses(batch)[owner]
+    used = _num_uses(batch)[owner]
     now = (rank >= most * used) & (rank < most * (used + 1))
     kept = torch.zeros_like(moves).index_copy(0, chosen, now)
     mask = torch.zeros_like(batch.loss_mask).index_copy(0, where, kept[edge])
     return batch.loss_mask & mask
 
 
-def edges_left(batch: Batch, most: int = 32) -> Tensor:
+def has_untrained_edges(batch: Batch, most: int = 32) -> Tensor:
     """[S] bool: whether the tree of a sequence has edges that `tree_edges` keeps for a later time."""
-    owner = _with_advantage(batch, *tokens_of_segments(batch, batch.ragged["nodes"]))[1]
+    owner = _edges_with_advantage(batch, *tokens_of_segments(batch, batch.ragged["nodes"]))[1]
     groups, num = compact_ids(batch.sequence["group_ids"])
-    return segment_count(groups[owner], num)[groups] > most * (_uses(batch) + 1)
+    return segment_count(groups[owner], num)[groups] > most * (_num_uses(batch) + 1)
 
 
-def _with_advantage(batch: Batch, where: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+def _edges_with_advantage(batch: Batch, where: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
     """[E] bool, which edges of all paths have an advantage other than 0 at any of their tokens; and the sequence of each that has."""
     sequence = ids_from_offsets(batch.ragged["nodes"].offsets)  # [E]
     moves = torch.zeros(sequence.shape[0], dtype=torch.bool, device=where.device)
@@ -110,7 +110,7 @@ def _with_advantage(batch: Batch, where: Tensor, edge: Tensor) -> tuple[Tensor, 
     return moves, sequence[moves]
 
 
-def _uses(batch: Batch) -> Tensor:
+def _num_uses(batch: Batch) -> Tensor:
     """[S] how often a sequence was used before."""
     if "use" not in batch.sequence:
         return torch.zeros_like(batch.sequence["group_ids"])
@@ -142,14 +142,14 @@ def cppo(batch: Batch, prune: float = 0.5) -> Tensor:
     num_groups = compact_ids(groups)[1]
     size = segment_count(groups, num_groups)
     places = (size.double() * (1 - prune) + 1e-9).floor().clamp(min=1)  # 20 * (1 - 0.9) is 1.9999999999999996 in floats
-    order = lexsort(first_index(owner, groups.numel()), -_strength(batch, owner, groups.numel()), groups)
+    order = lexsort(first_index(owner, groups.numel()), -_mean_abs_advantages(batch, owner, groups.numel()), groups)
     rank = torch.empty_like(order)
     starts = offsets_from_lengths(size)
     rank[order] = torch.arange(order.numel(), device=order.device) - starts[groups[order]]
     return batch.loss_mask & (rank < places[groups])[owner][batch.sequence_ids]
 
 
-def _strength(batch: Batch, owner: Tensor, num: int) -> Tensor:
+def _mean_abs_advantages(batch: Batch, owner: Tensor, num: int) -> Tensor:
     """[T] mean |A| of each trajectory over its tokens in the loss; -inf where it has none left."""
     owner_of_token = owner[batch.sequence_ids]
     if "advantages" in batch.token:
@@ -177,7 +177,7 @@ SAMPLE_FILTERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def loss_mask_from(result: Tensor, batch: Batch, name: str) -> Tensor:
+def loss_mask_from_plugin(result: Tensor, batch: Batch, name: str) -> Tensor:
     """[N] the loss mask after a user's filter, which may answer per sequence (keep it?) or per token (keep it?)."""
     if not isinstance(result, Tensor):
         raise UserError(
@@ -217,7 +217,7 @@ def pair_counts(batch: Batch) -> dict[str, float]:
     return {"pairs/made": made, "pairs/ties": float(ties.sum()), "pairs/identical": float(identical.sum())}
 
 
-def better_of_two(batch: Batch) -> Tensor:
+def chosen_of_pair(batch: Batch) -> Tensor:
     """[S] bool: the sample of the pair with the higher reward."""
     groups, num = compact_ids(batch.sequence["group_ids"])
     rewards = batch.sequence["reward"]
@@ -264,11 +264,11 @@ def are_identical(batch: Batch, best: Tensor, worst: Tensor) -> Tensor:
 #
 # A batch of them is `batch.select(index)`: what was computed for a sample (advantages, old log-probs) goes with it.
 
-Mode = Literal["power", "best_worst", "best_random", "best"]
-STREAM = 0x5046_5050_4F  # "PFPPO": other picks by the same key, such as Clip-Cov's, have noise of their own
+PfPpoMode = Literal["power", "best_worst", "best_random", "best"]
+PF_PPO_STREAM = 0x5046_5050_4F  # "PFPPO": other picks by the same key, such as Clip-Cov's, have noise of their own
 
 
-def pf_ppo(batch: Batch, mode: Mode = "power", power: float = 2.0) -> Tensor:
+def pf_ppo(batch: Batch, mode: PfPpoMode = "power", power: float = 2.0) -> Tensor:
     """[S'] sequences: from each group as many draws as it has samples, with replacement, favouring the extremes.
 
     Learned scores are reliable only there. Draw d of a group is a function of the identity of its first sequence and
@@ -281,7 +281,7 @@ def pf_ppo(batch: Batch, mode: Mode = "power", power: float = 2.0) -> Tensor:
     starts = offsets_from_lengths(segment_count(groups, num))
     group = groups[order]
     draw = torch.arange(order.numel(), device=order.device) - starts[group]
-    keys = batch.sequence["key"][first_index(of_sequence, num)] ^ STREAM
+    keys = batch.sequence["key"][first_index(of_sequence, num)] ^ PF_PPO_STREAM
     # The probabilities of a group sum to 1, so those of group g fill the interval from g to g + 1.
     cumulative = pf_probabilities(rewards, groups, num, mode, power)[order].cumsum(0)
     picked = torch.searchsorted(cumulative, group + uniforms(keys[group], draw))
@@ -289,7 +289,7 @@ def pf_ppo(batch: Batch, mode: Mode = "power", power: float = 2.0) -> Tensor:
     return _sequences_of(order[picked], owner, groups.numel())
 
 
-def pf_probabilities(scores: Tensor, groups: Tensor, num: int, mode: Mode, power: float) -> Tensor:
+def pf_probabilities(scores: Tensor, groups: Tensor, num: int, mode: PfPpoMode, power: float) -> Tensor:
     """[T] the chance of each sample in one draw from its group, proportional to weight + 1e-8.
 
     power: |s|^power. best_worst: 1 for the best and the worst, else 0. best_random: best 0.4, others 0.1. best: the
@@ -320,22 +320,3 @@ def _sequences_of(trajectories: Tensor, owner: Tensor, num: int) -> Tensor:
 
 
 RESAMPLERS: dict[str, Callable[..., Tensor]] = {"pf_ppo": pf_ppo, "pairs": pairs}
-
-
-__all__ = [
-    "GROUP_FILTERS",
-    "RESAMPLERS",
-    "SAMPLE_FILTERS",
-    "cppo",
-    "difficulty_band",
-    "edges_left",
-    "loss_mask_from",
-    "overlong",
-    "pairs",
-    "pf_ppo",
-    "positives_only",
-    "prob_mask",
-    "tree_edges",
-    "truncation",
-    "zero_signal",
-]

@@ -163,7 +163,7 @@ class PairsFilter(FilterRecord):
     name: Literal["pairs"] = "pairs"
 
 
-FILTERS: tuple[type[FilterRecord], ...] = (
+FILTER_RECORDS: tuple[type[FilterRecord], ...] = (
     ZeroSignalFilter,
     DifficultyBandFilter,
     TruncationFilter,

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from burnish.algorithms.losses.sequence_losses import (
+from burnish.algorithms.losses.loss_functions import (
     LOSSES,
     bradley_terry,
     chosen_minus_rejected,
     log_odds,
-    logp_of,
     pairs_of,
+    policy_logp,
 )
-from burnish.algorithms.losses.view import View
+from burnish.algorithms.losses.loss_view import LossView
 from burnish.core.segments import compact_ids, segment_mean, segment_sum
 
 
@@ -60,7 +60,7 @@ class ValueLoss:
     needs: ClassVar[frozenset[str]] = frozenset({"value"})
     scope: ClassVar[str] = "token"
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         value = view.value
         assert value is not None, "the learner gives what `needs` names"
         old = value if self.clip is None else view.column("values")
@@ -93,7 +93,7 @@ def outcome_contrast(log_ratio: Tensor, right: Tensor, group_ids: Tensor, beta: 
 
 
 @dataclass(frozen=True)
-class OutcomeLoss:
+class ImplicitPrmLoss:
     """Either loss on the answers of a batch, whose weights are fixed before it is split; groups stay together.
 
     Columns it reads: `prior_logp` [M], log-probs under the model's frozen start; `answer_ids` [S], which sequences are one
@@ -106,7 +106,7 @@ class OutcomeLoss:
     needs: ClassVar[frozenset[str]] = frozenset()
     scope: ClassVar[str] = "groups"
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         logp = view.logp
         assert logp is not None, "the learner gives log-probs"
         owner, num = compact_ids(view.sequence["answer_ids"])
@@ -124,7 +124,7 @@ class OutcomeLoss:
         return (of_answers("weight") * losses).sum(), {}
 
 
-def verdicts(log_ratio: Tensor, right: Tensor, rounding: float) -> dict[str, float]:
+def outcome_prediction_metrics(log_ratio: Tensor, right: Tensor, rounding: float) -> dict[str, float]:
     """How well summed log-ratios [T] tell right answers from wrong ones.
 
     `accuracy`: how often the sign is that of the outcome. `ranking`: of all pairs of a right and a wrong answer, how many
@@ -146,7 +146,7 @@ def verdicts(log_ratio: Tensor, right: Tensor, rounding: float) -> dict[str, flo
 
 
 @dataclass(frozen=True)
-class ScorerLoss:
+class RewardModelLoss:
     """Mean over pairs of -log sigmoid(r_c - r_r - m) + centre (r_c + r_r)^2, with m the pair's margin plus a constant.
 
     Only differences matter to the first term; the second keeps scores around 0 (Eisenstein et al., 2312.09244). Each
@@ -162,7 +162,7 @@ class ScorerLoss:
     needs: ClassVar[frozenset[str]] = frozenset({"value"})
     scope: ClassVar[str] = "group"
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         assert view.value is not None, "the learner gives what `needs` names"
         pairs, num = pairs_of(view)
         scores = view.sum(view.value)  # [S]
@@ -185,7 +185,7 @@ class ScorerLoss:
 # good) and another prompt's answer behind the same prompt (`mismatched`), which shows how far the policy has moved. The
 # reference is the sequence column `ref_logp`: the mean log-prob of each answer's tokens under it.
 
-ROUNDING = 16
+LOGP_ROUNDING_ULPS = 16
 """Units in the last place of a log-prob by which two passes over the same answer may differ."""
 
 
@@ -207,22 +207,22 @@ class PreferenceLoss:
         """Pairs add up; z0 of KTO is of the whole batch."""
         return "groups" if self.is_paired else "batch"
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         function = LOSSES[self.name]
         assert function is not None, "preferences have neither ratio nor clip"
-        logp = logp_of(view)
+        logp = policy_logp(view)
         nobody = torch.zeros_like(logp)  # these losses read neither an anchor nor advantages
         per_token, _ = function(view, nobody, nobody, **self.options)
         return (view.column("weight") * per_token).sum(), {}
 
 
-def implicit_rewards(view: View, loss: PreferenceLoss) -> Tensor:
+def implicit_rewards(view: LossView, loss: PreferenceLoss) -> Tensor:
     """[S] how good the policy takes each answer to be, in the units of the loss's margin.
 
     dpo, ipo, kto: beta (logp - ref), of the whole answer or its mean over tokens as the loss has it. simpo: beta mean logp.
     orpo: log odds of exp(mean logp).
     """
-    logp, beta = logp_of(view), loss.options.get("beta", 1.0)
+    logp, beta = policy_logp(view), loss.options.get("beta", 1.0)
     if loss.name == "orpo":
         return log_odds(view.mean(logp))
     if loss.name == "simpo":
@@ -231,14 +231,14 @@ def implicit_rewards(view: View, loss: PreferenceLoss) -> Tensor:
     return beta * (view.mean(drift) if loss.options.get("average", False) else view.sum(drift))
 
 
-def measures(view: View, loss: PreferenceLoss) -> dict[str, float]:
+def preference_metrics(view: LossView, loss: PreferenceLoss) -> dict[str, float]:
     """Means over a whole batch: implicit rewards and summed log-probs of either kind of answer, their margin, the accuracy.
 
     The accuracy of pairs is how often the chosen answer has the higher implicit reward; that of labelled answers how often
     a good one is above z0 and a bad one below. A tie is half right; what is no more than rounding is one, as before the
     first update, when policy and reference are the same.
     """
-    rewards, logp = implicit_rewards(view, loss), view.sum(logp_of(view))
+    rewards, logp = implicit_rewards(view, loss), view.sum(policy_logp(view))
     if loss.is_paired:
         pairs, num = pairs_of(view)
         ahead = chosen_minus_rejected(view, rewards, pairs, num)
@@ -249,13 +249,15 @@ def measures(view: View, loss: PreferenceLoss) -> dict[str, float]:
         z0 = rewards[~judged].mean().clamp(min=0)
         ahead = torch.where(good, rewards - z0, z0 - rewards)[judged]
         kinds = {"good": judged & good, "bad": judged & ~good}
-    rounding = ROUNDING * torch.finfo(logp.dtype).eps * float(logp.abs().max()) * loss.options.get("beta", 1.0)
-    found = {"accuracy": _wins(ahead, rounding), "margin": float(ahead.mean())}
+    rounding = (
+        LOGP_ROUNDING_ULPS * torch.finfo(logp.dtype).eps * float(logp.abs().max()) * loss.options.get("beta", 1.0)
+    )
+    found = {"accuracy": _win_rate(ahead, rounding), "margin": float(ahead.mean())}
     for kind, which in kinds.items():
         if bool(which.any()):  # a batch may have no bad answer in it
             found |= {f"reward_{kind}": float(rewards[which].mean()), f"logp_{kind}": float(logp[which].mean())}
     return found if loss.is_paired else found | {"z0": float(z0)}
 
 
-def _wins(ahead: Tensor, rounding: float) -> float:
+def _win_rate(ahead: Tensor, rounding: float) -> float:
     return float(((ahead > rounding).double() + 0.5 * (ahead.abs() <= rounding)).mean())

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from burnish.algorithms.correction.corrections import bypass_correction
 from burnish.algorithms.correction.weights_and_rejection import sequence_weights
-from burnish.algorithms.losses.sequence_losses import LOSSES
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import CLIPS, MAX_TOKEN, RATIOS, log_ratio
-from burnish.algorithms.policy.ratios_and_clips import token as token_ratio
+from burnish.algorithms.losses.loss_functions import LOSSES
+from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.policy.ratios_and_clips import CLIPS, MAX_TOKEN_LOG_RATIO, RATIOS, log_ratio, token_ratio
 from burnish.algorithms.terms.loss_terms import kl_estimate, top_entropy_mask
 from burnish.config.errors import UserError
 
@@ -36,7 +35,7 @@ class Loss(Protocol):
         """What one view must hold: `token` or `sequence` (any whole sequences), `groups` (any whole groups of sequences, over
         which loss and metrics add up), `group`, `batch` (the mini-batch)."""
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss, and sums of per-token metrics to be divided by the number of tokens in the loss."""
 
 
@@ -47,7 +46,7 @@ class NllLoss:
     needs: ClassVar[frozenset[str]] = frozenset()
     scope: ClassVar[str] = "token"
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         assert view.logp is not None, "a policy's view has log-probs"
         return -(view.column("weight") * view.logp).sum(), {"nll": -view.logp.detach().sum()}
 
@@ -99,13 +98,13 @@ class PolicyLoss:
         if self.entropy_top is not None and self.scope != "batch":
             raise ValueError(f"the top entropies are those of the whole batch, but the scope is {self.scope}")
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         logp, entropy, weight = view.logp, view.entropy, view.column("weight")
         assert logp is not None, "a policy's view has log-probs"
         assert entropy is not None, "a policy loss needs entropies"
         anchor = view.column(self.anchor) if view.has(self.anchor) else logp.detach()
         per_token, marks = self._corrected(view, anchor, *self._policy(view, logp, anchor))
-        sums = {name: _total(mark, logp.dtype) for name, mark in marks.items()}
+        sums = {name: _sum_metric(mark, logp.dtype) for name, mark in marks.items()}
         sums["ppo_kl"] = -self._drift(view, anchor).sum()
         sums["entropy"] = entropy.detach().sum()
         if self.entropy_top is not None:
@@ -125,18 +124,18 @@ class PolicyLoss:
             total = total - (view.column("nll_weight") * logp).sum()
         return total, sums
 
-    def _kl(self, view: View, logp: Tensor) -> Tensor:
+    def _kl(self, view: LossView, logp: Tensor) -> Tensor:
         """[M] the KL to the reference at each token, estimated or exact."""
         if self.uses_full_kl:
             assert view.kl is not None, "the learner gives what the loss needs"
             return view.kl
         return kl_estimate(logp, view.column("ref_logp"), self.kl_estimator)
 
-    def _policy(self, view: View, logp: Tensor, anchor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy(self, view: LossView, logp: Tensor, anchor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """[M] the policy's loss at each token, and the marks of clip and loss."""
         advantages = view.column("advantages")
         if self.custom is not None:
-            return _checked(self.custom(logp, anchor, advantages, **self.custom_options), logp), {}
+            return _checked_user_loss(self.custom(logp, anchor, advantages, **self.custom_options), logp), {}
         loss_of = LOSSES[self.loss]
         if loss_of is not None:
             return loss_of(view, anchor, advantages, **self.loss_options)
@@ -148,7 +147,7 @@ class PolicyLoss:
         return -clipped * advantages * logp, marks
 
     def _corrected(
-        self, view: View, anchor: Tensor, per_token: Tensor, marks: dict[str, Tensor]
+        self, view: LossView, anchor: Tensor, per_token: Tensor, marks: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy's loss, corrected for the gap between engine and trainer: weights made before, or here (bypass)."""
         if self.bypass is not None:
@@ -161,20 +160,20 @@ class PolicyLoss:
             weight = view.spread(sequence_weights(weight, view.offsets))
         return per_token * weight, marks
 
-    def _drift(self, view: View, anchor: Tensor) -> Tensor:
+    def _drift(self, view: LossView, anchor: Tensor) -> Tensor:
         """[M] the log-ratio for the metrics: as the loss sees it, clamped where it has a token ratio."""
         with torch.no_grad():
             drift = log_ratio(view, anchor)
             bounded = self.ratio == "token" or self.loss == "mixed_offpolicy"
-            return drift.clamp_(-MAX_TOKEN, MAX_TOKEN) if bounded else drift
+            return drift.clamp_(-MAX_TOKEN_LOG_RATIO, MAX_TOKEN_LOG_RATIO) if bounded else drift
 
 
-def _total(mark: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_metric(mark: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of a column of numbers, or how often one of truths is True."""
     return (mark.count_nonzero() if mark.dtype == torch.bool else mark.sum()).to(dtype)
 
 
-def _checked(per_token: object, logp: Tensor) -> Tensor:
+def _checked_user_loss(per_token: object, logp: Tensor) -> Tensor:
     """A user's loss, if it has one number a token; another shape would broadcast into something else without a word."""
     if isinstance(per_token, Tensor) and per_token.shape == logp.shape:
         return per_token

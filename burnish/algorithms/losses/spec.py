@@ -109,7 +109,7 @@ class MixedLoss(LossRecord):
         return self
 
 
-class NllLoss(LossRecord):
+class ImitationLoss(LossRecord):
     """Imitates every token in the loss, whatever its reward: with filter positives_only, of right answers alone."""
 
     formula: ClassVar[str] = "L_t = -logp_t"
@@ -201,16 +201,16 @@ class KtoLoss(LossRecord):
     """Weight of bad answers."""
 
 
-PREFERENCE_LOSSES: tuple[type[Slot], ...] = (DpoLoss, IpoLoss, SimpoLoss, OrpoLoss, KtoLoss)
+PREFERENCE_LOSS_RECORDS: tuple[type[Slot], ...] = (DpoLoss, IpoLoss, SimpoLoss, OrpoLoss, KtoLoss)
 """What `burnish prefer` minimises."""
-PreferenceSlot = choice(*PREFERENCE_LOSSES, plugin=False)
+PreferenceSlot = choice(*PREFERENCE_LOSS_RECORDS, plugin=False)
 
-OTHER_LOSSES: tuple[type[Slot], ...] = (
+OTHER_LOSS_RECORDS: tuple[type[Slot], ...] = (
     OmdLoss,
     SppoLoss,
     DroLoss,
     BceLoss,
     MixedLoss,
-    NllLoss,
-    *PREFERENCE_LOSSES,
+    ImitationLoss,
+    *PREFERENCE_LOSS_RECORDS,
 )

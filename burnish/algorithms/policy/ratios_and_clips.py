@@ -12,38 +12,38 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.view import View
+from burnish.algorithms.losses.loss_view import LossView
 from burnish.core.random_keys import uniforms
 
-MAX_TOKEN = 20.0
-MAX_SEQUENCE = 10.0
+MAX_TOKEN_LOG_RATIO = 20.0
+MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
-def log_ratio(view: View, anchor: Tensor) -> Tensor:
+def log_ratio(view: LossView, anchor: Tensor) -> Tensor:
     """[M] l = logp - anchor, as it is."""
     assert view.logp is not None, "a policy's view has log-probs"
     return view.logp - anchor
 
 
-def clamped(log_ratios: Tensor) -> Tensor:
+def clamp_token_log_ratio(log_ratios: Tensor) -> Tensor:
     """[M] l as every loss with a token ratio sees it."""
-    return log_ratios.clamp(-MAX_TOKEN, MAX_TOKEN)
+    return log_ratios.clamp(-MAX_TOKEN_LOG_RATIO, MAX_TOKEN_LOG_RATIO)
 
 
-def token(view: View, anchor: Tensor) -> Tensor:
+def token_ratio(view: LossView, anchor: Tensor) -> Tensor:
     """[M] r_t = exp(l_t): PPO's ratio, one for each token."""
-    return clamped(log_ratio(view, anchor)).exp()
+    return clamp_token_log_ratio(log_ratio(view, anchor)).exp()
 
 
-def sequence(view: View, anchor: Tensor) -> Tensor:
+def sequence_ratio(view: LossView, anchor: Tensor) -> Tensor:
     """[M] s_i = exp(mean_t l_it) at each token of sequence i: the geometric mean of its ratios.
 
     The gradient goes through the mean, to every token of the sequence. GSPO (2507.18071).
     """
-    return view.spread(view.mean(log_ratio(view, anchor)).clamp(max=MAX_SEQUENCE).exp())
+    return view.spread(view.mean(log_ratio(view, anchor)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp())
 
 
-def seq_token(view: View, anchor: Tensor) -> Tensor:
+def sequence_token_ratio(view: LossView, anchor: Tensor) -> Tensor:
     """[M] s_it = sg(s_i) exp(logp_it - sg(logp_it)): the value of `sequence`, the gradient of each token alone.
 
     With advantages that are constant in a sequence it has the loss and gradient of `sequence`; with others each token
@@ -51,19 +51,19 @@ def seq_token(view: View, anchor: Tensor) -> Tensor:
     """
     assert view.logp is not None, "a policy's view has log-probs"
     mean = view.spread(view.mean(log_ratio(view, anchor).detach()))
-    return (mean + view.logp - view.logp.detach()).clamp(max=MAX_SEQUENCE).exp()
+    return (mean + view.logp - view.logp.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
 
 
-def seq_prod(view: View, anchor: Tensor) -> Tensor:
+def sequence_product_ratio(view: LossView, anchor: Tensor) -> Tensor:
     """[M] exp(sum_t l_it) at each token of sequence i: the ratio of whole sequences, whatever their length."""
-    return view.spread(view.sum(log_ratio(view, anchor)).clamp(max=MAX_SEQUENCE).exp())
+    return view.spread(view.sum(log_ratio(view, anchor)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp())
 
 
-RATIOS: dict[str, Callable[[View, Tensor], Tensor] | None] = {
-    "token": token,
-    "sequence": sequence,
-    "seq_token": seq_token,
-    "seq_prod": seq_prod,
+RATIOS: dict[str, Callable[[LossView, Tensor], Tensor] | None] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "seq_token": sequence_token_ratio,
+    "seq_prod": sequence_product_ratio,
     "none": None,  # the loss uses log-probs directly
 }
 
@@ -71,13 +71,13 @@ RATIOS: dict[str, Callable[[View, Tensor], Tensor] | None] = {
 # --- PPO's pessimistic clip with its variations, and no clip at all.
 
 
-def no_clip(view: View, ratio: Tensor, advantages: Tensor, anchor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def no_clip(view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """[M] -A r."""
     return -advantages * ratio, {}
 
 
-def ppo(
-    view: View,
+def ppo_clip(
+    view: LossView,
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
@@ -93,7 +93,7 @@ def ppo(
     is clip-higher (DAPO, 2503.14476), drift is the off-policy sequence mask of DeepSeek-V3.2 (2512.02556).
     """
     # The larger of the two costs is that of the ratio bounded on one side, and one clamp is half the work of two maxima.
-    floor, ceiling = one_sided(advantages, 1 - low, 1 + high, dual)
+    floor, ceiling = gradient_range(advantages, 1 - low, 1 + high, dual)
     loss = -advantages * torch.clamp(ratio, floor, ceiling)
     below, above = ratio.detach() < floor, ratio.detach() > ceiling
     marks = {"pg_clipfrac": (above & (advantages > 0)).logical_or_(below & (advantages < 0))}
@@ -106,7 +106,7 @@ def ppo(
     return loss, marks
 
 
-def one_sided(advantages: Tensor, low: float, high: float, highest: float | None = None) -> tuple[Tensor, Tensor]:
+def gradient_range(advantages: Tensor, low: float, high: float, highest: float | None = None) -> tuple[Tensor, Tensor]:
     """[M] the range of a ratio or its logarithm that keeps a gradient: up to `high` where A > 0, else from `low` on.
 
     `highest` bounds the second from above.
@@ -119,8 +119,8 @@ def one_sided(advantages: Tensor, low: float, high: float, highest: float | None
 # --- SAPO's gate: the further a token is from the anchor the less it counts, without an edge.
 
 
-def soft(
-    view: View,
+def soft_clip(
+    view: LossView,
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
@@ -138,8 +138,8 @@ def soft(
 # --- GMPO's clip: log-ratios are clipped token by token before they are averaged over the sequence.
 
 
-def log_geo(
-    view: View, ratio: Tensor, advantages: Tensor, anchor: Tensor, low: float = 0.4, high: float = 0.4
+def log_geo_clip(
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, low: float = 0.4, high: float = 0.4
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[M] -a_i exp(mean_t x_it) at each token of sequence i, with a_i = mean_t A_it.
 
@@ -148,7 +148,7 @@ def log_geo(
     GMPO (2507.20673).
     """
     raw = log_ratio(view, anchor)
-    x = torch.clamp(raw, *one_sided(advantages, -low, high))
+    x = torch.clamp(raw, *gradient_range(advantages, -low, high))
     loss = -view.mean(advantages) * view.mean(x).exp()  # [S]
     cut = x.detach() != raw.detach()
     marks = {"pg_clipfrac": cut & (advantages > 0), "pg_clipfrac_lower": cut & (advantages < 0)}
@@ -158,8 +158,8 @@ def log_geo(
 # --- Clips that bound the importance weight and leave every kept token its gradient: weights for loss `sg_logprob`.
 
 
-def is_weight(
-    view: View, ratio: Tensor, advantages: Tensor, anchor: Tensor, low: float | None = None, cap: float = 1.2
+def is_weight_clip(
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, low: float | None = None, cap: float = 1.2
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[M] sg(clip(r, 1-low, cap)); without `low` only the cap acts. CISPO, MiniMax-M1 (2506.13585)."""
     r = ratio.detach()
@@ -167,8 +167,8 @@ def is_weight(
     return weight, {"pg_clipfrac": weight != r}
 
 
-def dppo_tv(
-    view: View,
+def dppo_tv_clip(
+    view: LossView,
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
@@ -181,13 +181,13 @@ def dppo_tv(
     The trust region is a bound on the total variation |p - p_old| of sampled token against all others, so rare tokens
     may move by large ratios and frequent ones may not. DPPO (2602.04879).
     """
-    new, old = _log_probs(view, anchor)
+    new, old = _policy_and_anchor_logp(view, anchor)
     rise = new.exp() - old.exp()
-    return _weights(ratio, torch.where(advantages > 0, rise <= high, rise >= -low), cap)
+    return _truncated_weights(ratio, torch.where(advantages > 0, rise <= high, rise >= -low), cap)
 
 
-def dppo_kl(
-    view: View,
+def dppo_kl_clip(
+    view: LossView,
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
@@ -200,21 +200,21 @@ def dppo_kl(
     d = p_old (old - new) + (1-p_old) log((1-p_old+1e-8) / (1-p+1e-8)); kept is d <= high or p <= p_old for A > 0, else
     d <= low or p >= p_old: a token on its way back is never dropped. DPPO (2602.04879).
     """
-    new, old = _log_probs(view, anchor)
+    new, old = _policy_and_anchor_logp(view, anchor)
     # 1 - p by expm1: the difference of two numbers near 1 loses most of a float32's digits.
     new_rest, old_rest = ((-x.expm1()).clamp(min=0) for x in (new, old))
     d = old.exp() * (old - new) + old_rest * ((old_rest + 1e-8) / (new_rest + 1e-8)).log()
     kept = torch.where(advantages > 0, (d <= high) | (new <= old), (d <= low) | (new >= old))
-    return _weights(ratio, kept, cap)
+    return _truncated_weights(ratio, kept, cap)
 
 
-def _log_probs(view: View, anchor: Tensor) -> tuple[Tensor, Tensor]:
+def _policy_and_anchor_logp(view: LossView, anchor: Tensor) -> tuple[Tensor, Tensor]:
     """[M] log-probs of the policy and of the anchor, without gradient."""
     assert view.logp is not None, "a policy's view has log-probs"
     return view.logp.detach(), anchor
 
 
-def _weights(ratio: Tensor, kept: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+def _truncated_weights(ratio: Tensor, kept: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
     r = ratio.detach()
     marks = {"pg_clipfrac": ~kept, "pg_clipfrac_lower": kept & (r > cap)}
     return torch.where(kept, r.clamp(max=cap), torch.zeros_like(r)), marks
@@ -225,11 +225,11 @@ def _weights(ratio: Tensor, kept: Tensor, cap: float) -> tuple[Tensor, dict[str,
 # Both work on cov_t = (A_t - mean A)(logp_t - mean logp), the means over all tokens of the view, which is the whole
 # mini-batch. The entropy mechanism (2505.22617).
 
-TIE = 1e-6  # numbers this close, in parts of one, count as equal
+TIE_TOLERANCE = 1e-6  # numbers this close, in parts of one, count as equal
 
 
-def clip_cov(
-    view: View,
+def covariance_clip(
+    view: LossView,
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
@@ -245,14 +245,14 @@ def clip_cov(
     of its sequence and its position alone, not on the order of the batch.
     """
     cov = covariances(view, advantages)
-    loss, marks = ppo(view, ratio, advantages, anchor, low, high)
+    loss, marks = ppo_clip(view, ratio, advantages, anchor, low, high)
     eligible = (cov > low_cov).logical_and_(cov < high_cov).logical_and_(~marks["pg_clipfrac"])
-    drawn = _drawn(view, eligible, _count(share, view))
-    return loss.masked_fill(drawn, 0), {"pg_clipfrac": drawn, **_marks(cov)}
+    drawn = _draw_tokens(view, eligible, _num_selected(share, view))
+    return loss.masked_fill(drawn, 0), {"pg_clipfrac": drawn, **_covariance_metrics(cov)}
 
 
-def kl_cov(
-    view: View, ratio: Tensor, advantages: Tensor, anchor: Tensor, share: float = 2e-3, coef: float = 1.0
+def covariance_kl(
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, share: float = 2e-3, coef: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[M] -A r, plus coef |l| with gradient at the max(1, int(share*M)) tokens of largest cov.
 
@@ -260,34 +260,36 @@ def kl_cov(
     how they round depends on what they were computed beside; so identity decides between those that are nearly equal.
     """
     cov = covariances(view, advantages)
-    num = _count(share, view)
+    num = _num_selected(share, view)
     least = float(cov.topk(num).values.min()) if num else 0.0
-    near = TIE * (1 + abs(least))
+    near = TIE_TOLERANCE * (1 + abs(least))
     above, level = cov > least + near, (cov - least).abs() <= near
-    penalised = above.logical_or_(_drawn(view, level, num - int(above.count_nonzero()))).nonzero().squeeze(1)
+    penalised = above.logical_or_(_draw_tokens(view, level, num - int(above.count_nonzero()))).nonzero().squeeze(1)
     drift = log_ratio(view, anchor).index_select(0, penalised)
-    return (-advantages * ratio).index_add(0, penalised, coef * clamped(drift).abs()), _marks(cov)
+    return (-advantages * ratio).index_add(
+        0, penalised, coef * clamp_token_log_ratio(drift).abs()
+    ), _covariance_metrics(cov)
 
 
-def covariances(view: View, advantages: Tensor) -> Tensor:
+def covariances(view: LossView, advantages: Tensor) -> Tensor:
     """[M] each token's term of the covariance of advantage and log-prob, without gradient."""
     assert view.logp is not None, "a policy's view has log-probs"
     logp = view.logp.detach()
     return (advantages - advantages.mean()).mul_(logp - logp.mean())
 
 
-def _marks(cov: Tensor) -> dict[str, Tensor]:
+def _covariance_metrics(cov: Tensor) -> dict[str, Tensor]:
     """The mean covariance, and that of the largest 2e-4 of the tokens, the same at every token."""
     largest = cov.topk(max(1, int(2e-4 * cov.numel()))).values.mean() if cov.numel() else cov.sum()
     return {"cov_mean": cov, "cov_top": largest.expand_as(cov)}
 
 
-def _count(share: float, view: View) -> int:
+def _num_selected(share: float, view: LossView) -> int:
     """How many of the view's tokens a share is: at least one, unless there is none."""
     return min(max(int(share * view.num_tokens), 1), view.num_tokens)
 
 
-def _drawn(view: View, among: Tensor, num: int) -> Tensor:
+def _draw_tokens(view: LossView, among: Tensor, num: int) -> Tensor:
     """[M] bool, `num` of the tokens `among` [M], or all where there are fewer; what is drawn follows from identity alone."""
     index = among.nonzero().squeeze(1)
     keys = view.sequence["key"][view.ids[index]]
@@ -303,16 +305,14 @@ def _drawn(view: View, among: Tensor, num: int) -> Tensor:
 # `surrogate` the first is the loss of each token; for `sg_logprob` it is the weight of each token's log-prob, which
 # carries no gradient.
 
-__all__ = ["CLIPS"]
-
 CLIPS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "none": no_clip,
-    "ppo": ppo,
-    "log_geo": log_geo,
-    "is_weight": is_weight,
-    "soft": soft,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
+    "ppo": ppo_clip,
+    "log_geo": log_geo_clip,
+    "is_weight": is_weight_clip,
+    "soft": soft_clip,
+    "clip_cov": covariance_clip,
+    "kl_cov": covariance_kl,
+    "dppo_tv": dppo_tv_clip,
+    "dppo_kl": dppo_kl_clip,
 }

@@ -238,8 +238,8 @@ class WeightedLogprobLoss(LossRecord):
     name: Literal["sg_logprob"] = "sg_logprob"
 
 
-RATIOS: tuple[type[Slot], ...] = (TokenRatio, SequenceRatio, SequenceTokenRatio, SequenceProductRatio, NoRatio)
-CLIPS: tuple[type[Clip], ...] = (
+RATIO_RECORDS: tuple[type[Slot], ...] = (TokenRatio, SequenceRatio, SequenceTokenRatio, SequenceProductRatio, NoRatio)
+CLIP_RECORDS: tuple[type[Clip], ...] = (
     PpoClip,
     NoClip,
     LogGeoClip,
@@ -250,7 +250,7 @@ CLIPS: tuple[type[Clip], ...] = (
     TotalVariationClip,
     BinaryKlClip,
 )
-LOSSES: tuple[type[Slot], ...] = (SurrogateLoss, LogprobLoss, WeightedLogprobLoss)
+POLICY_LOSS_RECORDS: tuple[type[Slot], ...] = (SurrogateLoss, LogprobLoss, WeightedLogprobLoss)
 
 
 # --- what goes together ----------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def scope_of(ratio: Slot, clip: Slot, loss: Slot) -> Scope:
     return max(scopes, key=SCOPES.index)
 
 
-def mismatch(ratio: Slot, clip: Clip, loss: Slot) -> str | None:
+def policy_loss_conflict(ratio: Slot, clip: Clip, loss: Slot) -> str | None:
     """Why these three do not make a loss, and what to set; None if they do."""
     names = {key: slot.name for key, slot in (("ratio", ratio), ("clip", clip), ("loss", loss))}
     bare = "set algorithm.ratio=none and algorithm.clip=none"
@@ -281,7 +281,7 @@ def mismatch(ratio: Slot, clip: Clip, loss: Slot) -> str | None:
             "set algorithm.ratio=token or algorithm.loss=logprob"
         )
     if names["loss"] not in clip.losses:
-        others = ", ".join(c.model_fields["name"].default for c in CLIPS if names["loss"] in c.losses)
+        others = ", ".join(c.model_fields["name"].default for c in CLIP_RECORDS if names["loss"] in c.losses)
         return (
             f"clip {names['clip']} makes loss {' or '.join(clip.losses)}, not {names['loss']}: "
             f"set algorithm.loss={clip.losses[0]}, or algorithm.clip to one of {others}"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.algorithms.presets.critics_and_other_losses import BEYOND, WITH_CRITIC
-from burnish.algorithms.presets.group_baselines import CRITIC_FREE, Preset
-from burnish.config.errors import unknown
+from burnish.algorithms.presets.critic_and_other_objectives import OTHER_OBJECTIVES, WITH_CRITIC
+from burnish.algorithms.presets.critic_free import CRITIC_FREE, Preset
+from burnish.config.errors import unknown_name_error
 
 __all__ = ["PRESETS", "Preset", "preset"]
 
-PRESETS: dict[str, Preset] = {**CRITIC_FREE, **WITH_CRITIC, **BEYOND}
+PRESETS: dict[str, Preset] = {**CRITIC_FREE, **WITH_CRITIC, **OTHER_OBJECTIVES}
 
 
-def preset(name: str) -> dict[str, Any]:
+def preset_slots(name: str) -> dict[str, Any]:
     """A preset's slots as a plain dictionary; the error for an unknown name lists the table."""
     if name not in PRESETS:
-        raise unknown("algorithm", name, PRESETS)
+        raise unknown_name_error("algorithm", name, PRESETS)
     return {"preset": name, **PRESETS[name].slots}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.returns import discounted_returns
-from burnish.algorithms.batch_columns import is_correct, is_cut_short, trajectory_groups, trajectory_lengths
+from burnish.algorithms.batch_columns import is_correct, is_truncated, trajectory_groups, trajectory_lengths
 from burnish.algorithms.curriculum.prompt_selection import weight_after_warmup
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, signed
+from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, to_int64
 from burnish.core.segments import compact_ids, segment_count, segment_max, segment_min
 
 # --- Shapers that look at how much was written: `[S] float64`, the new reward.
@@ -29,7 +29,7 @@ def soft_overlong(
     0 up to max_tokens - cache, then linear down to -factor at max_tokens and beyond: truncation becomes a slope, not a
     cliff. A cache of None is a fifth of max_tokens, at least 1. DAPO's soft overlong punishment (2503.14476).
     """
-    limit = _limit(max_tokens, "soft_overlong")
+    limit = _required_max_tokens(max_tokens, "soft_overlong")
     cache = max(1, limit // 5) if cache is None else cache
     if not 0 < cache <= limit:
         raise UserError(f"soft_overlong.cache is {cache}; expected 1 to max_tokens ({limit})")
@@ -69,18 +69,18 @@ def cosine(
     T - margin tokens on. Short right beats long right, long wrong beats short wrong. Demystifying long chain-of-thought
     (2502.03373), whose code has a margin of 16.
     """
-    limit = _limit(max_tokens, "cosine")
+    limit = _required_max_tokens(max_tokens, "cosine")
     right = is_correct(batch, "shaper cosine")
     lengths = trajectory_lengths(batch)
     fade = (1 + torch.cos(torch.pi * lengths.double() / limit)) / 2
-    value = torch.where(right, _between(correct, fade), _between(wrong, fade))
+    value = torch.where(right, _interpolate(correct, fade), _interpolate(wrong, fade))
     return torch.where(lengths + margin >= limit, torch.full_like(value, exceeded), value)
 
 
 def lcpo_exact(batch: Batch, step: int, *, alpha: float = 0.0003) -> Tensor:
     """[S] 1[right] - alpha |budget - length|, in place of the old reward: as long as asked. LCPO, L1 (2503.04697)."""
     correct = is_correct(batch, "shaper lcpo_exact").double()
-    return correct - alpha * (_budget(batch, "lcpo_exact") - trajectory_lengths(batch)).abs()
+    return correct - alpha * (_required_budgets(batch, "lcpo_exact") - trajectory_lengths(batch)).abs()
 
 
 def lcpo_max(batch: Batch, step: int, *, alpha: float = 0.0003, delta: float = 0.5) -> Tensor:
@@ -89,21 +89,21 @@ def lcpo_max(batch: Batch, step: int, *, alpha: float = 0.0003, delta: float = 0
     LCPO, L1-Max (2503.04697), with the slope of the paper; its code has half of it.
     """
     correct = is_correct(batch, "shaper lcpo_max").double()
-    return correct * (alpha * (_budget(batch, "lcpo_max") - trajectory_lengths(batch)) + delta).clamp(0, 1)
+    return correct * (alpha * (_required_budgets(batch, "lcpo_max") - trajectory_lengths(batch)) + delta).clamp(0, 1)
 
 
-def _between(ends: tuple[float, float], fade: Tensor) -> Tensor:
+def _interpolate(ends: tuple[float, float], fade: Tensor) -> Tensor:
     """The first end where `fade` is 1, the second where it is 0."""
     return ends[1] + (ends[0] - ends[1]) * fade
 
 
-def _limit(max_tokens: int | None, name: str) -> int:
+def _required_max_tokens(max_tokens: int | None, name: str) -> int:
     if max_tokens is None:
         raise ValueError(f"{name}.max_tokens is null here; the caller fills in rollout.max_tokens")
     return max_tokens
 
 
-def _budget(batch: Batch, name: str) -> Tensor:
+def _required_budgets(batch: Batch, name: str) -> Tensor:
     budget = batch.sequence["budget"]
     missing = int(budget.isnan().sum())
     if missing:
@@ -121,7 +121,7 @@ def _budget(batch: Batch, name: str) -> Tensor:
 # place in it.
 
 
-class Windows(NamedTuple):
+class NgramWindows(NamedTuple):
     """The W windows of n written tokens of a batch."""
 
     start: Tensor  # [W] where each begins among the written tokens
@@ -129,55 +129,57 @@ class Windows(NamedTuple):
     repeated: Tensor  # [W] bool: the same n tokens began earlier in this trajectory
 
 
-def windows(batch: Batch, ngram: int) -> Windows:
+def ngram_windows(batch: Batch, ngram: int) -> NgramWindows:
     """All windows and whether each is a repeat."""
     written = batch.action_mask.nonzero().squeeze(1)
     sequence = batch.sequence_ids[written]
-    hashes = window_hashes(batch.tokens[written], ngram)
+    hashes = ngram_hashes(batch.tokens[written], ngram)
     start = (sequence[: hashes.numel()] == sequence[ngram - 1 :]).nonzero().squeeze(1)
     of_sequence, _ = trajectory_groups(batch)
-    keys = hashes[start] + _mix(~of_sequence)[sequence[start]]  # ~ keeps a trajectory's number apart from any token's
+    keys = (
+        hashes[start] + _mix_bits(~of_sequence)[sequence[start]]
+    )  # ~ keeps a trajectory's number apart from any token's
     keys, order = keys.sort(stable=True)  # of equals the earliest comes first
     repeated = torch.zeros_like(start, dtype=torch.bool)
     repeated[order[1:]] = keys[1:] == keys[:-1]
-    return Windows(start, of_sequence[sequence[start]], repeated)
+    return NgramWindows(start, of_sequence[sequence[start]], repeated)
 
 
-def repeat_share(batch: Batch, ngram: int) -> Tensor:
+def repeated_ngram_share(batch: Batch, ngram: int) -> Tensor:
     """[S] 1 - unique / total over the n-grams of each trajectory; 0 where it has none."""
     owner, groups = trajectory_groups(batch)
-    found = windows(batch, ngram)
+    found = ngram_windows(batch, ngram)
     total = segment_count(found.owner, groups.numel())
     return (segment_count(found.owner, groups.numel(), found.repeated) / total.clamp(min=1).double())[owner]
 
 
-def window_hashes(tokens: Tensor, ngram: int) -> Tensor:
+def ngram_hashes(tokens: Tensor, ngram: int) -> Tensor:
     """[M - n + 1] int64 hash of every n tokens in a row, by doubling: hashes of 2k tokens join two of k."""
     if tokens.numel() < ngram:
         return tokens.new_zeros(0)
     hashes, covered = tokens.new_zeros(tokens.numel() + 1), 0  # of the first `covered` tokens of each window
-    block, size = _mix(tokens), 1  # of `size` tokens in a row
+    block, size = _mix_bits(tokens), 1  # of `size` tokens in a row
     factor = MULTIPLIER_2
     while True:
         if ngram & size:
-            hashes, covered = _join(hashes, block[covered:], factor), covered + size
+            hashes, covered = _combine_hashes(hashes, block[covered:], factor), covered + size
         if covered == ngram:
             return hashes
-        block, size = _join(block, block[size:], factor), 2 * size
+        block, size = _combine_hashes(block, block[size:], factor), 2 * size
         # A factor of its own for every size: powers of a single one modulo 2^64 collide on long regular texts, which
         # are just what is looked for here.
         factor = factor * GOLDEN
 
 
-def _join(left: Tensor, right: Tensor, factor: int) -> Tensor:
+def _combine_hashes(left: Tensor, right: Tensor, factor: int) -> Tensor:
     """right + factor * left, wrapping, as far as both reach."""
-    return torch.add(right[: left.numel()], left[: right.numel()], alpha=signed(factor))
+    return torch.add(right[: left.numel()], left[: right.numel()], alpha=to_int64(factor))
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """Small integers spread over 64 bits."""
-    x = x * signed(GOLDEN)
-    x = (x ^ ((x >> 32) & 0xFFFF_FFFF)) * signed(MULTIPLIER_1)
+    x = x * to_int64(GOLDEN)
+    x = (x ^ ((x >> 32) & 0xFFFF_FFFF)) * to_int64(MULTIPLIER_1)
     return x ^ ((x >> 29) & ((1 << 35) - 1))
 
 
@@ -194,7 +196,7 @@ def stop_properly(batch: Batch, step: int, *, coef: float = 0.5) -> Tensor:
     """[S] the reward; of a truncated sample reward * coef, or coef itself where that is negative (ProRL, 2505.24864)."""
     reward = batch.sequence["reward"]
     cut = reward * coef if coef >= 0 else torch.full_like(reward, coef)
-    return torch.where(is_cut_short(batch), cut, reward)
+    return torch.where(is_truncated(batch), cut, reward)
 
 
 def t1_penalty(
@@ -212,13 +214,13 @@ def t1_penalty(
     `script_part` (the verifier language, say) is below `script_low`. T1 (2501.11651).
     """
     reward = batch.sequence["reward"]
-    unexpected = is_cut_short(batch) | (repeat_share(batch, ngram) > share)
+    unexpected = is_truncated(batch) | (repeated_ngram_share(batch, ngram) > share)
     if script_part is not None:
-        unexpected = unexpected | (_part(batch, script_part) < script_low)
+        unexpected = unexpected | (_reward_part(batch, script_part) < script_low)
     return torch.where(unexpected, torch.full_like(reward, -1.0), reward)
 
 
-def _part(batch: Batch, name: str) -> Tensor:
+def _reward_part(batch: Batch, name: str) -> Tensor:
     column = f"part/{name}"
     if column not in batch.sequence:
         parts = sorted(k.removeprefix("part/") for k in batch.sequence if k.startswith("part/"))
@@ -231,7 +233,7 @@ def _part(batch: Batch, name: str) -> Tensor:
 
 def repetition(batch: Batch, step: int, *, ngram: int = 40, penalty: float = -1.0) -> Tensor:
     """[S] the reward plus penalty * (1 - unique / total) over the n-grams written; 0 with fewer than n tokens."""
-    return batch.sequence["reward"] + penalty * repeat_share(batch, ngram)
+    return batch.sequence["reward"] + penalty * repeated_ngram_share(batch, ngram)
 
 
 def repetition_dense(
@@ -243,7 +245,7 @@ def repetition_dense(
     that is R_t, so the sum of the two streams has the outcome undiscounted and the penalties discounted.
     """
     mask, ids = batch.action_mask, batch.sequence_ids
-    penalties = penalty * in_repeats(batch, ngram).double()
+    penalties = penalty * repeated_ngram_tokens(batch, ngram).double()
     returns = discounted_returns(penalties, mask, batch.offsets, gamma)
     written = mask.nonzero().squeeze(1)
     own, following = returns[written], torch.zeros_like(returns[written])
@@ -252,10 +254,10 @@ def repetition_dense(
     return torch.zeros_like(returns).index_copy(0, written, own - following)
 
 
-def in_repeats(batch: Batch, ngram: int) -> Tensor:
+def repeated_ngram_tokens(batch: Batch, ngram: int) -> Tensor:
     """[N] bool: the token is written and part of an n-gram that began earlier in the trajectory."""
     written = batch.action_mask.nonzero().squeeze(1)
-    found = windows(batch, ngram)
+    found = ngram_windows(batch, ngram)
     start = found.start[found.repeated]
     edges = torch.zeros(written.numel() + 1, dtype=torch.int64, device=written.device)
     ones = torch.ones_like(start)
@@ -279,5 +281,3 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
 
 `step` is the training step the batch is for, counted from 1. A shaper never changes the accuracy.
 """
-
-__all__ = ["SHAPERS"]

@@ -182,7 +182,7 @@ class SignedShaper(Shaper):
     """The reward of a wrong one."""
 
 
-SHAPERS: tuple[type[Shaper], ...] = (
+SHAPER_RECORDS: tuple[type[Shaper], ...] = (
     SoftOverlongShaper,
     KimiLengthShaper,
     CosineShaper,

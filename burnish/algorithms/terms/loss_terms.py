@@ -12,19 +12,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import sampled_tokens
+from burnish.algorithms.batch_columns import sampled_token_mask
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.segments import broadcast, contiguous_count, segment_count, segment_mean
+from burnish.core.segments import contiguous_count, segment_broadcast, segment_count, segment_mean
 
 
 def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
     """[N] float64 weights such that the loss is sum(weights * loss per token); 0 outside the loss mask."""
-    each = weights_of_sequences(batch, mode, horizon)
+    each = sequence_aggregation_weights(batch, mode, horizon)
     return torch.repeat_interleave(each, batch.lengths).masked_fill_(~batch.loss_mask, 0)
 
 
-def weights_of_sequences(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
+def sequence_aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
     """[S] float64 the weight of every token in the loss of each sequence.
 
     token-mean: 1 / all tokens. token-sum: 1. seq-mean-token-sum: 1 / sequences. seq-mean-token-mean: 1 / (sequences x
@@ -96,14 +96,14 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
     kl = torch.where(mask, kl, torch.zeros_like(kl))
     length = segment_count(ids, num, mask)
-    sampled = mask & sampled_tokens(batch)
+    sampled = mask & sampled_token_mask(batch)
     own = segment_count(ids, num, sampled)
     mean = segment_mean(kl, ids, num, mask)[own > 0].mean()
-    centre = _centre(torch.where(sampled, kl, 0.0).sum(), own, length, ids, center)
+    centre = _kl_center(torch.where(sampled, kl, 0.0).sum(), own, length, ids, center)
     return rewards - coef * torch.where(mask, kl - centre, torch.zeros_like(kl)), float(mean)
 
 
-def _centre(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
+def _kl_center(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
     """What is taken off each token's KL; `total` is that of the policy's own samples, `own` [S] their tokens, `length` [S] those of
     demonstrations too."""
     if center == "none":
@@ -112,11 +112,11 @@ def _centre(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str
         return total / own.sum().clamp(min=1)
     if center == "sequence":
         mean = total / (own > 0).sum().clamp(min=1)
-        return broadcast(mean / length.clamp(min=1), ids)
+        return segment_broadcast(mean / length.clamp(min=1), ids)
     raise ValueError(f"center is {center!r}; expected none, token or sequence")
 
 
-def adapt_coefficient(coef: float, kl: float, target: float, horizon: float, count: int) -> float:
+def adapt_kl_coefficient(coef: float, kl: float, target: float, horizon: float, count: int) -> float:
     """The coefficient after a batch of `count` sequences whose mean KL was `kl`: larger above the target, smaller below.
 
     coef (1 + e count / horizon), e = clip(kl / target - 1, -0.2, 0.2), and never below 0. Ziegler et al. (1909.08593).
@@ -157,14 +157,14 @@ def positive_nll_weights(batch: Batch, mu: float) -> Tensor:
             f"auxiliary.positive_nll imitates right answers, but nobody judged {int(accuracy.isnan().sum())} of "
             f"{accuracy.numel()}: use a reward that says right or wrong, or set correct_at of its part to the value from which an answer is right"
         )
-    tokens = (batch.loss_mask & broadcast(accuracy == 1, batch.sequence_ids)).to(torch.float64)
+    tokens = (batch.loss_mask & segment_broadcast(accuracy == 1, batch.sequence_ids)).to(torch.float64)
     return mu * tokens / tokens.sum().clamp(min=1)
 
 
 # --- Slot `entropy`: what moves the bonus, which tokens learn, and how much reward is left to gain by giving entropy up.
 
 
-def adaptive_coefficient(coef: float, entropy: float, target: float, delta: float) -> tuple[float, bool]:
+def adapt_entropy_coefficient(coef: float, entropy: float, target: float, delta: float) -> tuple[float, bool]:
     """The next coefficient and whether the bonus applies: up by delta at or below the target, down (to 0) above it.
 
     The bonus applies only at or below the target. Skywork-OR1 (2505.22312).

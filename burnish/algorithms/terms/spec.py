@@ -75,7 +75,7 @@ class TeacherReference(Slot):
     """A Hugging Face directory whose tokenizer is the policy's, token for token; null is the model the run starts from."""
 
 
-REFERENCES: tuple[type[Slot], ...] = (
+REFERENCE_RECORDS: tuple[type[Slot], ...] = (
     NoReference,
     FrozenReference,
     EmaReference,
@@ -83,7 +83,7 @@ REFERENCES: tuple[type[Slot], ...] = (
     IterateReference,
     TeacherReference,
 )
-ReferenceSlot: Any = choice(*REFERENCES, plugin=False)
+ReferenceSlot: Any = choice(*REFERENCE_RECORDS, plugin=False)
 
 
 # --- KL ----------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.curation.impact import bucket_rows
-    from burnish.data.curation.output_files import summary, table
+    from burnish.data.curation.output_files import aligned_table, summary
+    from burnish.data.curation.row_selection import bucket_rows
 
     manifest, is_new = bucket_rows(args.source, args.out, args.scores, args.buckets, args.column, args.force, say)
     show("\n".join(summary(manifest, args.out, is_new)))
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         [b["bucket"], b["rows"], f"{b['highest_pass_rate']:.3f}", f"{b['lowest_pass_rate']:.3f}"]
         for b in manifest["buckets"]
     ]
-    show("\n".join(table(["bucket", "rows", "pass rate from", "down to"], rows)))
+    show("\n".join(aligned_table(["bucket", "rows", "pass rate from", "down to"], rows)))
     show(
         f"  recipe       algorithm: {{curriculum: {{name: easy_to_hard, column: {args.column}, buckets: {args.buckets}}}}}"
     )

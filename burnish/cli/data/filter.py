@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.curation.filtering import Criteria, filter_rows
     from burnish.data.curation.output_files import summary
+    from burnish.data.curation.row_selection import Criteria, filter_rows
 
     criteria = Criteria(
         pass_rate=None if args.pass_rate is None else tuple(args.pass_rate),
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 def rates(manifest: dict[str, Any]) -> list[str]:
     """The rows by their pass rate, as a table."""
-    from burnish.data.curation.output_files import table
+    from burnish.data.curation.output_files import aligned_table
 
     counts = manifest.get("pass_rates")
     if counts is None:
         return []
     names = ["0", *(f"{k / 10:.1f} to {(k + 1) / 10:.1f}" for k in range(10)), "1"]
-    return table(["pass rate", "rows"], [[name, f"{n:,}"] for name, n in zip(names, counts, strict=True) if n])
+    return aligned_table(["pass rate", "rows"], [[name, f"{n:,}"] for name, n in zip(names, counts, strict=True) if n])

@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.curation.impact import Impact, select_by_impact
-    from burnish.data.curation.output_files import summary, table
+    from burnish.data.curation.output_files import aligned_table, summary
+    from burnish.data.curation.row_selection import ImpactOptions, select_by_impact
 
-    options = Impact(args.threshold, args.by, args.epochs)
+    options = ImpactOptions(args.threshold, args.by, args.epochs)
     manifest, is_new = select_by_impact(args.run, args.out, options, args.data, args.force, say)
     show("\n".join(summary(manifest, args.out, is_new)))
     curve = " ".join(f"{value:.3f}" for value in manifest["average_curve"])
@@ -31,5 +31,9 @@ def run(args: argparse.Namespace) -> int:
     bins = manifest["histogram"]
     starts = [low for low, _ in bins]
     names = ["below 0", *(f"{a:g} to {b:g}" for a, b in zip(starts[1:], [*starts[2:], 1], strict=True))]
-    show("\n".join(table(["impact", "rows"], [[name, f"{n:,}"] for name, (_, n) in zip(names, bins, strict=True)])))
+    show(
+        "\n".join(
+            aligned_table(["impact", "rows"], [[name, f"{n:,}"] for name, (_, n) in zip(names, bins, strict=True)])
+        )
+    )
     return 0

@@ -17,12 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.curation.output_files import summary, table
-    from burnish.evaluation.rejection_sampling import Pairing, pair_up
+    from burnish.data.curation.output_files import aligned_table, summary
+    from burnish.evaluation.rejection_sampling import PairingOptions, write_pairs
 
-    options = Pairing(args.ratio, args.most)
-    manifest, is_new = pair_up(args.source, args.out, options, args.prompts, args.force, say)
+    options = PairingOptions(args.ratio, args.most)
+    manifest, is_new = write_pairs(args.source, args.out, options, args.prompts, args.force, say)
     show("\n".join(summary(manifest, args.out, is_new)))
     show(f"  prompts      {manifest['prompts_paired']:,} of {manifest['prompts']:,} have a pair")
-    show("\n".join(table(["rejected", "pairs"], [[what, f"{n:,}"] for what, n in manifest["rejected"].items()])))
+    show(
+        "\n".join(aligned_table(["rejected", "pairs"], [[what, f"{n:,}"] for what, n in manifest["rejected"].items()]))
+    )
     return 0

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from burnish.cli.data import show
-from burnish.data.curation.decontamination import NGRAM
+from burnish.data.curation.decontamination import NGRAM_WORDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    from burnish.data.published_sets import SHAPES
+    from burnish.data.published_datasets import SHAPES
 
     add = parser.add_argument
     add("name", metavar="NAME", help="the data set whose shape the rows have (below)")
@@ -32,7 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a test set to look for in the rows; may be repeated, NAME where its shape is another (a folder's own test "
         "split is compared with anyway)",
     )
-    add("--ngram", type=int, default=NGRAM, metavar="N", help=f"words in a row that count as overlap (default {NGRAM})")
+    add(
+        "--ngram",
+        type=int,
+        default=NGRAM_WORDS,
+        metavar="N",
+        help=f"words in a row that count as overlap (default {NGRAM_WORDS})",
+    )
     add(
         "--drop-overlap",
         choices=("exact", "any"),
@@ -47,11 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, and say what came of it."""
     from burnish.config.errors import UserError
-    from burnish.data.curation.prepare import Wanted, prepare
+    from burnish.data.curation.prepare import PrepareOptions, prepare
 
     if args.ngram < 2:
         raise UserError(f"--ngram {args.ngram}: expected 2 words or more")
-    wanted = Wanted(args.name, args.source, args.split, args.config, tuple(args.against), args.ngram, args.drop_overlap)
+    wanted = PrepareOptions(
+        args.name, args.source, args.split, args.config, tuple(args.against), args.ngram, args.drop_overlap
+    )
     manifest, is_new = prepare(wanted, args.out, args.force)
     show(report(manifest, args.out, is_new))
     return 0

@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from burnish.cli.data import say, show
-    from burnish.data.curation.output_files import summary, table
-    from burnish.evaluation.rejection_sampling import Rejection, reject
+    from burnish.data.curation.output_files import aligned_table, summary
+    from burnish.evaluation.rejection_sampling import RejectionOptions, write_demonstrations
 
-    options = Rejection(
+    options = RejectionOptions(
         most=args.most,
         pick=args.pick,
         seed=args.seed,
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         max_paragraph=args.max_paragraph,
         no_code=args.no_code,
     )
-    manifest, is_new = reject(args.source, args.out, options, args.prompts, args.force, say)
+    manifest, is_new = write_demonstrations(args.source, args.out, options, args.prompts, args.force, say)
     show("\n".join(summary(manifest, args.out, is_new)))
     rows = [
         [
@@ -60,5 +60,5 @@ def run(args: argparse.Namespace) -> int:
         ]
         for what, key in (("read", "read"), ("right", "right"), ("written", "written"))
     ]
-    show("\n".join(table(["", "completions", "prompts", "mean tokens"], rows)))
+    show("\n".join(aligned_table(["", "completions", "prompts", "mean tokens"], rows)))
     return 0

@@ -14,24 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.benchmarks import BENCHMARKS, benchmark, find_file
-from burnish.data.curation.output_files import NUM_SHOWN, Kept, Report, place, quiet, write_output
+from burnish.data.curation.output_files import (
+    NUM_SHOWN,
+    KeptRows,
+    ProgressReport,
+    no_progress,
+    short_place,
+    write_output,
+)
 from burnish.data.files import Record, find_files, read_records
-from burnish.data.published_sets import SHAPES, Unusable, bare, in_split, shape_of, shaped
-from burnish.data.published_sets import question_of as stated_question
-from burnish.run.durable_files import sums
+from burnish.data.published_datasets import (
+    BENCHMARKS,
+    SHAPES,
+    UnusableRow,
+    find_benchmark_file,
+    get_benchmark,
+    get_shape,
+    in_split,
+    strip_format_request,
+    to_verl_layout,
+)
+from burnish.data.published_datasets import question_of as stated_question
+from burnish.run.durable_files import checksums
 
 # --- Which training questions are in a test set: the same words exactly, or a run of words in common.
 #
 # Texts are compared as words, folded to one case and without punctuation. A common run of 13 words is the mark of
 # contamination that GPT-3's authors used (Brown et al. 2020, 2005.14165, appendix C).
 
-NGRAM = 13
+NGRAM_WORDS = 13
 WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
-class Match:
+class Overlap:
     """A training question with what it shares with a test question; `words` is None where they are the same."""
 
     train: int
@@ -39,67 +55,72 @@ class Match:
     words: str | None
 
 
-def words_of(text: str) -> list[str]:
+def comparable_words(text: str) -> list[str]:
     """The words of a text, as they are compared."""
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def find_overlap(train: Sequence[str], test: Sequence[str], ngram: int = NGRAM) -> list[Match]:
+def find_overlap(train: Sequence[str], test: Sequence[str], ngram: int = NGRAM_WORDS) -> list[Overlap]:
     """The training questions that overlap a test question, each with the first it does, by their indices."""
     whole: dict[str, int] = {}
     runs: dict[str, int] = {}
     for index, text in enumerate(test):
-        words = words_of(text)
+        words = comparable_words(text)
         whole.setdefault(" ".join(words), index)
-        for run in runs_of(words, ngram):
+        for run in word_ngrams(words, ngram):
             runs.setdefault(run, index)
-    matches: list[Match] = []
+    matches: list[Overlap] = []
     for index, text in enumerate(train):
-        words = words_of(text)
+        words = comparable_words(text)
         same = whole.get(" ".join(words))
         if same is not None:
-            matches.append(Match(index, same, None))
+            matches.append(Overlap(index, same, None))
             continue
-        shared = next((run for run in runs_of(words, ngram) if run in runs), None)
+        shared = next((run for run in word_ngrams(words, ngram) if run in runs), None)
         if shared is not None:
-            matches.append(Match(index, runs[shared], shared))
+            matches.append(Overlap(index, runs[shared], shared))
     return matches
 
 
-def runs_of(words: Sequence[str], length: int) -> Iterator[str]:
+def word_ngrams(words: Sequence[str], length: int) -> Iterator[str]:
     """Every run of so many words in a row."""
     return (" ".join(words[at : at + length]) for at in range(len(words) - length + 1))
 
 
-def num_repeated(texts: Sequence[str]) -> int:
+def count_repeated(texts: Sequence[str]) -> int:
     """How many texts say the same as one before them."""
-    return len(texts) - len({" ".join(words_of(text)) for text in texts})
+    return len(texts) - len({" ".join(comparable_words(text)) for text in texts})
 
 
 def decontaminate(
     file: Path,
     out: Path,
     against: tuple[str, ...],
-    ngram: int = NGRAM,
+    ngram: int = NGRAM_WORDS,
     folder: Path | None = None,
     force: bool = False,
-    report: Report = quiet,
+    report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
     """Write the rows that overlap none of the test sets; each is a benchmark's name, a file, or `SHAPE:FILE`."""
     if ngram < 2:
         raise UserError(f"--ngram {ngram}: expected 2 words or more")
     if not against:
         raise UserError("--against is missing: name the benchmark or the file of a test set")
-    tests = [test_set(text, folder) for text in against]
-    compared = [{"name": name, **entry} for name, _, files in tests for entry in sums(files)]
-    asked = {"command": "decontaminate", "ngram": ngram, "source": sums(find_files(str(file))), "against": compared}
-    return write_output(out, asked, lambda say: _clean(file, tests, ngram, say), force, report)
+    tests = [resolve_test_set(text, folder) for text in against]
+    compared = [{"name": name, **entry} for name, _, files in tests for entry in checksums(files)]
+    asked = {
+        "command": "decontaminate",
+        "ngram": ngram,
+        "source": checksums(find_files(str(file))),
+        "against": compared,
+    }
+    return write_output(out, asked, lambda say: _rows_without_overlap(file, tests, ngram, say), force, report)
 
 
-def test_set(text: str, folder: Path | None) -> tuple[str, str | None, list[Path]]:
+def resolve_test_set(text: str, folder: Path | None) -> tuple[str, str | None, list[Path]]:
     """A test set's name, the shape of its rows where it has one, and its files."""
     if text in BENCHMARKS:
-        return text, benchmark(text).shape, [find_file(text, folder)]
+        return text, get_benchmark(text).shape, [find_benchmark_file(text, folder)]
     head, _, rest = text.partition(":")
     if rest and head in SHAPES and not Path(text).exists():
         return head, head, find_files(rest)
@@ -107,45 +128,49 @@ def test_set(text: str, folder: Path | None) -> tuple[str, str | None, list[Path
     return files[0].name, None, files
 
 
-def test_questions(name: str, shape: str | None, files: list[Path]) -> list[tuple[str, str]]:
+def read_test_questions(name: str, shape: str | None, files: list[Path]) -> list[tuple[str, str]]:
     """Where each question of a test set stands, and the question."""
     split = BENCHMARKS[name].split if name in BENCHMARKS else None
     located = [located for file in files for located in read_records(str(file))]
     if shape is not None:
-        located = [(where, record) for where, record in located if in_split(record, shape_of(shape), split)]
+        located = [(where, record) for where, record in located if in_split(record, get_shape(shape), split)]
     return [(where, _question(where, record, shape)) for where, record in located]
 
 
 def _question(where: str, record: Record, shape: str | None = None) -> str:
     """What a row asks, whatever else it is for: to be answered, imitated or preferred; one without an answer asks too."""
     if shape is not None:
-        with suppress(Unusable):
-            return str(shaped(record, where, shape)["extra_info"]["question"])
+        with suppress(UnusableRow):
+            return str(to_verl_layout(record, where, shape)["extra_info"]["question"])
     info, said = record.get("extra_info"), record.get("messages", record.get("prompt"))
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         return str(info["question"])
     if isinstance(said, list):
-        return bare("\n".join(str(turn.get("content", "")) for turn in said if turn.get("role") == "user"))
+        return strip_format_request(
+            "\n".join(str(turn.get("content", "")) for turn in said if turn.get("role") == "user")
+        )
     try:
-        return bare(stated_question(record))
-    except (Unusable, ValueError, TypeError) as error:
+        return strip_format_request(stated_question(record))
+    except (UnusableRow, ValueError, TypeError) as error:
         raise UserError(f"{where}: no question found ({error}; has: {', '.join(map(str, record))})") from error
 
 
-def _clean(file: Path, tests: list[tuple[str, str | None, list[Path]]], ngram: int, report: Report) -> Kept:
+def _rows_without_overlap(
+    file: Path, tests: list[tuple[str, str | None, list[Path]]], ngram: int, report: ProgressReport
+) -> KeptRows:
     items = list(read_records(str(file)))
     questions = [_question(where, record) for where, record in items]
     gone: dict[int, str] = {}
     reports = []
     for name, shape, files in tests:
-        asked = test_questions(name, shape, files)
+        asked = read_test_questions(name, shape, files)
         report(f"comparing {len(items):,} rows with {len(asked):,} of {name}")
         matches = find_overlap(questions, [question for _, question in asked], ngram)
         exact = sum(match.words is None for match in matches)
         shown = [
             {
-                "row": place(items[m.train][0]),
-                "test_row": place(asked[m.test][0]),
+                "row": short_place(items[m.train][0]),
+                "test_row": short_place(asked[m.test][0]),
                 "shared": m.words or "the whole question",
             }
             for m in matches[:NUM_SHOWN]
@@ -154,7 +179,7 @@ def _clean(file: Path, tests: list[tuple[str, str | None, list[Path]]], ngram: i
         reports.append(
             {"with": name, "test_rows": len(asked), "exact": exact, "words": len(matches) - exact, "first": shown}
         )
-    kept = Kept([], facts={"rows_read": len(items), "overlap": reports})
+    kept = KeptRows([], facts={"rows_read": len(items), "overlap": reports})
     for index, (where, record) in enumerate(items):
         if index in gone:
             kept.drop(gone[index], where)

@@ -25,13 +25,13 @@ FORMAT = 1
 SUFFIXES = (".jsonl", ".parquet")
 NUM_SHOWN = 5
 REPORT_EVERY_S = 2.0
-Report = Callable[[str], None]
+ProgressReport = Callable[[str], None]
 """Says how far a command is."""
 T = TypeVar("T")
 
 
 @dataclass
-class Kept:
+class KeptRows:
     """Rows on their way through the steps of a command: those still there, and why the others are not."""
 
     records: list[Record]
@@ -46,19 +46,19 @@ class Kept:
         self.dropped[reason] += 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < NUM_SHOWN:
-            shown.append(place(where))
+            shown.append(short_place(where))
 
 
-def place(where: str) -> str:
+def short_place(where: str) -> str:
     """Where a row stands, without the folder of its file."""
     return Path(where).name
 
 
-def quiet(text: str) -> None:
+def no_progress(text: str) -> None:
     """A report nobody wants."""
 
 
-def counted(things: Sequence[T], what: str, report: Report) -> Iterator[T]:
+def with_progress(things: Sequence[T], what: str, report: ProgressReport) -> Iterator[T]:
     """The things, with a word every few seconds on how many there have been."""
     last = time.monotonic()
     for index, thing in enumerate(things):
@@ -69,7 +69,11 @@ def counted(things: Sequence[T], what: str, report: Report) -> Iterator[T]:
 
 
 def write_output(
-    out: Path, asked: dict[str, Any], make: Callable[[Report], Kept], force: bool = False, report: Report = quiet
+    out: Path,
+    asked: dict[str, Any],
+    make: Callable[[ProgressReport], KeptRows],
+    force: bool = False,
+    report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
     """Have the rows made and write them with their manifest; gives the manifest, and whether anything had to be written."""
     if out.suffix not in SUFFIXES:
@@ -84,7 +88,7 @@ def write_output(
     if not kept.records:
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in kept.dropped.items())
         raise UserError(f"no row is left for {out}: {reasons or 'there was none'}; nothing was written")
-    content = encoded(kept.records, out.suffix)
+    content = encode_rows(kept.records, out.suffix)
     manifest = {
         "asked": asked,
         "output": {"file": out.name, "sha256": hashlib.sha256(content).hexdigest(), "rows": len(kept.records)},
@@ -103,7 +107,7 @@ def write_pair(out: Path, content: bytes, manifest: dict[str, Any]) -> None:
     atomic_write(manifest_path(out), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
-def encoded(records: Sequence[Record], suffix: str) -> bytes:
+def encode_rows(records: Sequence[Record], suffix: str) -> bytes:
     """The file: the same rows give the same bytes. A key that some rows lack is null in parquet's columns."""
     if suffix == ".jsonl":
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
@@ -154,7 +158,7 @@ def summary(manifest: dict[str, Any], out: Path, is_new: bool) -> list[str]:
     return [*lines, f"  sha256       {output['sha256']}"]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "  ") -> list[str]:
+def aligned_table(header: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "  ") -> list[str]:
     """Aligned columns: the first to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

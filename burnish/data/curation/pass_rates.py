@@ -12,19 +12,19 @@ from pathlib import Path
 
 from burnish.config.data import Source
 from burnish.config.errors import UserError
-from burnish.config.yaml_text import parse
-from burnish.data.files import READERS, Record, find_files, kind_of, read_records
+from burnish.config.yaml_text import parse_yaml
+from burnish.data.files import READERS, Record, file_format, find_files, read_records
 from burnish.data.row import Row
-from burnish.data.rows import prompt_row, records_of, source_name
+from burnish.data.row_formats import prompt_row, source_name, source_records
 from burnish.data.tasks.registry import make_task
 from burnish.run.run import read_visits
 from burnish.run.run_directory import RunDirectory
 
-UNSEEN = "never sampled"
+NEVER_SAMPLED = "never sampled"
 
 
 @dataclass(frozen=True)
-class Item:
+class LocatedRow:
     """A row of a file as it stands there, and as burnish reads it."""
 
     where: str
@@ -33,7 +33,7 @@ class Item:
 
 
 @dataclass
-class Tally:
+class PassCount:
     """Right answers among those that were judged."""
 
     right: float = 0.0
@@ -46,19 +46,21 @@ class Tally:
         return self.right / self.total
 
 
-def read_items(source: Source, seed: int = 0) -> list[Item]:
+def read_located_rows(source: Source, seed: int = 0) -> list[LocatedRow]:
     """Every row of a file, a plug-in or a task that has an end."""
     if source.task is None:
-        located = enumerate(records_of(source, None))
-        return [Item(where, record, prompt_row(record, where, source, index)) for index, (where, record) in located]
+        located = enumerate(source_records(source, None))
+        return [
+            LocatedRow(where, record, prompt_row(record, where, source, index)) for index, (where, record) in located
+        ]
     if source.limit is None:
         raise UserError(f"{source.task} is a generated task without end: there are no rows to choose from")
     task, split, name = make_task(source.task, source.options, seed), source.split or "train", source_name(source)
     rows = [replace(task.row(split, index), id=f"{name}/{split}/{index}") for index in range(source.limit)]
-    return [Item(f"{name}, problem {index + 1}", record_of(row), row) for index, row in enumerate(rows)]
+    return [LocatedRow(f"{name}, problem {index + 1}", task_record(row), row) for index, row in enumerate(rows)]
 
 
-def record_of(row: Row) -> Record:
+def task_record(row: Row) -> Record:
     """A row of a task as a record of a file that reads back the same."""
     return {"prompt": row.prompt, "answer": row.answer, "data_source": row.data_source, **row.extra}
 
@@ -66,7 +68,7 @@ def record_of(row: Row) -> Record:
 def train_sources(run: Path) -> tuple[list[Source], int]:
     """The sources a run trains on, and its seed."""
     path = RunDirectory.open(run).config
-    config = parse(path.read_text(), str(path))
+    config = parse_yaml(path.read_text(), str(path))
     listed = config.get("data", {}).get("train") or []
     if not listed:
         raise UserError(f"{path} names no data.train: it is no run of `burnish train`")
@@ -76,12 +78,12 @@ def train_sources(run: Path) -> tuple[list[Source], int]:
 # --- tallies -----------------------------------------------------------------------------------------------------------
 
 
-def read_tallies(path: Path) -> dict[str, Tally]:
+def read_pass_counts(path: Path) -> dict[str, PassCount]:
     """The tally of each prompt by its id, of a run's folder or a file of completions."""
-    return run_tallies(path) if path.is_dir() else completion_tallies(path)
+    return run_pass_counts(path) if path.is_dir() else completion_pass_counts(path)
 
 
-def tally_files(path: Path) -> list[Path]:
+def pass_count_files(path: Path) -> list[Path]:
     """The files the tallies are read from, which must be there."""
     if path.is_dir():
         read_visits(path)
@@ -93,26 +95,26 @@ def completions_file(path: Path) -> Path:
     """A file that may be one of completions."""
     if not path.is_file():
         raise UserError(f"no such file: {path} (expected completions of `burnish eval`, or a run's folder)")
-    if kind_of(path) not in READERS:
+    if file_format(path) not in READERS:
         raise UserError(f"{path}: completions are .jsonl or .parquet, as `burnish eval` writes them")
     return path
 
 
-def run_tallies(run: Path) -> dict[str, Tally]:
+def run_pass_counts(run: Path) -> dict[str, PassCount]:
     """Over all visits of a run, which the policy answered better and better: a prompt's rate is that of its history."""
-    found: dict[str, Tally] = {}
+    found: dict[str, PassCount] = {}
     for visit in read_visits(run):
-        tally = found.setdefault(visit.prompt_id, Tally())
+        tally = found.setdefault(visit.prompt_id, PassCount())
         tally.right, tally.total = tally.right + visit.right, tally.total + visit.judged
     return found
 
 
-def completion_tallies(path: Path) -> dict[str, Tally]:
+def completion_pass_counts(path: Path) -> dict[str, PassCount]:
     """Of the samples of an evaluation; one that could not be judged does not count."""
-    found: dict[str, Tally] = {}
+    found: dict[str, PassCount] = {}
     for where, record in completions(path):
         if record["accuracy"] is not None:
-            tally = found.setdefault(record["id"], Tally(answer=record.get("answer")))
+            tally = found.setdefault(record["id"], PassCount(answer=record.get("answer")))
             if tally.answer != record.get("answer"):
                 raise UserError(
                     f"{where}: {record['id']} has another answer than in an earlier line; the file is mixed"
@@ -135,7 +137,9 @@ def completions(path: Path) -> Iterable[tuple[str, Record]]:
 # --- together ----------------------------------------------------------------------------------------------------------
 
 
-def matched(items: Sequence[Item], tallies: dict[str, Tally], scores: Path) -> list[Tally | None]:
+def match_pass_counts(
+    items: Sequence[LocatedRow], tallies: dict[str, PassCount], scores: Path
+) -> list[PassCount | None]:
     """The tally of each row, None for one that was never judged; a tally that belongs to no row is an error."""
     if not any(tally.total for tally in tallies.values()):
         raise UserError(f"{scores}: not one answer was judged right or wrong, so rows have no pass rate")
@@ -163,17 +167,17 @@ def _prefix(id: str) -> str:
     return id.rpartition("/")[0]
 
 
-def scored_items(file: Path, scores: Path) -> tuple[list[Item], list[Tally | None]]:
+def rows_with_pass_counts(file: Path, scores: Path) -> tuple[list[LocatedRow], list[PassCount | None]]:
     """The rows of a file, each with its tally; a run says how its rows are read."""
-    source, seed = name_in_run(scores, file) if scores.is_dir() else (Source(path=str(file)), 0)
-    items = read_items(source, seed)
-    return items, matched(items, read_tallies(scores), scores)
+    source, seed = source_in_run(scores, file) if scores.is_dir() else (Source(path=str(file)), 0)
+    items = read_located_rows(source, seed)
+    return items, match_pass_counts(items, read_pass_counts(scores), scores)
 
 
 def run_sources(run: Path, file: Path | None, option: str) -> tuple[list[Source], int]:
     """What a run trained on, or of that the one file whose place now is given by an option; and the run's seed."""
     if file is not None:
-        source, seed = name_in_run(run, file)
+        source, seed = source_in_run(run, file)
         return [source], seed
     sources, seed = train_sources(run)
     for path in [source.path for source in sources if source.path is not None]:
@@ -184,7 +188,7 @@ def run_sources(run: Path, file: Path | None, option: str) -> tuple[list[Source]
     return sources, seed
 
 
-def name_in_run(run: Path, file: Path) -> tuple[Source, int]:
+def source_in_run(run: Path, file: Path) -> tuple[Source, int]:
     """The source of a run that is this file, with the file's place now; and the run's seed."""
     sources, seed = train_sources(run)
     for source in sources:

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.benchmarks import look_for
-from burnish.data.curation.decontamination import NGRAM, Match, find_overlap, num_repeated
+from burnish.data.curation.decontamination import NGRAM_WORDS, Overlap, count_repeated, find_overlap
 from burnish.data.curation.output_files import read_manifest, write_pair
-from burnish.data.files import READERS, WHOLE, Record, choose_split, find_files, kind_of, splits_of
-from burnish.data.published_sets import Shape, Unusable, in_split, shape_of, shaped
-from burnish.run.durable_files import sha256, sums
+from burnish.data.files import READERS, WHOLE_SPLIT, Record, choose_split, file_format, find_files, find_splits
+from burnish.data.published_datasets import (
+    DatasetShape,
+    UnusableRow,
+    get_shape,
+    in_split,
+    look_for_benchmark_file,
+    to_verl_layout,
+)
+from burnish.run.durable_files import checksums, sha256
 
 FORMAT = 1
 """Counts changes of what is written: a file of another number is prepared again."""
@@ -28,7 +34,7 @@ NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PrepareOptions:
     """What to prepare."""
 
     name: str
@@ -38,13 +44,13 @@ class Wanted:
     """The configuration of a snapshot that has several."""
     against: tuple[str, ...] = ()
     """Test sets to compare with: a path, or `NAME:PATH` where it has another shape."""
-    ngram: int = NGRAM
+    ngram: int = NGRAM_WORDS
     drop: str | None = None
     """Which overlapping rows are left out: `exact`, or `any`."""
 
 
 @dataclass
-class Rows:
+class PreparedRows:
     """What a source gave."""
 
     records: list[Record] = field(default_factory=list)
@@ -57,22 +63,22 @@ class Rows:
         return [record["extra_info"]["question"] for record in self.records]
 
 
-def prepare(wanted: Wanted, out: Path, force: bool = False) -> tuple[dict[str, Any], bool]:
+def prepare(wanted: PrepareOptions, out: Path, force: bool = False) -> tuple[dict[str, Any], bool]:
     """Write the parquet file and its manifest; gives the manifest, and whether anything had to be written."""
     if out.suffix != ".parquet":
         raise UserError(f"{out}: the output is a parquet file; give it the ending .parquet")
-    shape, files = shape_of(wanted.name), source_files(wanted)
-    tests = test_sets(wanted, files)
-    asked = _asked(wanted, files, tests)
+    shape, files = get_shape(wanted.name), source_files(wanted)
+    tests = find_test_sets(wanted, files)
+    asked = _output_key(wanted, files, tests)
     old = read_manifest(out)
     if old is not None and old.get("asked") == asked and out.is_file() and sha256(out) == old["output"]["sha256"]:
         return old, False
     if old is None and out.exists() and not force:
         raise UserError(f"{out} exists and was not written by this command; give --force to replace it")
     rows = read_source(wanted, files)
-    repeated, overlaps = num_repeated(rows.questions), []
+    repeated, overlaps = count_repeated(rows.questions), []
     for label, test_files in tests:
-        overlaps.append(compare(rows, wanted, label, test_files))
+        overlaps.append(remove_overlap(rows, wanted, label, test_files))
     if not rows.records:
         raise UserError(f"{wanted.source}: no row is left; left out: {dict(rows.dropped)}")
     content = parquet_bytes(rows.records)
@@ -93,25 +99,25 @@ def prepare(wanted: Wanted, out: Path, force: bool = False) -> tuple[dict[str, A
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 
-def source_files(wanted: Wanted) -> list[Path]:
+def source_files(wanted: PrepareOptions) -> list[Path]:
     """The files of the source: one, a glob, or a folder of `datasets` with the split asked for."""
     return _files(wanted.source, wanted.name, wanted.split, wanted.config)
 
 
 def _files(source: str, name: str, split: str | None, config: str | None) -> list[Path]:
     if Path(source).is_dir():
-        splits = splits_of(Path(source), config)
-        if shape_of(name).splits and list(splits) == [WHOLE]:
-            return splits[WHOLE]  # the shape tells the splits of one file apart
+        splits = find_splits(Path(source), config)
+        if get_shape(name).splits and list(splits) == [WHOLE_SPLIT]:
+            return splits[WHOLE_SPLIT]  # the shape tells the splits of one file apart
         return choose_split(splits, split, source)[1]
     if config is not None:
         raise UserError(f"--config chooses a folder of a snapshot; {source} is a file")
-    if split is not None and split not in shape_of(name).splits:
+    if split is not None and split not in get_shape(name).splits:
         raise UserError(f"--split {split}: a file of {name} is its own split; leave it out")
     return find_files(source)
 
 
-def test_sets(wanted: Wanted, files: Sequence[Path]) -> list[tuple[str, list[Path]]]:
+def find_test_sets(wanted: PrepareOptions, files: Sequence[Path]) -> list[tuple[str, list[Path]]]:
     """The test sets to compare with, each as its shape and files.
 
     Those named, a folder's own test split, and beside a file the benchmarks that should not be in such data.
@@ -120,17 +126,17 @@ def test_sets(wanted: Wanted, files: Sequence[Path]) -> list[tuple[str, list[Pat
     for text in wanted.against:
         head, _, rest = text.partition(":")
         name, path = (head, rest) if rest and not Path(text).exists() else (wanted.name, text)
-        splits = splits_of(Path(path)) if Path(path).is_dir() else {}
+        splits = find_splits(Path(path)) if Path(path).is_dir() else {}
         found.append((name, splits["test"] if "test" in splits else _files(path, name, None, None)))
     if Path(wanted.source).is_dir():
-        splits = splits_of(Path(wanted.source), wanted.config)
+        splits = find_splits(Path(wanted.source), wanted.config)
         if "test" in splits:
             found.append((wanted.name, splits["test"]))
     else:
-        beside = ((name, look_for(name, files[0].parent)) for name in shape_of(wanted.name).tests)
+        beside = ((name, look_for_benchmark_file(name, files[0].parent)) for name in get_shape(wanted.name).tests)
         found += [(name, [path]) for name, path in beside if path is not None]
     # A test set is not compared with itself; of a file that holds several splits the others are.
-    is_part = wanted.split != "test" and wanted.split in shape_of(wanted.name).splits
+    is_part = wanted.split != "test" and wanted.split in get_shape(wanted.name).splits
     kept = [(name, paths) for name, paths in found if is_part or not _same(paths, files)]
     return [test for index, test in enumerate(kept) if test not in kept[:index]]
 
@@ -139,19 +145,19 @@ def _same(paths: Sequence[Path], others: Sequence[Path]) -> bool:
     return [path.resolve() for path in paths] == [path.resolve() for path in others]
 
 
-def read_source(wanted: Wanted, files: Sequence[Path]) -> Rows:
+def read_source(wanted: PrepareOptions, files: Sequence[Path]) -> PreparedRows:
     """All usable rows, and what was left out for which reason."""
-    rows, shape = Rows(files=list(files)), shape_of(wanted.name)
+    rows, shape = PreparedRows(files=list(files)), get_shape(wanted.name)
     split = wanted.split if wanted.split in shape.splits else None
     for path in files:
-        for where, record in READERS[kind_of(path)](path):
+        for where, record in READERS[file_format(path)](path):
             if not in_split(record, shape, split):
                 rows.dropped["of another split"] += 1
                 continue
             try:
-                rows.records.append(shaped(record, where, wanted.name))
+                rows.records.append(to_verl_layout(record, where, wanted.name))
                 rows.places.append(where)
-            except Unusable as error:
+            except UnusableRow as error:
                 rows.dropped[str(error)] += 1
     return rows
 
@@ -159,9 +165,9 @@ def read_source(wanted: Wanted, files: Sequence[Path]) -> Rows:
 # --- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def compare(rows: Rows, wanted: Wanted, name: str, files: Sequence[Path]) -> dict[str, Any]:
+def remove_overlap(rows: PreparedRows, wanted: PrepareOptions, name: str, files: Sequence[Path]) -> dict[str, Any]:
     """How the rows overlap one test set; those that do are taken out where that was asked for."""
-    test = read_source(Wanted(name, "", "test" if "test" in shape_of(name).splits else None), files)
+    test = read_source(PrepareOptions(name, "", "test" if "test" in get_shape(name).splits else None), files)
     matches = find_overlap(rows.questions, test.questions, wanted.ngram)
     exact = [match for match in matches if match.words is None]
     drop = {"exact": exact, "any": matches}.get(wanted.drop or "", [])
@@ -180,7 +186,7 @@ def compare(rows: Rows, wanted: Wanted, name: str, files: Sequence[Path]) -> dic
     return report
 
 
-def _shown(match: Match, rows: Rows, test: Rows) -> dict[str, str]:
+def _shown(match: Overlap, rows: PreparedRows, test: PreparedRows) -> dict[str, str]:
     train, held_out = Path(rows.places[match.train]).name, Path(test.places[match.test]).name
     return {"row": train, "test_row": held_out, "shared": match.words or "the whole question"}
 
@@ -199,17 +205,19 @@ def parquet_bytes(records: Sequence[Record]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def recipe_lines(shape: Shape, file: str) -> str:
+def recipe_lines(shape: DatasetShape, file: str) -> str:
     """The lines of a recipe that train on the file with its verifier."""
     return f"data:\n  train: {{path: {file}}}\nreward:\n  parts: {shape.verifier}\n"
 
 
-def _asked(wanted: Wanted, files: Sequence[Path], tests: Sequence[tuple[str, list[Path]]]) -> dict[str, Any]:
+def _output_key(
+    wanted: PrepareOptions, files: Sequence[Path], tests: Sequence[tuple[str, list[Path]]]
+) -> dict[str, Any]:
     """All that decides the output, without the names of folders."""
     options = {key: value for key, value in asdict(wanted).items() if key not in ("source", "against")}
     return {
         "format": FORMAT,
         **options,
-        "source": sums(files),
+        "source": checksums(files),
         "against": [{"name": name, "file": path.name, "sha256": sha256(path)} for name, some in tests for path in some],
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.row import Row
-from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_side
+from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_split
 
 ADDITION = "addition"
 
@@ -47,7 +47,7 @@ class Addition:
             a, b = self._number(dice), self._number(dice)
             return f"{ADDITION} {min(a, b)} {max(a, b)}", (a, b)
 
-        a, b = first_on_side(split, propose, ADDITION)
+        a, b = first_on_split(split, propose, ADDITION)
         extra = {"task": ADDITION, "length": len(str(max(a, b)))}
         asked = self.prompt.replace("{a}", str(a)).replace("{b}", str(b))
         return Row(f"{ADDITION}/{split}/{index}", asked, ADDITION, str(a + b), extra)
@@ -65,11 +65,11 @@ class Addition:
 # numbers and the target says so.
 
 COUNTDOWN = "countdown"
-PROMPT = (
+COUNTDOWN_PROMPT = (
     "Using all the numbers {numbers}, each exactly once, write an arithmetic expression that equals {target}. "
     "Use only + - * / and parentheses. Give the expression alone, or inside <answer> </answer>."
 )
-MAX_CHARS = 200  # far more than any solution; keeps the parser away from inputs made to exhaust it
+MAX_EXPRESSION_CHARS = 200  # far more than any solution; keeps the parser away from inputs made to exhaust it
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -80,30 +80,30 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 def score_countdown(completion: str, answer: Any, extra: dict[str, Any]) -> float:
     """1 for an expression that uses exactly the numbers of `extra["numbers"]` and equals the target, else 0."""
-    result = evaluate(final_answer(completion))
+    result = evaluate_expression(final_answer(completion))
     if result is None:
         return 0.0
     value, used = result
     return float(value == answer and sorted(used) == sorted(extra["numbers"]))
 
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
     """An expression's exact value and the numbers in it; None for anything but numbers, + - * / and parentheses."""
-    if len(expression) > MAX_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+    if len(expression) > MAX_EXPRESSION_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None
     used: list[int] = []
     try:
-        return _value(ast.parse(expression, mode="eval").body, used), used
+        return _expression_value(ast.parse(expression, mode="eval").body, used), used
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
-def _value(node: ast.expr, used: list[int]) -> Fraction:
+def _expression_value(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+        return OPERATORS[type(node.op)](_expression_value(node.left, used), _expression_value(node.right, used))
     raise ValueError("not plain arithmetic")
 
 
@@ -111,7 +111,7 @@ class Countdown:
     """`min_numbers` to `max_numbers` numbers of 1 to `max_number`, with a whole target of 1 to `max_target`."""
 
     name = COUNTDOWN
-    alphabet = "".join(sorted(set(PROMPT) - set("{}") | set("0123456789, ")))
+    alphabet = "".join(sorted(set(COUNTDOWN_PROMPT) - set("{}") | set("0123456789, ")))
     score = staticmethod(score_countdown)
 
     def __init__(
@@ -131,18 +131,18 @@ class Countdown:
         def propose(attempt: int) -> tuple[str, tuple[list[int], int, str]] | None:
             dice = Dice(self.seed, COUNTDOWN, split, index, attempt)
             numbers = [dice.between(1, self.max_number) for _ in range(count)]
-            target, solution = combine(numbers, dice)
+            target, solution = random_expression(numbers, dice)
             if target.denominator != 1 or not 1 <= target <= self.max_target:
                 return None
             return f"{COUNTDOWN} {sorted(numbers)} {target}", (numbers, int(target), solution)
 
-        numbers, target, solution = first_on_side(split, propose, COUNTDOWN)
-        prompt = PROMPT.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
+        numbers, target, solution = first_on_split(split, propose, COUNTDOWN)
+        prompt = COUNTDOWN_PROMPT.replace("{numbers}", ", ".join(map(str, numbers))).replace("{target}", str(target))
         extra = {"task": COUNTDOWN, "numbers": numbers, "solution": solution, "length": len(numbers)}
         return Row(f"{COUNTDOWN}/{split}/{index}", prompt, COUNTDOWN, target, extra)
 
 
-def combine(numbers: list[int], dice: Dice) -> tuple[Fraction, str]:
+def random_expression(numbers: list[int], dice: Dice) -> tuple[Fraction, str]:
     """A random expression over all the numbers, each once: its value and its text."""
     parts = [(Fraction(n), str(n)) for n in numbers]
     while len(parts) > 1:

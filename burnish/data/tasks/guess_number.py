@@ -12,19 +12,19 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.row import Row
-from burnish.data.tasks.task import Dice, first_on_side
+from burnish.data.tasks.task import Dice, first_on_split
 
-NAME = "guess_number"
-MOST = 100  # numbers have two digits
-DECADE = 10  # up to so many have the first of them in common
+GUESS_NUMBER = "guess_number"
+MAX_NUMBERS = 100  # numbers have two digits
+SAME_FIRST_DIGIT = 10  # up to so many have the first of them in common
 
 
-def narrowed(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
+def narrow_range(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
     """What is still possible after a wrong guess; one outside of it says nothing new."""
     return (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
 
 
-def question(low: int, high: int, words: bool, is_first: bool) -> str:
+def guess_question(low: int, high: int, words: bool, is_first: bool) -> str:
     """What the model is asked when the number is known to be from `low` to `high`."""
     if not words:
         return f"{low:02}-{high:02}?"
@@ -38,18 +38,22 @@ def question(low: int, high: int, words: bool, is_first: bool) -> str:
 
 def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
     """Nobody can tell from a text alone: the environment gives the rewards."""
-    raise UserError(f"task {NAME} has no checker of texts: set environment={NAME}, which gives the rewards")
+    raise UserError(
+        f"task {GUESS_NUMBER} has no checker of texts: set environment={GUESS_NUMBER}, which gives the rewards"
+    )
 
 
 class GuessNumberTask:
     """One of `numbers` neighbours below a hundred; with `words` the questions are English, for a model that reads it."""
 
-    name = NAME
+    name = GUESS_NUMBER
     score = staticmethod(score)
 
     def __init__(self, seed: int, numbers: int = 7, words: bool = False) -> None:
-        if isinstance(numbers, bool) or not isinstance(numbers, int) or not 2 <= numbers <= MOST:
-            raise UserError(f"{NAME}: numbers should be a whole number from 2 to {MOST}, got {numbers!r}")
+        if isinstance(numbers, bool) or not isinstance(numbers, int) or not 2 <= numbers <= MAX_NUMBERS:
+            raise UserError(
+                f"{GUESS_NUMBER}: numbers should be a whole number from 2 to {MAX_NUMBERS}, got {numbers!r}"
+            )
         self.seed, self.numbers, self.words = seed, numbers, words
 
     @property
@@ -58,10 +62,12 @@ class GuessNumberTask:
 
     def row(self, split: str, index: int) -> Row:
         """The index-th problem of a split."""
-        low, secret = self._problem(split, self.seed, NAME, split, index)
+        low, secret = self._problem(split, self.seed, GUESS_NUMBER, split, index)
         high = low + self.numbers - 1
-        extra = {"task": NAME, "length": self.numbers, "low": low, "high": high, "words": self.words}
-        return Row(f"{NAME}/{split}/{index}", question(low, high, self.words, True), NAME, secret, extra)
+        extra = {"task": GUESS_NUMBER, "length": self.numbers, "low": low, "high": high, "words": self.words}
+        return Row(
+            f"{GUESS_NUMBER}/{split}/{index}", guess_question(low, high, self.words, True), GUESS_NUMBER, secret, extra
+        )
 
     def demonstrations(
         self, num: int = 2000, seed: int = 0, guesses: int = 3, forgetful: float = 0.5
@@ -71,20 +77,20 @@ class GuessNumberTask:
         A guess is anywhere in what is still possible; a share `forgetful` of them anywhere in what was possible at first.
         """
         if not 0 <= forgetful <= 1:
-            raise UserError(f"{NAME}: forgetful should be a share from 0 to 1, got {forgetful!r}")
+            raise UserError(f"{GUESS_NUMBER}: forgetful should be a share from 0 to 1, got {forgetful!r}")
         rows = []
         for index in range(num):
-            low, secret = self._problem("train", seed, NAME, "demonstrations", index)
-            high, dice = low + self.numbers - 1, Dice(seed, NAME, "guesses", index)
+            low, secret = self._problem("train", seed, GUESS_NUMBER, "demonstrations", index)
+            high, dice = low + self.numbers - 1, Dice(seed, GUESS_NUMBER, "guesses", index)
             first = low, high
-            asked, said = question(low, high, self.words, True), list[dict[str, str]]()
+            asked, said = guess_question(low, high, self.words, True), list[dict[str, str]]()
             for k in range(guesses):
                 guess = dice.between(*(first if dice.unit() < forgetful else (low, high)))
                 said.append({"role": "assistant", "content": str(guess) if self.words else f"{guess:02}"})
                 if guess == secret or k == guesses - 1:
                     break
-                low, high = narrowed(low, high, guess, secret)
-                said.append({"role": "user", "content": question(low, high, self.words, False)})
+                low, high = narrow_range(low, high, guess, secret)
+                said.append({"role": "user", "content": guess_question(low, high, self.words, False)})
             rows.append({"prompt": asked, "completion": said})
         return rows
 
@@ -93,10 +99,12 @@ class GuessNumberTask:
 
         def propose(attempt: int) -> tuple[str, tuple[int, int]]:
             dice = Dice(*key, attempt)
-            if self.numbers <= DECADE:
-                low = DECADE * dice.between(0, MOST // DECADE - 1) + dice.between(0, DECADE - self.numbers)
+            if self.numbers <= SAME_FIRST_DIGIT:
+                low = SAME_FIRST_DIGIT * dice.between(0, MAX_NUMBERS // SAME_FIRST_DIGIT - 1) + dice.between(
+                    0, SAME_FIRST_DIGIT - self.numbers
+                )
             else:
-                low = dice.between(0, MOST - self.numbers)
-            return f"{NAME} {low} {self.numbers}", (low, low + dice.between(0, self.numbers - 1))
+                low = dice.between(0, MAX_NUMBERS - self.numbers)
+            return f"{GUESS_NUMBER} {low} {self.numbers}", (low, low + dice.between(0, self.numbers - 1))
 
-        return first_on_side(split, propose, NAME)
+        return first_on_split(split, propose, GUESS_NUMBER)

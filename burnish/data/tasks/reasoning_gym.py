@@ -15,10 +15,10 @@ import os
 import random
 from typing import Any
 
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 from burnish.core.random_keys import fold
 from burnish.data.row import Row
-from burnish.data.tasks.task import final_answer, first_on_side
+from burnish.data.tasks.task import final_answer, first_on_split
 
 PREFIX = "reasoning-gym/"
 HASH_ORDERED = (
@@ -39,7 +39,7 @@ def score(name: str, completion: str, answer: Any, extra: dict[str, Any]) -> flo
     return float(dataset.score_answer(final_answer(completion), entry))
 
 
-class Gym:
+class ReasoningGymTask:
     """One reasoning-gym task with the library's own options."""
 
     alphabet = None
@@ -69,7 +69,7 @@ class Gym:
             entry = _entry(self.name, self.options, 2 * (key % 2**30) + (split == "test"))
             return f"{self.name} {entry['question']}", entry
 
-        entry = first_on_side(split, propose, self.name)
+        entry = first_on_split(split, propose, self.name)
         extra = {
             "task": self.name,
             "question": entry["question"],
@@ -107,7 +107,7 @@ def _make(name: str, options: dict[str, Any], seed: int) -> Any:
         raise UserError(f"{name} needs the reasoning-gym library: pip install 'burnish[tasks]'") from error
     short = name.removeprefix(PREFIX)
     if short not in DATASETS:
-        raise unknown("reasoning-gym task", short, DATASETS)
+        raise unknown_name_error("reasoning-gym task", short, DATASETS)
     try:
         return reasoning_gym.create_dataset(short, seed=seed, size=1, **options)
     except (TypeError, AssertionError, ValueError) as error:

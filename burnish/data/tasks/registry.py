@@ -7,31 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 from burnish.config.data import Source
-from burnish.config.errors import UserError, unknown
+from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
 from burnish.data.tasks import arithmetic, guess_number, reasoning_gym, sort_digits
 from burnish.data.tasks.task import Task
 
 TASKS: dict[str, type[Any]] = {
-    sort_digits.NAME: sort_digits.SortDigits,
+    sort_digits.SORT_DIGITS: sort_digits.SortDigits,
     arithmetic.ADDITION: arithmetic.Addition,
     arithmetic.COUNTDOWN: arithmetic.Countdown,
-    guess_number.NAME: guess_number.GuessNumberTask,
+    guess_number.GUESS_NUMBER: guess_number.GuessNumberTask,
 }
-SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
-    sort_digits.NAME: sort_digits.score,
+TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
+    sort_digits.SORT_DIGITS: sort_digits.score,
     arithmetic.ADDITION: arithmetic.score_addition,
     arithmetic.COUNTDOWN: arithmetic.score_countdown,
-    guess_number.NAME: guess_number.score,
+    guess_number.GUESS_NUMBER: guess_number.score,
 }
 
 
 def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
     """The task of a name, with its options checked."""
     if name.startswith(reasoning_gym.PREFIX):
-        return reasoning_gym.Gym(name, options, seed)
+        return reasoning_gym.ReasoningGymTask(name, options, seed)
     if name not in TASKS:
-        raise unknown("task", name, [*TASKS, reasoning_gym.PREFIX + "<name>"])
+        raise unknown_name_error("task", name, [*TASKS, reasoning_gym.PREFIX + "<name>"])
     if "seed" in options:
         raise UserError(f"task {name!r}: seed is not an option; it follows from the run's seed")
     check_options(TASKS[name], options, f"task {name!r}")
@@ -41,15 +41,17 @@ def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
 
 def make_demonstrations(name: str, options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     """Prompt and completion rows of a task that has them; options are those of the task and of its demonstrations."""
-    return _made(name, "demonstrations", "prompt and completion rows", options, seed)
+    return _task_rows(name, "demonstrations", "prompt and completion rows", options, seed)
 
 
 def make_preferences(name: str, options: dict[str, Any], seed: int, split: str) -> list[dict[str, str]]:
     """Prompt, chosen and rejected rows of one side of a task that has them, judged by its checker."""
-    return _made(name, "preferences", "prompt, chosen and rejected rows", options, seed, split=split)
+    return _task_rows(name, "preferences", "prompt, chosen and rejected rows", options, seed, split=split)
 
 
-def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any) -> list[dict[str, Any]]:
+def _task_rows(
+    name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any
+) -> list[dict[str, Any]]:
     """The rows that a task's method `what` makes; options are those of the task and of the method."""
     function = getattr(TASKS.get(name), what, None)
     if function is None:
@@ -58,7 +60,7 @@ def _made(name: str, what: str, instead: str, options: dict[str, Any], seed: int
     known = own | set(inspect.signature(TASKS[name]).parameters) - {"seed"}
     for key in options:
         if key not in known:
-            raise unknown(f"option of the {what} of {name!r}:", key, known)
+            raise unknown_name_error(f"option of the {what} of {name!r}:", key, known)
     task: Any = make_task(name, {k: v for k, v in options.items() if k not in own}, seed)
     mine = {k: v for k, v in options.items() if k in own}
     rows: list[dict[str, Any]] = getattr(task, what)(seed=seed, **given, **mine)
@@ -69,9 +71,9 @@ def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, 
     """How good a completion is, by the checker of the task that made the row (`extra["task"]`)."""
     if task_name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.score(task_name, completion, answer, extra)
-    if task_name not in SCORES:
-        raise unknown("task", task_name, [*SCORES, reasoning_gym.PREFIX + "<name>"])
-    return SCORES[task_name](completion, answer, extra)
+    if task_name not in TASK_SCORES:
+        raise unknown_name_error("task", task_name, [*TASK_SCORES, reasoning_gym.PREFIX + "<name>"])
+    return TASK_SCORES[task_name](completion, answer, extra)
 
 
 # --- burnish.data.tasks.registry

@@ -11,10 +11,10 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.row import Row
-from burnish.data.tasks.task import Dice, check_span, first_on_side
+from burnish.data.tasks.task import Dice, check_span, first_on_split
 
-NAME = "sort_digits"
-RIGHT = {4: 0.8, 5: 0.6, 6: 0.4, 7: 0.2}
+SORT_DIGITS = "sort_digits"
+FLAWED_ACCURACY = {4: 0.8, 5: 0.6, 6: 0.4, 7: 0.2}
 """How often a flawed demonstration is right, by number of digits; otherwise it copies its input."""
 
 
@@ -26,19 +26,19 @@ def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
 class SortDigits:
     """Strings of `min_digits` to `max_digits` digits, every length equally often."""
 
-    name = NAME
+    name = SORT_DIGITS
     alphabet = "0123456789>"
     score = staticmethod(score)
 
     def __init__(self, seed: int, min_digits: int = 4, max_digits: int = 7) -> None:
-        check_span(NAME, "digits", min_digits, max_digits, least=2, most=64)
+        check_span(SORT_DIGITS, "digits", min_digits, max_digits, least=2, most=64)
         self.seed, self.min_digits, self.max_digits = seed, min_digits, max_digits
 
     def row(self, split: str, index: int) -> Row:
         """The index-th problem of a split."""
-        digits = self._digits(split, self.seed, NAME, split, index)
-        extra = {"task": NAME, "length": len(digits)}
-        return Row(f"{NAME}/{split}/{index}", digits + ">", NAME, "".join(sorted(digits)), extra)
+        digits = self._digits(split, self.seed, SORT_DIGITS, split, index)
+        extra = {"task": SORT_DIGITS, "length": len(digits)}
+        return Row(f"{SORT_DIGITS}/{split}/{index}", digits + ">", SORT_DIGITS, "".join(sorted(digits)), extra)
 
     def demonstrations(
         self,
@@ -57,9 +57,9 @@ class SortDigits:
         rows: list[dict[str, str]] = []
         index = 0
         while len(rows) < num:
-            digits = self._digits("train", seed, NAME, "demonstrations", index)
+            digits = self._digits("train", seed, SORT_DIGITS, "demonstrations", index)
             answer = "".join(sorted(digits))
-            is_right = Dice(seed, NAME, "right", index).unit() < chances[len(digits)]
+            is_right = Dice(seed, SORT_DIGITS, "right", index).unit() < chances[len(digits)]
             completion = answer if is_right else digits
             if completion == answer or not verified:
                 rows.append({"prompt": digits + ">", "completion": completion})
@@ -75,9 +75,9 @@ class SortDigits:
         rows: list[dict[str, str]] = []
         index = 0
         while len(rows) < num:
-            digits = self._digits(split, seed, NAME, "preferences", split, index)
+            digits = self._digits(split, seed, SORT_DIGITS, "preferences", split, index)
             answer = "".join(sorted(digits))
-            dice = Dice(seed, NAME, "rejected", split, index)
+            dice = Dice(seed, SORT_DIGITS, "rejected", split, index)
             index += 1
             steps = [i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]]
             if not steps or digits == answer:
@@ -95,23 +95,23 @@ class SortDigits:
         def propose(attempt: int) -> tuple[str, str]:
             dice = Dice(*key, attempt)
             digits = "".join(str(dice.between(0, 9)) for _ in range(length))
-            return f"{NAME} {''.join(sorted(digits))}", digits
+            return f"{SORT_DIGITS} {''.join(sorted(digits))}", digits
 
-        return first_on_side(split, propose, NAME)
+        return first_on_split(split, propose, SORT_DIGITS)
 
     def _chances(self, clean: bool, right: dict[int, float] | None) -> dict[int, float]:
         lengths = range(self.min_digits, self.max_digits + 1)
         if clean:
             if right is not None:
-                raise UserError(f"{NAME}: clean demonstrations are always right; give either clean or right")
+                raise UserError(f"{SORT_DIGITS}: clean demonstrations are always right; give either clean or right")
             return dict.fromkeys(lengths, 1.0)
-        chances = RIGHT if right is None else right
+        chances = FLAWED_ACCURACY if right is None else right
         missing = [str(n) for n in lengths if n not in chances]
         if missing:
             raise UserError(
-                f"{NAME}: `right` does not say how often demonstrations of {', '.join(missing)} digits are right; "
+                f"{SORT_DIGITS}: `right` does not say how often demonstrations of {', '.join(missing)} digits are right; "
                 "give right: {digits: chance} for every length, or clean: true"
             )
         if max(chances[n] for n in lengths) <= 0 or any(not 0 <= chances[n] <= 1 for n in lengths):
-            raise UserError(f"{NAME}: `right` should hold chances between 0 and 1, not all zero; got {chances}")
+            raise UserError(f"{SORT_DIGITS}: `right` should hold chances between 0 and 1, not all zero; got {chances}")
         return chances

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from burnish.config.errors import UserError, unknown
-from burnish.core.random_keys import fold, hash_text, unit
+from burnish.config.errors import UserError, unknown_name_error
+from burnish.core.random_keys import fold, hash_text, uniform_from_key
 from burnish.data.row import Row
 
 HELD_OUT_ONE_IN = 4
@@ -46,13 +46,13 @@ def is_held_out(problem: str) -> bool:
     return hash_text(problem) % HELD_OUT_ONE_IN == 0
 
 
-def first_on_side(split: str, propose: Callable[[int], tuple[str, T] | None], where: str) -> T:
+def first_on_split(split: str, propose: Callable[[int], tuple[str, T] | None], where: str) -> T:
     """The first of propose(0), propose(1), ... that is on the wanted side.
 
     `propose` gives (the text that identifies the problem, the problem), or None where an attempt came to nothing.
     """
     if split not in SPLITS:
-        raise unknown("split", split, SPLITS)
+        raise unknown_name_error("split", split, SPLITS)
     for attempt in range(MAX_ATTEMPTS):
         proposal = propose(attempt)
         if proposal is not None and is_held_out(proposal[0]) == (split == "test"):
@@ -73,7 +73,7 @@ class Dice:
     def unit(self) -> float:
         """A number in [0, 1)."""
         self._count += 1
-        return unit(fold(self._key, self._count))
+        return uniform_from_key(fold(self._key, self._count))
 
     def between(self, low: int, high: int) -> int:
         """A whole number in low..high, both included."""

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.core.random_keys import signed, uniforms
+from burnish.core.random_keys import to_int64, uniforms
 from burnish.inference.native.engine_common import MAX_BIASES, Bias, sample
-from burnish.models.kernels.device import send, use_kernels
-from burnish.models.kernels.exact import tempered_logp
+from burnish.models.kernels.device import to_device, use_triton
+from burnish.models.kernels.exact import log_softmax_at_temperature
 
-LIVE, PRODUCED, LAST, POSITION, LIMIT, KEY, DRAWN = range(7)
-STOPS = 8  # stop tokens the device looks for; the host finds any further ones
-RING = 32  # tokens a row may draw between two looks of the host
+LIVE, PRODUCED, LAST_TOKEN, POSITION, LIMIT, KEY, DRAWN = range(7)
+MAX_STOP_TOKENS = 8  # stop tokens the device looks for; the host finds any further ones
+RING_SIZE = 32  # tokens a row may draw between two looks of the host
 
 
-class Wants(NamedTuple):
+class SamplerFlags(NamedTuple):
     """What a draw must do because some row asks for it; a decode step is captured for each combination that occurs."""
 
     truncated: bool = False
@@ -35,8 +35,8 @@ class Wants(NamedTuple):
     raw: bool = False
     """A row asks for log-probs of the model itself."""
 
-    def __or__(self, other: Wants) -> Wants:
-        return Wants(self.truncated or other.truncated, self.biased or other.biased, self.raw or other.raw)
+    def __or__(self, other: SamplerFlags) -> SamplerFlags:
+        return SamplerFlags(self.truncated or other.truncated, self.biased or other.biased, self.raw or other.raw)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class NewRow:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RingSnapshot:
     """The rings as they were after a step; on a GPU `ready` says when they have arrived."""
 
     ints: Tensor  # [2, rows]: live, produced
@@ -67,7 +67,7 @@ class Snapshot:
     ready: torch.cuda.Event | None
 
 
-class RowState:
+class DeviceRows:
     """State of `size` rows."""
 
     def __init__(self, size: int, width: int, device: torch.device) -> None:
@@ -78,26 +78,26 @@ class RowState:
         self.counts = torch.zeros(2, size, dtype=torch.int64, device=device)  # top_k, how many biases
         self.tails = torch.zeros(2, size, dtype=torch.float64, device=device)  # top_p, min_p
         self.tails[0] = 1.0
-        self.stop = torch.full((size, STOPS), -1, dtype=torch.int64, device=device)
+        self.stop = torch.full((size, MAX_STOP_TOKENS), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(size, width, dtype=torch.int32, device=device)
-        self.ring_token = torch.zeros(size, RING, dtype=torch.int32, device=device)
-        self.ring_logp = torch.zeros(size, RING, dtype=torch.float32, device=device)
-        self.ring_raw = torch.zeros(size, RING, dtype=torch.float32, device=device)
+        self.ring_token = torch.zeros(size, RING_SIZE, dtype=torch.int32, device=device)
+        self.ring_logp = torch.zeros(size, RING_SIZE, dtype=torch.float32, device=device)
+        self.ring_raw = torch.zeros(size, RING_SIZE, dtype=torch.float32, device=device)
         self.bias_token = torch.zeros(size, MAX_BIASES, dtype=torch.int32, device=device)
         self.bias_value = torch.zeros(size, MAX_BIASES, dtype=torch.float64, device=device)
 
     def start(self, rows: Sequence[NewRow]) -> None:
         """Take new rows in."""
         index = self._send(np.array([r.row for r in rows]))
-        ints = [(1, 0, 0, r.position, r.limit, signed(r.key), r.drawn) for r in rows]
+        ints = [(1, 0, 0, r.position, r.limit, to_int64(r.key), r.drawn) for r in rows]
         self.ints.index_copy_(1, index, self._send(np.array(ints, dtype=np.int64).T.copy()))
         self.temperature.index_copy_(0, index, self._send(np.array([r.temperature for r in rows], dtype=np.float64)))
         self.counts.index_copy_(1, index, self._send(np.array([(r.top_k, len(r.bias)) for r in rows]).T.copy()))
         tails = np.array([(r.top_p, r.min_p) for r in rows], dtype=np.float64).T.copy()
         self.tails.index_copy_(1, index, self._send(tails))
-        stops = np.full((len(rows), STOPS), -1)
+        stops = np.full((len(rows), MAX_STOP_TOKENS), -1)
         for k, row in enumerate(rows):
-            known = list(row.stop_tokens)[:STOPS]
+            known = list(row.stop_tokens)[:MAX_STOP_TOKENS]
             stops[k, : len(known)] = known
         self.stop.index_copy_(0, index, self._send(stops))
         if any(row.bias for row in rows):
@@ -134,9 +134,9 @@ class RowState:
         """The first pages of the first rows, [rows, up to width] int32."""
         self.table[: table.shape[0], : table.shape[1]].copy_(self._send(table), non_blocking=True)
 
-    def draw(self, logits: Tensor, source: Tensor, row: Tensor, wants: Wants) -> None:
+    def draw(self, logits: Tensor, source: Tensor, row: Tensor, wants: SamplerFlags) -> None:
         """Each live row of `row` [n] draws from `logits[source]`: token and log-prob to its ring, then it goes on or ends."""
-        if use_kernels(logits):
+        if use_triton(logits):
             self._draw_by_kernels(logits, source, row, wants)
             return
         lines = logits[source]
@@ -145,11 +145,13 @@ class RowState:
         tails = (self.counts[0, row], *self.tails[:, row]) if wants.truncated else ()
         tokens, logp = sample(biased, uniforms(key, drawn), self.temperature[row], *tails)
         on = live.bool()
-        slot = (row * RING + produced % RING)[on]
+        slot = (row * RING_SIZE + produced % RING_SIZE)[on]
         self.ring_token.view(-1)[slot] = tokens[on].int()
         self.ring_logp.view(-1)[slot] = logp[on].float()
         if wants.raw:
-            self.ring_raw.view(-1)[slot] = tempered_logp(lines, 1.0).gather(1, tokens[:, None])[on, 0].float()
+            self.ring_raw.view(-1)[slot] = (
+                log_softmax_at_temperature(lines, 1.0).gather(1, tokens[:, None])[on, 0].float()
+            )
         stopped = (self.stop[row] == tokens[:, None]).any(1)
         goes_on = on & ~stopped & (produced + 1 < limit)
         after = torch.stack(
@@ -163,7 +165,7 @@ class RowState:
         values = torch.where(given, self.bias_value[row], 0.0).to(wide.dtype)
         return wide.scatter_add_(1, torch.where(given, self.bias_token[row], 0).long(), values)
 
-    def _draw_by_kernels(self, logits: Tensor, source: Tensor, row: Tensor, wants: Wants) -> None:
+    def _draw_by_kernels(self, logits: Tensor, source: Tensor, row: Tensor, wants: SamplerFlags) -> None:
         from burnish.models.kernels.triton import sampling, truncation
 
         bias = (self.bias_token, self.bias_value, self.counts[1]) if wants.biased else None
@@ -175,7 +177,7 @@ class RowState:
         raw = self.ring_raw if wants.raw else None
         sampling.draw(logits, source, row, self.temperature, self.ints, self.stop, *rings, cut, bias, raw)
 
-    def snapshot(self, rows: int, wants: Wants) -> Snapshot:
+    def snapshot(self, rows: int, wants: SamplerFlags) -> RingSnapshot:
         """What the first rows have drawn, on its way to the host."""
         parts = [self.ints[:2, :rows], self.ring_token[:rows], self.ring_logp[:rows]]
         parts += [self.ring_raw[:rows]] if wants.raw else []
@@ -187,7 +189,7 @@ class RowState:
                 host.copy_(part, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return Snapshot(there[0], there[1], there[2], there[3] if wants.raw else None, ready)
+        return RingSnapshot(there[0], there[1], there[2], there[3] if wants.raw else None, ready)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return send(array, self.device)
+        return to_device(array, self.device)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.core.engine import LEAST_TEMPERATURE, Request
+from burnish.core.engine import MIN_TEMPERATURE, Request
 from burnish.memory_plan.kv_cache import CachePlan
 from burnish.models.decoder import Decoder
 
 MAX_BIASES = 256  # of one request: a row's table on the device
-MOST_TOP_K = 2**31 - 1
+MAX_TOP_K = 2**31 - 1
 
 
 @dataclass
@@ -47,7 +47,7 @@ def check_requests(
     """The ids of requests that can run beside the `known` ones; raises for one that cannot."""
     fresh = set[str]()
     for request in requests:
-        _check(request, model, decode)
+        _check_request(request, model, decode)
         if request.id in known:
             raise ValueError(f"request {request.id} is already running")
         if request.id in fresh:
@@ -56,7 +56,7 @@ def check_requests(
     return fresh
 
 
-def _check(request: Request, model: Decoder, decode: Callable[[list[int]], str] | None) -> None:
+def _check_request(request: Request, model: Decoder, decode: Callable[[list[int]], str] | None) -> None:
     """Raise for a request that can never run on the model."""
     if not request.tokens:
         raise UserError(f"request {request.id}: the prompt has no tokens")
@@ -73,15 +73,13 @@ def _check(request: Request, model: Decoder, decode: Callable[[list[int]], str] 
             f"but the model is made for {model.arch.max_positions} positions; lower max_tokens"
         )
     options = request.sampling
-    if 0 < options.temperature < LEAST_TEMPERATURE:
+    if 0 < options.temperature < MIN_TEMPERATURE:
         raise UserError(
             f"request {request.id}: temperature {options.temperature:g}; expected 0, for the likeliest token, or at least "
-            f"{LEAST_TEMPERATURE:g}"
+            f"{MIN_TEMPERATURE:g}"
         )
-    if options.top_k > MOST_TOP_K:
-        raise UserError(
-            f"request {request.id}: top_k {options.top_k}; expected {MOST_TOP_K} at most, or 0 for no limit"
-        )
+    if options.top_k > MAX_TOP_K:
+        raise UserError(f"request {request.id}: top_k {options.top_k}; expected {MAX_TOP_K} at most, or 0 for no limit")
     check_bias(request, vocab)
     if request.sampling.stop and decode is None:
         raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
@@ -104,7 +102,7 @@ def check_bias(request: Request, vocab: int) -> None:
         raise UserError(f"request {request.id}: logit_bias must be finite numbers; -100 is as good as never")
 
 
-def take_weights(model: Decoder, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def copy_weights(model: Decoder, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors into the parameters of their names; an engine on the learner's own tensors is given none."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():

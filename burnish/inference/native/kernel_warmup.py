@@ -17,27 +17,32 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from burnish.inference.native.device_state import RowState, Wants
-from burnish.memory_plan.kv_cache import PREFILL_TOKENS
+from burnish.inference.native.device_state import DeviceRows, SamplerFlags
+from burnish.memory_plan.kv_cache import MAX_PREFILL_TOKENS
 from burnish.models.cached_forward import head_norms
 from burnish.models.decoder import Decoder, Layer
-from burnish.models.kernels.attention import has_varlen, varlen_attention
-from burnish.models.kernels.cuda.hopper import prepare, tiles_of
+from burnish.models.kernels.attention import has_varlen_kernel, varlen_attention
+from burnish.models.kernels.cuda.hopper import all_tiles, compile_gated_kernel
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
-from burnish.models.kernels.linear import gated_linear, has_one_kernel, partial_linear
-from burnish.models.kernels.paged_attention import add_norm, decode_attention, rotate_store
-from burnish.models.kernels.paged_layout import Placement
-from burnish.models.quantization.fp8_cache import Cache
-from burnish.models.quantization.nf4_decoder import quantised_weights
+from burnish.models.kernels.inference_ops import (
+    add_norm,
+    decode_attention,
+    gated_linear,
+    has_gated_kernel,
+    partial_linear,
+    rotate_store,
+)
+from burnish.models.kernels.paged_cache import KVCache, Placement
+from burnish.models.nf4 import quantised_weights
 
 
-def warm(
+def warm_up_kernels(
     model: Decoder,
-    cache: Cache,
+    cache: KVCache,
     rotations: tuple[Tensor, Tensor],
-    state: RowState,
+    state: DeviceRows,
     place: Placement,
-    wants: Wants,
+    wants: SamplerFlags,
     exact: bool,
 ) -> None:
     """Call every operation of a decode step on the rows of `place`, which are not there (`state` has nobody), at once."""
@@ -92,7 +97,7 @@ def warm(
 
     def prefill() -> None:
         q, k = zeros(1, arch.num_heads, arch.head_dim), zeros(1, arch.num_kv_heads, arch.head_dim)
-        if has_varlen(q):
+        if has_varlen_kernel(q):
             bounds = torch.arange(2, dtype=torch.int32, device=weight.device)
             for window in windows:
                 varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
@@ -105,11 +110,11 @@ def warm(
 
     def tiles() -> list[Callable[[], None]]:  # of all numbers of rows: others come later
         with torch.inference_mode():
-            if exact or not has_one_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation):
+            if exact or not has_gated_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation):
                 return []
         processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-        found = tiles_of(max(PREFILL_TOKENS, state.size), arch.mlp_size, processors)
-        return [partial(prepare, tile, arch.activation, weight.device) for tile in found]
+        found = all_tiles(max(MAX_PREFILL_TOKENS, state.size), arch.mlp_size, processors)
+        return [partial(compile_gated_kernel, tile, arch.activation, weight.device) for tile in found]
 
     def all_matmuls() -> None:  # where one kernel is for all, no two threads should compile it
         matmuls()
@@ -125,10 +130,10 @@ def warm(
     ]
     work = [draw, *attention, *rotations_of, *products]
     driver.active.get_current_device()  # Triton's own library first: all kernels need it
-    _all_at_once(work, weight.device)
+    _run_in_threads(work, weight.device)
 
 
-def _all_at_once(work: list[Callable[[], None]], device: torch.device) -> None:
+def _run_in_threads(work: list[Callable[[], None]], device: torch.device) -> None:
     def run(one: Callable[[], None]) -> None:
         with torch.cuda.device(device), torch.inference_mode():  # both are a thread's own
             one()

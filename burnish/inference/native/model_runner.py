@@ -16,23 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.inference.native.device_state import LAST, POSITION, RowState, Wants
+from burnish.inference.native.device_state import LAST_TOKEN, POSITION, DeviceRows, SamplerFlags
 from burnish.inference.native.engine_common import EngineStats
-from burnish.inference.native.kernel_warmup import warm
-from burnish.inference.native.vmm_arena import Arena
-from burnish.memory_plan.kv_cache import CachePlan, bucket, least_stretch, splits_for
+from burnish.inference.native.kernel_warmup import warm_up_kernels
+from burnish.inference.native.vmm_arena import VmmArena
+from burnish.memory_plan.kv_cache import CachePlan, graph_batch_size, min_split_keys, num_splits
 from burnish.models.cached_forward import PagedAttend, paged_forward
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import window_of
-from burnish.models.kernels.device import send, use_kernels
+from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
-from burnish.models.kernels.paged_attention import PrefillAttention, decode_attention, rotate_store
-from burnish.models.kernels.paged_layout import Norms, Placement
-from burnish.models.quantization.fp8_cache import EIGHT_BITS, Cache, Pages, QuantisedCache
+from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
+from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, Pages, Placement
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PrefillChunk:
     """Consecutive tokens of one row that a prefill computes: those of `tokens` from position `start` on."""
 
     row: int
@@ -40,7 +39,7 @@ class Stretch:
     start: int
 
 
-class Runner:
+class ModelRunner:
     """A model, its cache and the state of its rows on one device."""
 
     def __init__(
@@ -48,32 +47,32 @@ class Runner:
     ) -> None:
         weight = model.embedding.weight
         self.model, self.device, self.page, self.exact, self.stats = model, weight.device, plan.page, exact, stats
-        self.arena = Arena(plan.bytes, weight.device) if weight.is_cuda else None
+        self.arena = VmmArena(plan.bytes, weight.device) if weight.is_cuda else None
         self.cache = self._make_cache(plan, weight.dtype, quantised)
-        self.has_kernels = use_kernels(weight)
+        self.has_kernels = use_triton(weight)
         self._clear()
-        self.state = RowState(plan.max_rows, plan.width, weight.device)
+        self.state = DeviceRows(plan.max_rows, plan.width, weight.device)
         self.windows = model.arch.windows
         self.rotations = [model.rotations(plan.width * plan.page, layer) for layer in range(model.arch.num_layers)]
         self.every = torch.arange(plan.max_rows, device=weight.device)
-        self._graphs: dict[tuple[int, Wants, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, SamplerFlags, int], torch.cuda.CUDAGraph] = {}
 
     def bucket(self, rows: int) -> int:
         """The number of rows a step is made for when so many are needed."""
-        return bucket(rows, self.state.size)
+        return graph_batch_size(rows, self.state.size)
 
-    def compile(self, rows: int, wants: Wants) -> None:
+    def compile(self, rows: int, wants: SamplerFlags) -> None:
         """Have the kernels ready for so many rows; without this each is compiled when it is first needed."""
         if self.has_kernels:
             started = time.perf_counter()
             state = self._nobody()
             place = Placement(self.every[:rows], state.ints[POSITION, :rows], state.table)
-            warm(self.model, self.cache, self.rotations[0], state, place, wants, self.exact)
+            warm_up_kernels(self.model, self.cache, self.rotations[0], state, place, wants, self.exact)
             self.stats.compile_s += time.perf_counter() - started
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _make_cache(self, plan: CachePlan, dtype: torch.dtype, quantised: bool) -> Cache:
+    def _make_cache(self, plan: CachePlan, dtype: torch.dtype, quantised: bool) -> KVCache:
         arch = self.model.arch
         vectors = (arch.num_layers, 2, plan.num_pages, arch.num_kv_heads, plan.page)
         shape = (*vectors, arch.head_dim)
@@ -85,7 +84,7 @@ class Runner:
 
         if not quantised:
             return memory(shape, dtype)
-        return QuantisedCache(memory(shape, EIGHT_BITS), memory(vectors, torch.float32, math.prod(shape)))
+        return Fp8Cache(memory(shape, FP8), memory(vectors, torch.float32, math.prod(shape)))
 
     @property
     def held_bytes(self) -> int:
@@ -118,7 +117,7 @@ class Runner:
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
-    def prefill(self, stretches: Sequence[Stretch], wanted: Sequence[bool]) -> Tensor:
+    def prefill(self, stretches: Sequence[PrefillChunk], wanted: Sequence[bool]) -> Tensor:
         """Compute the stretches in one forward; logits [wanted, vocab] after the last token of those `wanted`."""
         lengths = np.array([len(s.tokens) - s.start for s in stretches])
         tokens = self._send(np.concatenate([np.asarray(s.tokens[s.start :], dtype=np.int64) for s in stretches]))
@@ -138,14 +137,14 @@ class Runner:
         for tensor in self._tensors():
             tensor[:, :, there] = tensor[:, :, here]
 
-    def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], wants: Wants) -> None:
+    def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], wants: SamplerFlags) -> None:
         """The rows draw their first tokens, each from its line of the logits."""
         lines, drawing = (self._send(np.array(x, dtype=np.int64)) for x in (source, rows))
         self.state.draw(logits, lines, drawing, wants)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def decode(self, rows: int, steps: int, wants: Wants, lengths: Sequence[int]) -> None:
+    def decode(self, rows: int, steps: int, wants: SamplerFlags, lengths: Sequence[int]) -> None:
         """So many steps of the first `rows` rows; those that are there are up to `lengths` tokens long then."""
         if not self.has_kernels:  # torch's twins ask the device how long the rows are: no graph can do that
             for _ in range(steps):
@@ -157,18 +156,18 @@ class Runner:
             graph.replay()
 
     def _splits(self, rows: int, lengths: Sequence[int]) -> int:
-        return 1 if self.exact else splits_for(rows, self.model.arch.num_kv_heads, lengths)
+        return 1 if self.exact else num_splits(rows, self.model.arch.num_kv_heads, lengths)
 
-    def _step(self, state: RowState, rows: int, wants: Wants, splits: int) -> None:
+    def _step(self, state: DeviceRows, rows: int, wants: SamplerFlags, splits: int) -> None:
         every = self.every[:rows]
         place = Placement(every, state.ints[POSITION, :rows], state.table)
-        least = least_stretch(rows, self.model.arch.num_kv_heads)
+        least = min_split_keys(rows, self.model.arch.num_kv_heads)
 
-        def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Pages, values: Pages) -> Tensor:
+        def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
             return decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window, splits, least)
 
-        logits = self._logits(state.ints[LAST, :rows], self._exact_attend(place) if self.exact else attend)
+        logits = self._logits(state.ints[LAST_TOKEN, :rows], self._exact_attend(place) if self.exact else attend)
         state.draw(logits, every, every, wants)
 
     def _logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None = None) -> Tensor:
@@ -181,13 +180,13 @@ class Runner:
     def _exact_attend(self, place: Placement) -> PagedAttend:
         """Every token a query of its own, in prefill as in decoding: then both give it the same bits."""
 
-        def attend(layer: int, qkv: Tensor, norms: Norms | None, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
             q = rotate_store(qkv, *self.rotations[layer], place, norms, keys, values)
             return exact_attention(q, keys, values, place, window_of(self.windows, layer))
 
         return attend
 
-    def capture(self, rows: int, wants: Wants) -> None:
+    def capture(self, rows: int, wants: SamplerFlags) -> None:
         """Capture the step of every number of rows up to this one, of like length; else each is captured when it is first needed."""
         if self.has_kernels:
             # The largest first: the others fit into its memory.
@@ -196,7 +195,7 @@ class Runner:
                 if (size, wants, splits) not in self._graphs:
                     self._capture(size, wants, splits)
 
-    def _capture(self, rows: int, wants: Wants, splits: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, wants: SamplerFlags, splits: int) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
         # The kernels compile and the libraries take their workspaces in a step of rows that are not there.
         side = torch.cuda.Stream()
@@ -213,9 +212,9 @@ class Runner:
         self.stats.graphs += 1
         return graph
 
-    def _nobody(self) -> RowState:
+    def _nobody(self) -> DeviceRows:
         """Rows of which none is there."""
-        return RowState(self.state.size, self.state.table.shape[1], self.device)
+        return DeviceRows(self.state.size, self.state.table.shape[1], self.device)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return send(array, self.device)
+        return to_device(array, self.device)

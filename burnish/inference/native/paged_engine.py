@@ -23,16 +23,16 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.native.block_manager import BlockManager
-from burnish.inference.native.device_state import RING, Wants
-from burnish.inference.native.engine_common import EngineStats, check_requests, take_weights
-from burnish.inference.native.model_runner import Runner
-from burnish.inference.native.scheduler import Flight, RequestState, Scheduler, admit, wants_of
-from burnish.memory_plan.kv_cache import PAGE, CachePlan, cache_plan, token_bytes
+from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
+from burnish.inference.native.engine_common import EngineStats, check_requests, copy_weights
+from burnish.inference.native.model_runner import ModelRunner
+from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, kv_token_bytes, plan_cache
 from burnish.models.decoder import Decoder
-from burnish.models.kernels.device import use_kernels
-from burnish.models.quantization.fp8_cache import SCALE_BYTES
+from burnish.models.kernels.device import use_triton
+from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
 
-WINDOW = 8  # steps between two looks of the host
+STEPS_PER_LAUNCH = 8  # steps between two looks of the host
 
 
 class PagedEngine:
@@ -46,29 +46,31 @@ class PagedEngine:
         decode: Callable[[list[int]], str] | None = None,
         listener: Callable[[str, int], None] | None = None,
         num_pages: int | None = None,
-        window: int = WINDOW,
+        window: int = STEPS_PER_LAUNCH,
         exact: bool = False,
         cache_bytes: int | None = None,
         on_cache: Callable[[CachePlan], None] | None = None,
         quantised: bool = False,
     ) -> None:
-        if not 0 < window < RING:
-            raise ValueError(f"a window of {window} steps: it must be from 1 to {RING - 1}, what a row's ring holds")
+        if not 0 < window < RING_SIZE:
+            raise ValueError(
+                f"a window of {window} steps: it must be from 1 to {RING_SIZE - 1}, what a row's ring holds"
+            )
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
         self.window, self.exact, self.on_cache = window, exact, on_cache
         self.quantised = quantised
-        self.token_bytes = _token_bytes(model, quantised)
-        self.cache_bytes = num_pages * PAGE * self.token_bytes if num_pages is not None else cache_bytes
+        self.token_bytes = _kv_token_bytes(model, quantised)
+        self.cache_bytes = num_pages * BLOCK_SIZE * self.token_bytes if num_pages is not None else cache_bytes
         self.queue: deque[RequestState] = deque()  # by priority, then by arrival; those that lost their row first
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[InFlightSteps] = deque()
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self.version = 0
         self.stats = EngineStats()
         self._ids: dict[str, RequestState] = {}
         self._arrivals = count()
-        self._runner: Runner | None = None
+        self._runner: ModelRunner | None = None
         self._interrupted = False
-        self.pages = BlockManager(1, PAGE)
+        self.pages = BlockManager(1, BLOCK_SIZE)
         self.seats = Scheduler(0, 0)
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class PagedEngine:
             raise RuntimeError(
                 f"new weights while {begun} rows are running: their cache would be stale; finish or abort first"
             )
-        take_weights(self.model, named_tensors)
+        copy_weights(self.model, named_tensors)
         self.version = version
         self.pages.forget()
 
@@ -152,14 +154,14 @@ class PagedEngine:
             free, _ = torch.cuda.mem_get_info(device)
             if self._runner is not None:
                 free += self._runner.held_bytes  # given back before a new cache is made
-        is_cut = use_kernels(self.model.embedding.weight) and not self.exact
-        return cache_plan(
+        is_cut = use_triton(self.model.embedding.weight) and not self.exact
+        return plan_cache(
             token_bytes=self.token_bytes,
             max_rows=self.max_rows,
             longest=longest,
             free_bytes=free,
             cache_bytes=self.cache_bytes,
-            page=PAGE,
+            page=BLOCK_SIZE,
             kv_heads=self.model.arch.num_kv_heads if is_cut else None,
         )
 
@@ -167,12 +169,12 @@ class PagedEngine:
         """Make the cache for requests of up to `longest` tokens, and kernels for `rows` rows, before the first one comes."""
         plan = self.plan(longest)
         plan.require_one("the KV cache")
-        self._make_cache(plan, rows, Wants())
+        self._make_cache(plan, rows, SamplerFlags())
 
     def prepare(self, longest: int, rows: int, sampling: SamplingOptions) -> None:
         """The same for requests drawn in one way, with the graphs of all numbers of rows of like length: what would else be made
         on the way."""
-        wants = wants_of(Request("", (), sampling, 0))
+        wants = sampler_flags(Request("", (), sampling, 0))
         plan = self.plan(longest)
         plan.require_one("the KV cache")
         rows = min(rows, self.max_rows)
@@ -183,9 +185,9 @@ class PagedEngine:
     def _make_room(self, requests: Sequence[Request]) -> None:
         """A cache that the longest of the requests fits into, made anew if need be once nothing runs."""
         longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
-        if self._runner is not None and -(-longest // PAGE) <= self.seats.width:
+        if self._runner is not None and -(-longest // BLOCK_SIZE) <= self.seats.width:
             return
-        longest = max(longest, self.seats.width * PAGE)
+        longest = max(longest, self.seats.width * BLOCK_SIZE)
         plan = self.plan(longest)
         if any(
             r.goes_on for r in requests
@@ -196,13 +198,13 @@ class PagedEngine:
             worst = max(requests, key=lambda r: len(r.tokens) + r.sampling.max_tokens)
             raise UserError(
                 f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need {plan.width} "
-                f"pages of {PAGE} tokens, and the cache has {max(0, plan.num_pages - 1)}; lower max_tokens or free memory"
+                f"pages of {BLOCK_SIZE} tokens, and the cache has {max(0, plan.num_pages - 1)}; lower max_tokens or free memory"
             )
         before = self.stats.plan if self._ids else None
         if before is not None:
             with torch.inference_mode():
                 self._set_aside()
-        rows, wants = min(len(requests), self.max_rows), reduce(or_, {wants_of(r) for r in requests})
+        rows, wants = min(len(requests), self.max_rows), reduce(or_, {sampler_flags(r) for r in requests})
         try:
             self._make_cache(plan, rows, wants)
         except UserError:
@@ -210,19 +212,19 @@ class PagedEngine:
                 self._make_cache(before, rows, wants)
             raise
 
-    def _make_cache(self, plan: CachePlan, rows: int, wants: Wants) -> None:
+    def _make_cache(self, plan: CachePlan, rows: int, wants: SamplerFlags) -> None:
         self._runner = None  # its memory first
-        self.pages = BlockManager(plan.num_pages, PAGE)
+        self.pages = BlockManager(plan.num_pages, BLOCK_SIZE)
         self.seats = Scheduler(self.max_rows, plan.width)
         with torch.inference_mode():
-            self._runner = Runner(self.model, plan, self.stats, self.exact, self.quantised)
+            self._runner = ModelRunner(self.model, plan, self.stats, self.exact, self.quantised)
             self._runner.compile(self._runner.bucket(rows), wants)
         self.stats.plan = plan
         if self.on_cache is not None:
             self.on_cache(plan)
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> ModelRunner:
         assert self._runner is not None, "made when the first request is submitted"
         return self._runner
 
@@ -259,7 +261,7 @@ class PagedEngine:
     def _look(self) -> None:
         """Have what was drawn so far sent to the host; the rows that draw no more are free for others."""
         rows = self.seats.height
-        self.flights.append(Flight(self.seats.rows[:rows], self.runner.state.snapshot(rows, self.seats.wants)))
+        self.flights.append(InFlightSteps(self.seats.rows[:rows], self.runner.state.snapshot(rows, self.seats.wants)))
         for seat in self.seats.present():
             if seat.left <= 0:
                 self.seats.remove(seat)
@@ -352,7 +354,7 @@ class PagedEngine:
         self.queue.insert(at, seat)
 
 
-def _token_bytes(model: Decoder, quantised: bool) -> int:
+def _kv_token_bytes(model: Decoder, quantised: bool) -> int:
     arch = model.arch
-    each = (1, SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
-    return token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
+    each = (1, FP8_SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
+    return kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)

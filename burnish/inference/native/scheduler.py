@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from burnish.core.engine import Completion, Finish, Request
+from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.inference.native.block_manager import BlockManager
-from burnish.inference.native.device_state import RING, NewRow, RowState, Snapshot, Wants
-from burnish.inference.native.model_runner import Stretch
-from burnish.memory_plan.kv_cache import PREFILL_TOKENS
+from burnish.inference.native.device_state import RING_SIZE, DeviceRows, NewRow, RingSnapshot, SamplerFlags
+from burnish.inference.native.model_runner import PrefillChunk
+from burnish.memory_plan.kv_cache import MAX_PREFILL_TOKENS
 
 if TYPE_CHECKING:
     from burnish.inference.native.paged_engine import PagedEngine
@@ -27,10 +27,10 @@ Number = TypeVar("Number", int, float)
 TEXT_TAIL = 8  # tokens that show no text, which a stop string may span besides one for each of its bytes
 
 
-def wants_of(request: Request) -> Wants:
+def sampler_flags(request: Request) -> SamplerFlags:
     """What the draws of a request must do."""
     s = request.sampling
-    return Wants(s.top_k > 0 or s.top_p < 1 or s.min_p > 0, bool(s.logit_bias), s.raw_logprobs)
+    return SamplerFlags(s.top_k > 0 or s.top_p < 1 or s.min_p > 0, bool(s.logit_bias), s.raw_logprobs)
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class RequestState:
     tokens: array[int] = field(default_factory=lambda: array("q"))
     logp: array[float] = field(default_factory=lambda: array("f"))
     raw_logp: array[float] = field(default_factory=lambda: array("f"))
-    finish: Finish | None = None
+    finish: CompletionFinish | None = None
     row: int | None = None
     is_leaving: bool = False
     pages: list[int] = field(default_factory=list)
@@ -51,10 +51,10 @@ class RequestState:
     context: tuple[int, ...] = ()  # what it was admitted with: the prompt, and the tokens it had
     seen: int = 0  # tokens drawn since it was admitted, as far as the host has read
     reach: int = 0  # tokens drawn since, when every window that was started has run
-    wants: Wants = field(init=False)  # what its draws must do
+    wants: SamplerFlags = field(init=False)  # what its draws must do
 
     def __post_init__(self) -> None:
-        self.wants = wants_of(self.request)
+        self.wants = sampler_flags(self.request)
 
     @property
     def limit(self) -> int:
@@ -119,7 +119,7 @@ class RequestState:
         text = decode(self.tokens[max(0, end - tail) : end].tolist())
         return any(s in text for s in stop)
 
-    def completion(self, finish: Finish, version: int) -> Completion:
+    def completion(self, finish: CompletionFinish, version: int) -> Completion:
         """What it has produced."""
         return Completion(
             self.request.id,
@@ -132,11 +132,11 @@ class RequestState:
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightSteps:
     """A window that was started: who sat where, and what the rows will have drawn after it."""
 
     rows: list[RequestState | None]
-    after: Snapshot
+    after: RingSnapshot
 
     def wait(self) -> None:
         """Until the window has run and what it drew is here."""
@@ -154,15 +154,15 @@ class Flight:
             if seat is None or (seat.row is None and not seat.is_leaving) or (live[i] and produced[i] <= seat.seen):
                 continue
             drawn = range(seat.seen, produced[i])
-            own = _of_ring(raw[i], drawn) if raw is not None and seat.request.sampling.raw_logprobs else []
-            yield seat, _of_ring(tokens[i], drawn), _of_ring(logp[i], drawn), own, bool(live[i])
+            own = _read_ring(raw[i], drawn) if raw is not None and seat.request.sampling.raw_logprobs else []
+            yield seat, _read_ring(tokens[i], drawn), _read_ring(logp[i], drawn), own, bool(live[i])
 
 
-def _of_ring(ring: list[Number], drawn: range) -> list[Number]:
+def _read_ring(ring: list[Number], drawn: range) -> list[Number]:
     """What stands in a row's ring of the numbers it has drawn from one on to another."""
-    start = drawn.start % RING
+    start = drawn.start % RING_SIZE
     stop = start + len(drawn)
-    return ring[start:stop] if stop <= RING else ring[start:] + ring[: stop - RING]
+    return ring[start:stop] if stop <= RING_SIZE else ring[start:] + ring[: stop - RING_SIZE]
 
 
 class Scheduler:
@@ -185,9 +185,9 @@ class Scheduler:
         return max((i + 1 for i, seat in enumerate(self.rows) if seat is not None), default=0)
 
     @property
-    def wants(self) -> Wants:
+    def wants(self) -> SamplerFlags:
         """What draws must do for any of the rows."""
-        return reduce(or_, {seat.wants for seat in self.present()}, Wants())
+        return reduce(or_, {seat.wants for seat in self.present()}, SamplerFlags())
 
     def free_rows(self) -> list[int]:
         """Where nobody sits, from the first row on."""
@@ -223,7 +223,7 @@ class Scheduler:
             self._write(row, seat.pages)
         return order
 
-    def send_table(self, state: RowState, rows: int) -> None:
+    def send_table(self, state: DeviceRows, rows: int) -> None:
         """The device learns which pages are whose, if that has changed."""
         if self.changed:
             wide = max((len(seat.pages) for seat in self.present()), default=0)
@@ -237,16 +237,16 @@ class Scheduler:
 
 # --- Letting waiting requests in: shared beginnings are found, the rest is prefilled, first tokens are drawn.
 
-SHARE = 16  # rows are filled when at least this fraction of them is free: larger prefills, fewer of them
+ADMIT_FRACTION = 16  # rows are filled when at least this fraction of them is free: larger prefills, fewer of them
 
-_order = count()
+_admissions = count()
 
 
 @dataclass
-class Intake:
+class PrefillBatch:
     """Requests let in together: what must be computed for them, and how each row gets its first token."""
 
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[PrefillChunk] = field(default_factory=list)
     leaders: dict[tuple[int, ...], tuple[int, RequestState]] = field(default_factory=dict)
     """Of each distinct context: its line of logits and the seat that computes it."""
     sources: list[int] = field(default_factory=list)
@@ -261,45 +261,45 @@ def admit(engine: PagedEngine) -> bool:
     """Fill free rows from the queue as far as pages last, a forward at a time: the device computes while the next is planned.
     Whether there are new rows."""
     free = len(engine.seats.rows) - engine.seats.taken
-    enough = min(len(engine.queue), max(1, engine.max_rows // SHARE))
+    enough = min(len(engine.queue), max(1, engine.max_rows // ADMIT_FRACTION))
     if engine.seats.taken and free < enough:
         return False
     before = free
     while engine.queue and free:
-        intake = _plan(engine)
+        intake = _plan_prefill(engine)
         if not intake.rows:
             break
-        _start(engine, intake)
+        _prefill(engine, intake)
         free -= len(intake.rows)
     return free < before
 
 
-def _plan(engine: PagedEngine) -> Intake:
+def _plan_prefill(engine: PagedEngine) -> PrefillBatch:
     """Seat the first of the queue, as many as one forward can compute; the samples of a context stay together."""
     pages, soon = engine.pages, max(engine.window, engine.pages.size)
-    intake = Intake(reserve=sum(seat.lacking(soon, pages) for seat in engine.seats.present()))
+    intake = PrefillBatch(reserve=sum(seat.lacking(soon, pages) for seat in engine.seats.present()))
     for row in engine.seats.free_rows():
         if not engine.queue:
             break
         seat = engine.queue[0]
         seat.context = seat.request.tokens + tuple(seat.tokens)
         leader = intake.leaders.get(seat.context)
-        if leader is None and intake.tokens >= PREFILL_TOKENS:
+        if leader is None and intake.tokens >= MAX_PREFILL_TOKENS:
             break
         shared = pages.match(seat.context) if leader is None else leader[1].pages[: len(seat.context) // pages.size]
-        held = _take(pages, seat, shared, soon, intake.reserve)
+        held = _allocate(pages, seat, shared, soon, intake.reserve)
         if held is None:
             break
         engine.queue.popleft()
         engine.seats.put(seat, row, held)
-        intake.rows.append(seat.sit(row, held, next(_order)))
+        intake.rows.append(seat.sit(row, held, next(_admissions)))
         intake.reserve += seat.lacking(soon, pages)
         if leader is None:
             pages.publish(seat.context, held)
             start = len(shared) * pages.size
             intake.leaders[seat.context] = (len(intake.stretches), seat)
             intake.sources.append(len(intake.stretches))
-            intake.stretches.append(Stretch(row, seat.context, start))
+            intake.stretches.append(PrefillChunk(row, seat.context, start))
             intake.tokens += len(seat.context) - start
         else:
             intake.sources.append(leader[0])
@@ -308,7 +308,7 @@ def _plan(engine: PagedEngine) -> Intake:
     return intake
 
 
-def _take(pages: BlockManager, seat: RequestState, shared: list[int], soon: int, reserve: int) -> list[int] | None:
+def _allocate(pages: BlockManager, seat: RequestState, shared: list[int], soon: int, reserve: int) -> list[int] | None:
     """The pages of a context, shared ones held and the rest taken; None when too few would be left.
 
     Left must be what the rows and this one ask for within `soon` steps: else the next window would throw it out again,
@@ -324,11 +324,11 @@ def _take(pages: BlockManager, seat: RequestState, shared: list[int], soon: int,
     return [*shared, *pages.take(fresh)]
 
 
-def _start(engine: PagedEngine, intake: Intake) -> None:
+def _prefill(engine: PagedEngine, intake: PrefillBatch) -> None:
     runner = engine.runner
     engine.seats.send_table(runner.state, len(engine.seats.rows))
     logits = []
-    for forward in _forwards(intake.stretches):
+    for forward in _split_into_forwards(intake.stretches):
         logits.append(runner.prefill([piece for piece, _ in forward], [last for _, last in forward]))
         engine.stats.prefilled_tokens += sum(len(piece.tokens) - piece.start for piece, _ in forward)
     if intake.copies:
@@ -337,18 +337,18 @@ def _start(engine: PagedEngine, intake: Intake) -> None:
     runner.draw(torch.cat(logits), intake.sources, [row.row for row in intake.rows], engine.seats.wants)
 
 
-def _forwards(stretches: list[Stretch]) -> list[list[tuple[Stretch, bool]]]:
+def _split_into_forwards(stretches: list[PrefillChunk]) -> list[list[tuple[PrefillChunk, bool]]]:
     """The stretches in order, cut so that no forward has more than PREFILL_TOKENS; True marks a stretch's last piece."""
-    forwards: list[list[tuple[Stretch, bool]]] = [[]]
-    room = PREFILL_TOKENS
+    forwards: list[list[tuple[PrefillChunk, bool]]] = [[]]
+    room = MAX_PREFILL_TOKENS
     for stretch in stretches:
         start, end = stretch.start, len(stretch.tokens)
         while start < end:
             stop = min(end, start + room)
-            forwards[-1].append((Stretch(stretch.row, stretch.tokens[:stop], start), stop == end))
+            forwards[-1].append((PrefillChunk(stretch.row, stretch.tokens[:stop], start), stop == end))
             room -= stop - start
             start = stop
             if room == 0:
                 forwards.append([])
-                room = PREFILL_TOKENS
+                room = MAX_PREFILL_TOKENS
     return [forward for forward in forwards if forward]

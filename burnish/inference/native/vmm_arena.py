@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.models.kernels.cuda.compiler import call
+from burnish.models.kernels.cuda.cuda_driver import call_driver
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -38,7 +38,7 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class Arena:
+class VmmArena:
     """`size` bytes on a CUDA device, there from the start."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -47,10 +47,10 @@ class Arena:
         self._location = _Location(_DEVICE, index)
         self._properties = _Properties(_PINNED, 0, self._location, None)
         grain = ctypes.c_size_t()
-        call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _MINIMUM)
+        call_driver("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _MINIMUM)
         self.size = ctypes.c_size_t(-(-size // grain.value) * grain.value)
         self.address = ctypes.c_uint64()
-        call(
+        call_driver(
             "cuMemAddressReserve",
             ctypes.byref(self.address),
             self.size,
@@ -79,10 +79,10 @@ class Arena:
                 f"the engine's cache needs {self.size.value / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
                 "lower rollout.cache_gib, rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
             )
-        call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
-        call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        call_driver("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+        call_driver("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         access = _Access(self._location, _READ_WRITE)
-        call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
+        call_driver("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
         self._handle = handle
 
     def unmap(self) -> None:
@@ -90,25 +90,25 @@ class Arena:
         if self._handle is None:
             return
         torch.cuda.synchronize(self.device)
-        call("cuMemUnmap", self.address, self.size)
-        call("cuMemRelease", self._handle)
+        call_driver("cuMemUnmap", self.address, self.size)
+        call_driver("cuMemRelease", self._handle)
         self._handle = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
         """The memory from a byte on as a tensor; it keeps the arena alive."""
-        whole = torch.as_tensor(_Bytes(self), device=self.device)
-        return whole[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
+        whole = torch.as_tensor(_CudaArray(self), device=self.device)
+        return whole[start : start + _num_bytes(shape, dtype)].view(dtype).view(shape)
 
     def __del__(self) -> None:
         if getattr(self, "address", None) is not None and self.address.value:
             self.unmap()
-            call("cuMemAddressFree", self.address, self.size)
+            call_driver("cuMemAddressFree", self.address, self.size)
 
 
-class _Bytes:
+class _CudaArray:
     """The arena for torch, by the array interface of CUDA libraries."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: VmmArena) -> None:
         self.arena = arena
         self.__cuda_array_interface__ = {
             "shape": (arena.size.value,),
@@ -118,7 +118,7 @@ class _Bytes:
         }
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     count = torch.empty((), dtype=dtype).element_size()
     for side in shape:
         count *= side

@@ -27,23 +27,30 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.inference.sglang.capabilities import (
-    Facts,
+from burnish.inference.sglang.request_sender import (
+    ABORT_TIMEOUT_S,
+    InFlightRequest,
+    RequestSender,
+    ServerPool,
+    ServerState,
+    retry_while_unreachable,
+)
+from burnish.inference.sglang.sglang_requests import ServerError, call, check_url
+from burnish.inference.sglang.sglang_servers import (
+    SglangServerInfo,
     check_options,
     check_request,
-    examine,
+    inspect_server,
     remove,
     update_server,
     write_weights,
 )
-from burnish.inference.sglang.protocol import ServerError, call, check_url
-from burnish.inference.sglang.sender import ABORT_S, Flight, Place, Pool, Sender, patiently
 
-AGAIN_S = 0.25
+ABORT_RETRY_S = 0.25
 """An abort that overtakes its request is not heard, so it is said again."""
-MEMORY_S = 60.0
+MEMORY_TIMEOUT_S = 60.0
 
-Ended = tuple[Flight, Completion | UserError]
+EndedRequest = tuple[InFlightRequest, Completion | UserError]
 
 
 class SglangEngine:
@@ -65,11 +72,11 @@ class SglangEngine:
     ) -> None:
         addresses = [check_url(url) for url in urls]
         self.vocab_size, self.max_rows, self.timeout_s = vocab_size, max_rows, timeout_s
-        self.pool = Pool([examine(url, vocab_size) for url in addresses])
+        self.pool = ServerPool([inspect_server(url, vocab_size) for url in addresses])
         self.version = 0
         self._weights = weights
         self._changed = threading.Condition()
-        self._sender = Sender(self.pool, self._changed, vocab_size, decode, timeout_s)
+        self._sender = RequestSender(self.pool, self._changed, vocab_size, decode, timeout_s)
         self._name = uuid.uuid4().hex[:8]
         self._label: str | None = None
         self._folder: Path | None = None  # of the weights handed over last
@@ -79,13 +86,13 @@ class SglangEngine:
         else:
             self._root = Path(weights_dir).absolute()
         self._waiting: deque[Request] = deque()
-        self._running: dict[str, Flight] = {}
-        self._ready: deque[Ended] = deque()
+        self._running: dict[str, InFlightRequest] = {}
+        self._ready: deque[EndedRequest] = deque()
         self._interrupted = False
         self._asleep = False
 
     @property
-    def servers(self) -> list[Facts]:
+    def servers(self) -> list[SglangServerInfo]:
         """Those that are not lost."""
         return [place.facts for place in self.pool.present]
 
@@ -128,7 +135,7 @@ class SglangEngine:
         with self._changed:
             if unknown := wanted - self._known():
                 raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
-            stopped = [Flight(r, self.version, None) for r in self._waiting if r.id in wanted]
+            stopped = [InFlightRequest(r, self.version, None) for r in self._waiting if r.id in wanted]
             self._waiting = deque(r for r in self._waiting if r.id not in wanted)
             flights = [flight for name, flight in self._running.items() if name in wanted]
         for flight in flights:
@@ -180,7 +187,7 @@ class SglangEngine:
         ended = {flight.request.id for flight, _ in self._ready}
         return {r.id for r in self._waiting} | self._running.keys() | ended
 
-    def _left(self, flights: list[Flight]) -> list[Flight]:
+    def _left(self, flights: list[InFlightRequest]) -> list[InFlightRequest]:
         return [flight for flight in flights if self._running.get(flight.request.id) is flight]
 
     def _check_idle(self, words: str) -> None:
@@ -192,12 +199,12 @@ class SglangEngine:
         """Send what waits while there is room. Call it with the lock."""
         while self._waiting and len(self._running) < self.max_rows:
             request = self._waiting.popleft()
-            flight = Flight(request, self.version, self._label)
+            flight = InFlightRequest(request, self.version, self._label)
             self._running[request.id] = flight
             threading.Thread(target=self._fly, args=(flight,), name=f"sglang {request.id}", daemon=True).start()
         self._changed.notify_all()
 
-    def _fly(self, flight: Flight) -> None:
+    def _fly(self, flight: InFlightRequest) -> None:
         name = flight.request.id
         try:
             end: Completion | UserError = self._sender.run(flight)
@@ -221,9 +228,9 @@ class SglangEngine:
             self._interrupted = False
             return None
 
-    def _say_abort(self, flights: list[Flight]) -> None:
+    def _say_abort(self, flights: list[InFlightRequest]) -> None:
         """Until all have ended, or for so long as a server may take."""
-        deadline = time.monotonic() + ABORT_S
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
         while time.monotonic() < deadline:
             with self._changed:
                 left = self._left(flights)
@@ -234,17 +241,17 @@ class SglangEngine:
                 if (rest := deadline - time.monotonic()) > 0:
                     self._sender.abort(place, rid, rest)
             with self._changed:
-                self._changed.wait_for(lambda: not self._left(flights), AGAIN_S)
+                self._changed.wait_for(lambda: not self._left(flights), ABORT_RETRY_S)
 
     # --- the servers -------------------------------------------------------------------------------------------------
 
-    def _update(self, place: Place, folder: Path, label: str) -> None:
+    def _update(self, place: ServerState, folder: Path, label: str) -> None:
         """New weights to a server. One that was lost is looked at again first; what another refuses is the user's to mend."""
         facts = place.facts
         try:
             if place.is_lost:
-                facts = examine(facts.url, self.vocab_size)
-            patiently(lambda: update_server(facts.url, folder, label, self.timeout_s))
+                facts = inspect_server(facts.url, self.vocab_size)
+            retry_while_unreachable(lambda: update_server(facts.url, folder, label, self.timeout_s))
         except UserError:
             if not place.is_lost:
                 raise
@@ -260,6 +267,6 @@ class SglangEngine:
         for facts in self.servers:
             if facts.can_sleep:
                 try:
-                    call(facts.url, path, MEMORY_S, {"tags": ["kv_cache"]})
+                    call(facts.url, path, MEMORY_TIMEOUT_S, {"tags": ["kv_cache"]})
                 except ServerError as error:
                     raise UserError(str(error)) from error

@@ -26,30 +26,30 @@ from torch import Tensor
 
 from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
-from burnish.core.engine import Completion, Finish, Request
-from burnish.inference.vllm import server_protocol
-from burnish.inference.vllm.server_protocol import (
+from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.inference.vllm import vllm_requests
+from burnish.inference.vllm.vllm_engine import PartialCompletion
+from burnish.inference.vllm.vllm_requests import (
     ServerError,
-    body_of,
     call,
-    check,
     check_url,
-    examine,
+    check_vllm_requests,
+    completion_body,
+    inspect_server,
     needs_scoring,
-    sampling,
-    scoring,
+    sampling_params,
+    scoring_params,
 )
-from burnish.inference.vllm.vllm_engine import Row
-from burnish.inference.vllm.vllm_weights import Update, verify, write_adapter, write_model
-from burnish.inference.weight_sync.publisher import probe
+from burnish.inference.vllm.vllm_weights import WeightUpdate, verify_weights, write_adapter, write_model
+from burnish.inference.weight_sync import probe_request
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 
-LARGEST_BIAS = 100.0
+MAX_LOGIT_BIAS = 100.0
 """A server cuts a larger one to this."""
-AGAIN_S = 0.25
+ABORT_RETRY_S = 0.25
 """An abort that overtakes its request is not heard, so it is said again."""
-FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+FINISH_REASONS: dict[str, CompletionFinish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class VllmServer:
@@ -58,30 +58,30 @@ class VllmServer:
     def __init__(self, policy: PolicyModel, options: Vllm, max_rows: int = 256) -> None:
         assert options.url is not None, "an engine in this process has none"
         self.policy, self.max_rows, self.timeout_s = policy, max_rows, options.timeout_s
-        self.vocab = _vocab(policy)
+        self.vocab = _vocab_size(policy)
         adapters = policy.lora is not None and policy.is_plain_below
-        self.facts = examine(check_url(options.url), self.vocab, adapters)
-        self.update = Update(policy, adapters, wide=self.facts.dtype == "float32")
+        self.facts = inspect_server(check_url(options.url), self.vocab, adapters)
+        self.update = WeightUpdate(policy, adapters, wide=self.facts.dtype == "float32")
         self.version = 0
         self.ready: deque[Completion] = deque()
-        self._root = _root(options.weights_dir)
+        self._root = _weights_root(options.weights_dir)
         self._owner = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._name = uuid.uuid4().hex[:8]
         self._num_calls = self._num_loads = 0
         self._label: str | None = None
         self._waiting: deque[Request] = deque()
-        self._running: dict[str, _Flight] = {}
-        self._ended: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()  # None: look whether to stop
+        self._running: dict[str, _RequestThread] = {}
+        self._ended: queue.SimpleQueue[_RequestThread | None] = queue.SimpleQueue()  # None: look whether to stop
         self._interrupted = self._has_weights = self._asleep = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check(requests, self._known(), self.vocab, self.facts.positions)
+        check_vllm_requests(requests, self._known(), self.vocab, self.facts.positions)
         for request in requests:
-            if large := [token for token, value in request.sampling.logit_bias if abs(value) > LARGEST_BIAS]:
+            if large := [token for token, value in request.sampling.logit_bias if abs(value) > MAX_LOGIT_BIAS]:
                 raise UserError(
-                    f"request {request.id}: the bias of token {large[0]} is past the {LARGEST_BIAS:g} that a vLLM server takes"
+                    f"request {request.id}: the bias of token {large[0]} is past the {MAX_LOGIT_BIAS:g} that a vLLM server takes"
                 )
             if self.update.adapters and needs_scoring(request.sampling):
                 raise UserError(
@@ -116,15 +116,17 @@ class VllmServer:
         flights = [flight for name, flight in self._running.items() if name in wanted]
         deadline = time.monotonic() + self.timeout_s
         while left := [flight for flight in flights if not flight.is_done.is_set()]:
-            self._post(server_protocol.ABORT, {"request_ids": [flight.server_id for flight in left]})
-            left[0].is_done.wait(AGAIN_S)
+            self._post(vllm_requests.ABORT_REQUESTS, {"request_ids": [flight.server_id for flight in left]})
+            left[0].is_done.wait(ABORT_RETRY_S)
             if time.monotonic() > deadline:
                 raise ServerError(
-                    self.facts.url, server_protocol.ABORT, f"no end of {len(left)} requests in {self.timeout_s:g} s"
+                    self.facts.url,
+                    vllm_requests.ABORT_REQUESTS,
+                    f"no end of {len(left)} requests in {self.timeout_s:g} s",
                 )
         for flight in flights:
             self._collect(flight)
-        self.ready.extend(Row(r).completion(self.version) for r in self._waiting if r.id in wanted)
+        self.ready.extend(PartialCompletion(r).completion(self.version) for r in self._waiting if r.id in wanted)
         self._waiting = deque(r for r in self._waiting if r.id not in wanted)
         kept = [completion for completion in self.ready if completion.id in wanted]
         self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
@@ -144,12 +146,12 @@ class VllmServer:
         else:
             write_model(folder, tensors)
             self._reload(folder)
-        if not self._post(server_protocol.RESET, {}).get("success", True):
+        if not self._post(vllm_requests.RESET_PREFIX_CACHE, {}).get("success", True):
             raise ServerError(
-                self.facts.url, server_protocol.RESET, "it did not empty its prefix cache after new weights"
+                self.facts.url, vllm_requests.RESET_PREFIX_CACHE, "it did not empty its prefix cache after new weights"
             )
         if self.facts.has_labels:
-            self._post(server_protocol.SET_LABEL, {"new_version": label})
+            self._post(vllm_requests.SET_LABEL, {"new_version": label})
         if self._label is not None:
             shutil.rmtree(self._root / self._label, ignore_errors=True)
         self._label, self.version = label, version
@@ -179,11 +181,11 @@ class VllmServer:
         """As many of those that wait as there is room for."""
         while self._waiting and len(self._running) < self.max_rows:
             self._num_calls += 1
-            flight = _Flight(self, self._waiting.popleft(), f"{self._name}-{self._num_calls}")
+            flight = _RequestThread(self, self._waiting.popleft(), f"{self._name}-{self._num_calls}")
             self._running[flight.row.request.id] = flight
             flight.start()
 
-    def _collect(self, flight: _Flight | None) -> None:
+    def _collect(self, flight: _RequestThread | None) -> None:
         """Make a completion of a call that has ended, unless that was done; raises what went wrong with it."""
         if flight is None or self._running.get(flight.row.request.id) is not flight:
             return
@@ -201,7 +203,7 @@ class VllmServer:
     def _reload(self, folder: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
-            self._post(server_protocol.CALL_WORKERS, body)
+            self._post(vllm_requests.COLLECTIVE_RPC, body)
         except ServerError as error:
             raise UserError(
                 f"{error}; the server must be able to read {folder} (rollout.vllm.weights_dir) and serve the policy's model"
@@ -210,9 +212,9 @@ class VllmServer:
     def _load_adapter(self, folder: Path, label: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         write_adapter(folder, self.policy, tensors)
         if self._label is not None:
-            self._post(server_protocol.UNLOAD_ADAPTER, {"lora_name": self._label})
+            self._post(vllm_requests.UNLOAD_ADAPTER, {"lora_name": self._label})
         try:
-            self._post(server_protocol.LOAD_ADAPTER, {"lora_name": label, "lora_path": str(folder)})
+            self._post(vllm_requests.LOAD_ADAPTER, {"lora_name": label, "lora_path": str(folder)})
         except ServerError as error:
             raise UserError(
                 f"{error}; the server must be able to read {folder} (rollout.vllm.weights_dir) and run with a --max-lora-rank of "
@@ -223,28 +225,28 @@ class VllmServer:
         """Whether the server still has the weights it was sent."""
         if not self.facts.has_labels:
             return
-        found = call(self.facts.url, server_protocol.GET_LABEL, self.timeout_s).get("weight_version")
+        found = call(self.facts.url, vllm_requests.GET_LABEL, self.timeout_s).get("weight_version")
         if found != self._label:
             raise ServerError(
                 self.facts.url,
-                server_protocol.GET_LABEL,
+                vllm_requests.GET_LABEL,
                 f"it has weights {found!r} and not {self._label!r}: was it started again?",
             )
 
     def _verify(self) -> None:
-        asked = probe(self.vocab, self.facts.positions)
-        flight = _Flight(self, asked, f"{self._name}-probe-{self._num_loads}")
+        asked = probe_request(self.vocab, self.facts.positions)
+        flight = _RequestThread(self, asked, f"{self._name}-probe-{self._num_loads}")
         flight.draw()
         dtype = self.facts.dtype or "bfloat16"  # one that does not say is given the benefit of the doubt
-        verify(self.policy, asked, flight.row.completion(self.version), dtype, f"vLLM server {self.facts.url}")
+        verify_weights(self.policy, asked, flight.row.completion(self.version), dtype, f"vLLM server {self.facts.url}")
 
 
-class _Flight(threading.Thread):
+class _RequestThread(threading.Thread):
     """A request on its way: one call, and another where raw log-probs are others. It ends with a row or an error."""
 
     def __init__(self, server: VllmServer, request: Request, name: str) -> None:
         super().__init__(name=f"vllm {request.id}", daemon=True)
-        self.row = Row(request)
+        self.row = PartialCompletion(request)
         self.error: Exception | None = None
         self.is_done = threading.Event()
         self.server_id = f"cmpl-{name}-0"
@@ -261,54 +263,54 @@ class _Flight(threading.Thread):
 
     def draw(self) -> None:
         server, request, row = self._server, self.row.request, self.row
-        options = sampling(request) | {"stop": list(request.sampling.stop)}
+        options = sampling_params(request) | {"stop": list(request.sampling.stop)}
         options["priority"] = -request.priority if server.facts.has_priorities else 0
         choice = self._ask(options, list(request.tokens), self._call_name)
         try:
             row.tokens = [int(token) for token in choice["token_ids"]]
             row.logp = [float(value) for value in choice["logprobs"]["token_logprobs"]] if row.tokens else []
-            row.finish = FINISHES[choice["finish_reason"]]
+            row.finish = FINISH_REASONS[choice["finish_reason"]]
             if len(row.tokens) != len(row.logp):
                 raise ValueError(f"{len(row.tokens)} tokens with {len(row.logp)} log-probs")
             if row.tokens and needs_scoring(request.sampling):
                 *before, last = (*request.tokens, *row.tokens)
-                row.raw_logp = _raw(
-                    self._ask(scoring(last), before, self._call_name + "-raw"), len(request.tokens), last
+                row.raw_logp = _raw_logprobs(
+                    self._ask(scoring_params(last), before, self._call_name + "-raw"), len(request.tokens), last
                 )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
-                server.facts.url, server_protocol.COMPLETIONS, f"its answer cannot be read ({error!r})"
+                server.facts.url, vllm_requests.COMPLETIONS, f"its answer cannot be read ({error!r})"
             ) from error
 
     def _ask(self, options: dict[str, Any], tokens: list[int], name: str) -> Any:
         server = self._server
         model = server._label if server.update.adapters else None
         answer = call(
-            server.facts.url, server_protocol.COMPLETIONS, server.timeout_s, body_of(options, tokens, name, model)
+            server.facts.url, vllm_requests.COMPLETIONS, server.timeout_s, completion_body(options, tokens, name, model)
         )
         try:
             return answer["choices"][0]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerError(
-                server.facts.url, server_protocol.COMPLETIONS, f"its answer has no choices: {answer}"
+                server.facts.url, vllm_requests.COMPLETIONS, f"its answer has no choices: {answer}"
             ) from error
 
 
-def _raw(choice: Any, start: int, last: int) -> list[float]:
+def _raw_logprobs(choice: Any, start: int, last: int) -> list[float]:
     """The model's own log-probs of a completion's tokens, from a pass that had all but the last in its prompt."""
     tokens = choice["prompt_token_ids"]
     inside = [float(choice["prompt_logprobs"][i][str(tokens[i])]["logprob"]) for i in range(start, len(tokens))]
     return [*inside, float(choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"])]
 
 
-def _vocab(policy: PolicyModel) -> int:
+def _vocab_size(policy: PolicyModel) -> int:
     module = policy.module
     if isinstance(module, Decoder):
         return module.arch.vocab_size
     return int(module.inner.get_input_embeddings().num_embeddings)
 
 
-def _root(weights_dir: str | None) -> Path:
+def _weights_root(weights_dir: str | None) -> Path:
     """A folder of this engine's own for weights."""
     if weights_dir is not None:
         Path(weights_dir).mkdir(parents=True, exist_ok=True)

@@ -18,22 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from burnish.config.errors import UserError, nearest
+from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Completion, Request
-from burnish.inference.engine_wrappers import score
+from burnish.inference.engine_wrappers import completion_logprobs
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights
-from burnish.models.lora.directory import WEIGHTS, adapter_blocks, save_adapter
-from burnish.models.policy import PolicyModel, whole_tensors
-from burnish.models.weight_loading import block_tensors, hf_tensors
-from burnish.models.weight_saving import FILE_BYTES, METADATA, decoder_contents
-from burnish.run.checkpoint.contents import Blob, TensorBytes, TensorFile, write_contents, write_file
-from burnish.run.checkpoint.saving import leave
+from burnish.models.lora.peft_files import ADAPTER_WEIGHTS, adapter_blocks, save_adapter
+from burnish.models.policy import PolicyModel, full_hf_tensors
+from burnish.models.weight_files import FILE_BYTES, METADATA, block_tensors, decoder_contents, hf_tensors
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import BytesFile, TensorBytes, TensorFile, write_contents, write_file
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes that vLLM has room for adapters in."""
 
-FAR = {"float32": 0.02, "float16": 0.2, "bfloat16": 1.0}
+MAX_LOGP_GAP = {"float32": 0.02, "float16": 0.2, "bfloat16": 1.0}
 """How far a probe's log-probs may be from the learner's, by vLLM's type: other kernels, TF32 on a GPU. Other weights are further off."""
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -43,14 +42,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 def trained_tensors(policy: PolicyModel, adapters: bool, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
     """What an update of vLLM is made of: the whole model by Hugging Face's names, or its adapters by PEFT's."""
     if not adapters:
-        yield from whole_tensors(policy, wide)
+        yield from full_hf_tensors(policy, wide)
         return
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
     assert policy.lora is not None, "asked for the adapters of a policy without"
     yield from block_tensors(adapter_weights(policy.module), adapter_blocks(policy.module.arch, policy.lora))
 
 
-class Update:
+class WeightUpdate:
     """The tensors of new weights: those that are handed over, or the policy's own as they are where none are.
 
     With `adapters` these alone; else whole weights, those with adapters added in rounded by the engine alone if that is `wide`.
@@ -69,18 +68,20 @@ class Update:
         self.is_own = first is None
         if self._shapes is None:
             self._shapes = {name: tuple(tensor.shape) for name, tensor in self._own()}
-        return checked(self._own() if first is None else chain([first], given), self._shapes)
+        return check_tensors(self._own() if first is None else chain([first], given), self._shapes)
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         return trained_tensors(self.policy, self.adapters, self.wide)
 
 
-def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+def check_tensors(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """The tensors as they come; raises for one that is unknown or does not fit, and at the end for those that are missing."""
     waiting = dict(shapes)
     for name, tensor in named_tensors:
         if name not in shapes:
-            raise UserError(f"vLLM was sent a tensor {name!r} that the policy does not have{nearest(name, shapes)}")
+            raise UserError(
+                f"vLLM was sent a tensor {name!r} that the policy does not have{did_you_mean(name, shapes)}"
+            )
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"vLLM was sent {name} as {tuple(tensor.shape)}, and the policy's is {shapes[name]}")
         waiting.pop(name, None)
@@ -107,11 +108,11 @@ def refresh_tied(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def verify(policy: PolicyModel, asked: Request, found: Completion, dtype: str, who: str) -> None:
+def verify_weights(policy: PolicyModel, asked: Request, found: Completion, dtype: str, who: str) -> None:
     """Raise unless an engine's log-probs of a probe are the policy's."""
-    expected = score(policy.module, asked.tokens, found.tokens, asked.sampling.temperature or 1.0)
+    expected = completion_logprobs(policy.module, asked.tokens, found.tokens, asked.sampling.temperature or 1.0)
     gaps = np.abs(found.logp.astype(np.float64) - expected)
-    if not (gaps <= FAR[dtype]).all():
+    if not (gaps <= MAX_LOGP_GAP[dtype]).all():
         worst = int(np.nan_to_num(gaps, nan=np.inf).argmax())
         raise UserError(
             f"{who} does not sample from the weights it was sent: token {worst + 1} of a probe has log-prob {found.logp[worst]:.5f} "
@@ -124,8 +125,8 @@ def write_config(policy: PolicyModel, folder: Path) -> None:
     module = policy.module
     if isinstance(module, Decoder):
         ends, pad = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
-        contents = decoder_contents(module, leave, policy.source, ends, pad)
-        write_contents(folder, takewhile(lambda content: isinstance(content, Blob), contents))  # they come first
+        contents = decoder_contents(module, keep_in_place, policy.source, ends, pad)
+        write_contents(folder, takewhile(lambda content: isinstance(content, BytesFile), contents))  # they come first
     else:
         config = module.inner.config.to_dict() | {"architectures": [type(module.inner).__name__]}
         write_file(folder, "config.json", [json.dumps(config, indent=1).encode()])
@@ -151,7 +152,7 @@ def write_model(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         weight_map.update(dict.fromkeys(held, name))
 
     for name, tensor in named_tensors:
-        taken = leave(tensor)
+        taken = keep_in_place(tensor)
         if held and size + taken.num_bytes > FILE_BYTES:
             flush()
             held, size = {}, 0
@@ -166,14 +167,14 @@ def write_adapter(folder: Path, policy: PolicyModel, named_tensors: Iterable[tup
     """A PEFT directory of the policy's kind of adapters with these weights."""
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: leave(tensor) for name, tensor in named_tensors}
+    held = {name: keep_in_place(tensor) for name, tensor in named_tensors}
     save_adapter(policy.module, folder, policy.source)
-    TensorFile(WEIGHTS, held, METADATA).write(folder)
+    TensorFile(ADAPTER_WEIGHTS, held, METADATA).write(folder)
 
 
-def room_for(rank: int) -> int:
+def max_lora_rank(rank: int) -> int:
     """The least of vLLM's sizes that holds adapters of a rank."""
-    fitting = [size for size in RANKS if size >= rank]
+    fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:
-        raise UserError(f"model.lora.rank={rank}: vLLM takes adapters up to rank {RANKS[-1]}")
+        raise UserError(f"model.lora.rank={rank}: vLLM takes adapters up to rank {LORA_RANKS[-1]}")
     return fitting[0]

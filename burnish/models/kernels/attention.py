@@ -22,20 +22,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.architecture import Windows
-from burnish.models.kernels.cpu.c_library import kernels
-from burnish.models.kernels.cpu.cpu_ops import LONGEST, Sequences, attention
-from burnish.models.kernels.shared_prefix import Rows, spread
+from burnish.models.kernels.cpu.c_library import c_kernels
+from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSequences, c_attention
+from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
 
 # --- torch's flash attention on packed sequences of any lengths, for half types on a GPU.
 
 
-def has_varlen(q: Tensor) -> bool:
+def has_varlen_kernel(q: Tensor) -> bool:
     """Whether torch's kernel runs on these queries."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
 @cache
-def _options() -> dict[str, Any]:
+def _gqa_option() -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     # From torch 2.12 on sharing keys between query heads must be asked for; before, it was simply done.
@@ -57,63 +57,63 @@ def varlen_attention(
         return cast(Tensor, operation(q, k, v, *bounds, *longest, 0.0, window is None, False, **options)[0])
     from torch.nn.attention.varlen import varlen_attn
 
-    return cast(Tensor, varlen_attn(q, k, v, *bounds, *longest, window_size=reach, **_options()))
+    return cast(Tensor, varlen_attn(q, k, v, *bounds, *longest, window_size=reach, **_gqa_option()))
 
 
-SHORT = 256  # on a CPU, sequences up to this length go through explicit scores
-WASTE = 1.25  # a bucket's longest sequence over its shortest
+EXPLICIT_SCORES_LENGTH = 256  # on a CPU, sequences up to this length go through explicit scores
+MAX_LENGTH_RATIO = 1.25  # a bucket's longest sequence over its shortest
 
 
 class PackedAttention:
     """Attention for one packing; planned once, called by every layer as `attend(layer, q, k, v)`."""
 
-    def __init__(self, offsets: Tensor, windows: Windows = None, rows: Rows | None = None) -> None:
+    def __init__(self, offsets: Tensor, windows: Windows = None, rows: ComputedRows | None = None) -> None:
         self.offsets = offsets
         self.windows = windows
         self.rows = rows
         self.lengths = offsets.diff().tolist()
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
-        self._sequences: Sequences | None = None
+        self._sequences: PackedSequences | None = None
 
     @property
     def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
         if self._buckets is None:
-            self._buckets = _plan(self.lengths, self.offsets)
+            self._buckets = _length_buckets(self.lengths, self.offsets)
         return self._buckets
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
         window = window_of(self.windows, layer)
-        library = kernels(q, k, v) if max(self.lengths, default=0) <= LONGEST else None
+        library = c_kernels(q, k, v) if max(self.lengths, default=0) <= MAX_C_ATTENTION_LENGTH else None
         if library is not None:
             if self._sequences is None:
-                self._sequences = Sequences(self.offsets, self.rows)
-            return attention(library, q, k, v, self._sequences, window)
+                self._sequences = PackedSequences(self.offsets, self.rows)
+            return c_attention(library, q, k, v, self._sequences, window)
         if self.rows is not None:
             return self._shared(self.rows, q, k, v, window)
         return self._whole(q, k, v, window)
 
-    def _shared(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        k, v = spread(k, rows), spread(v, rows)
-        if has_varlen(q):
+    def _shared(self, rows: ComputedRows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        k, v = expand_rows(k, rows), expand_rows(v, rows)
+        if has_varlen_kernel(q):
             bounds = rows.offsets.int(), self.offsets.int()
             longest = int(rows.offsets.diff().max()), max(self.lengths)
             return varlen_attention(q, k, v, bounds, longest, window)
-        return self._whole(spread(q, rows), k, v, window).index_select(0, rows.own)
+        return self._whole(expand_rows(q, rows), k, v, window).index_select(0, rows.own)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.uniform:
             shape = (-1, self.uniform)
             q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
-            return _causal(q, k, v, window).flatten(0, 1)
-        if has_varlen(q):
+            return _causal_attention(q, k, v, window).flatten(0, 1)
+        if has_varlen_kernel(q):
             bounds, longest = self.offsets.int(), max(self.lengths)
             return varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window)
         out = torch.empty_like(q)
         for gather, keep, where in self.buckets:
-            stacked = _causal(q[gather], k[gather], v[gather], window)
+            stacked = _causal_attention(q[gather], k[gather], v[gather], window)
             out = out.index_copy(0, where, stacked[keep])
         return out
 
@@ -123,19 +123,19 @@ def window_of(windows: Windows, layer: int) -> int | None:
     return windows[layer] if isinstance(windows, tuple) else windows
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """[b, L, H, D] in and out."""
     length = q.shape[1]
-    if length <= SHORT and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
-        return _explicit(q, k, v, window)
+    if length <= EXPLICIT_SCORES_LENGTH and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
+        return _explicit_attention(q, k, v, window)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = _visible(length, window, q.device) if window is not None and length > window else None
+    mask = _causal_mask(length, window, q.device) if window is not None and length > window else None
     gqa = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """The same by batched matmuls: on a CPU faster than the fused kernel while the scores are small.
 
     The query heads that share a key head stand one below the other as queries of that head: no key is repeated.
@@ -144,24 +144,26 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     shared = heads // k.shape[2]
     queries = q.view(batch, length, -1, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, shared * length, dim)
     keys, values = (x.transpose(1, 2).reshape(-1, length, dim) for x in (k, v))
-    hidden = torch.zeros(length, length, dtype=q.dtype).masked_fill_(~_visible(length, window, q.device), -torch.inf)
+    hidden = torch.zeros(length, length, dtype=q.dtype).masked_fill_(
+        ~_causal_mask(length, window, q.device), -torch.inf
+    )
     scores = torch.baddbmm(hidden.repeat(shared, 1), queries, keys.transpose(1, 2), alpha=dim**-0.5)
     out = torch.bmm(scores.softmax(-1), values)
     return out.view(batch, -1, shared, length, dim).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """[query, key]: the key is not later, and within the window if there is one."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask & ~mask.tril(-window)
 
 
-def _plan(lengths: list[int], offsets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _length_buckets(lengths: list[int], offsets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
     order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: lengths[i])
     buckets: list[list[int]] = []
     for i in order:
-        if buckets and lengths[i] <= max(lengths[buckets[-1][0]] * WASTE, lengths[buckets[-1][0]] + 4):
+        if buckets and lengths[i] <= max(lengths[buckets[-1][0]] * MAX_LENGTH_RATIO, lengths[buckets[-1][0]] + 4):
             buckets[-1].append(i)
         else:
             buckets.append([i])

@@ -21,7 +21,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def use_kernels(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Whether the Triton kernels run on this tensor."""
     return x.is_cuda and x.dtype != torch.float64 and _has_triton()
 
@@ -29,7 +29,7 @@ def use_kernels(x: Tensor) -> bool:
 # --- Small host arrays to a device without waiting for it.
 
 
-def send(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor there; on a GPU through pinned memory, so that the copy is only queued."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -38,7 +38,7 @@ def send(array: np.ndarray, device: torch.device) -> Tensor:
 # --- Where compiled kernels are kept for the next time, and how a file gets there.
 
 
-def kept_in() -> Path | None:
+def kernel_cache_dir() -> Path | None:
     """Where compiled kernels are kept, nobody else's to write; None where there is no such place."""
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
@@ -51,7 +51,7 @@ def kept_in() -> Path | None:
 
 
 @contextmanager
-def drafted(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A file to write, which gets the name `path` when it is whole: another process may make the same, and neither reads half of it."""
     handle, name = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
     os.close(handle)

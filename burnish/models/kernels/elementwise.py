@@ -11,22 +11,22 @@ from torch.nn import functional
 
 from burnish.models.kernels.cpu import cpu_ops
 from burnish.models.kernels.cpu import cpu_ops as cpu_rows
-from burnish.models.kernels.cpu.c_library import kernels
-from burnish.models.kernels.device import use_kernels
+from burnish.models.kernels.cpu.c_library import c_kernels
+from burnish.models.kernels.device import use_triton
 
-WIDE = (torch.float32, torch.float64)
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
-        ctx.shift, ctx.library = shift, kernels(x, weight)
+        ctx.shift, ctx.library = shift, c_kernels(x, weight)
         if ctx.library is not None:
             x = x.contiguous()
             y, scale = cpu_ops.norm(ctx.library, x, weight, eps, shift)
             ctx.save_for_backward(x, scale, weight)
             return y
-        scale = _scale(x, eps)
+        scale = _inverse_rms(x, eps)
         normal = x * scale
         ctx.save_for_backward(normal, scale, weight)
         return normal * _shifted(weight, shift)
@@ -65,7 +65,7 @@ class _HalfRmsNorm(torch.autograd.Function):
         return ((slope - normal * mean) * scale).to(x.dtype), grad_weight, None, None
 
 
-def _scale(x: Tensor, eps: float) -> Tensor:
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """[..., 1] one over the root of the mean square."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -78,11 +78,15 @@ def _shifted(weight: Tensor, shift: float) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """x / rms(x) * (shift + weight) over the last dimension, without gradient."""
     # For few rows on a CPU torch's own takes half as long again; the compiler fuses it.
-    if x.device.type == "cpu" and x.dtype in WIDE and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        library = kernels(x, weight)
+    if (
+        x.device.type == "cpu"
+        and x.dtype in FULL_PRECISION
+        and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    ):
+        library = c_kernels(x, weight)
         if library is not None:
             return cpu_ops.norm(library, x.contiguous(), weight, eps, shift)[0]
-        return (x * _scale(x, eps)).mul_(_shifted(weight, shift))
+        return (x * _inverse_rms(x, eps)).mul_(_shifted(weight, shift))
     if not shift:
         return functional.rms_norm(x, weight.shape, weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -98,7 +102,7 @@ class RMSNorm(nn.RMSNorm):
         self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.dtype in WIDE:
+        if torch.is_grad_enabled() and x.dtype in FULL_PRECISION:
             return _RmsNorm.apply(x, self.weight, self.eps, self.shift)
         if torch.is_grad_enabled() and self.shift:
             return _HalfRmsNorm.apply(x, self.weight, self.eps, self.shift)
@@ -135,7 +139,7 @@ def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> t
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, way: float = 1.0) -> Tensor:
-    library = kernels(x, cos, sin)
+    library = c_kernels(x, cos, sin)
     if library is not None:
         return cpu_ops.rotate(library, x, cos, sin, way)
     sin = sin if way == 1.0 else -sin
@@ -173,12 +177,12 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        if use_kernels(gate_up):
-            from burnish.models.kernels.triton import rows
+        if use_triton(gate_up):
+            from burnish.models.kernels.triton import elementwise_kernels
 
             ctx.save_for_backward(gate_up)
-            return rows.gate(gate_up)
-        ctx.library = kernels(gate_up)
+            return elementwise_kernels.swiglu(gate_up)
+        ctx.library = c_kernels(gate_up)
         if ctx.library is not None:
             gate_up = gate_up.contiguous()
             ctx.save_for_backward(gate_up)
@@ -194,9 +198,9 @@ class _Swiglu(torch.autograd.Function):
         if not rest and not gate_up.is_cuda:
             return cpu_rows.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=False)
         if not rest:
-            from burnish.models.kernels.triton import rows
+            from burnish.models.kernels.triton import elementwise_kernels
 
-            return rows.gate_backward(grads[0], gate_up)
+            return elementwise_kernels.swiglu_backward(grads[0], gate_up)
         activated = rest[0]
         gate, up = gate_up.chunk(2, -1)
         grad = torch.empty_like(gate_up)
@@ -208,9 +212,9 @@ class _Swiglu(torch.autograd.Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second half."""
-    if torch.is_grad_enabled() or use_kernels(gate_up):
+    if torch.is_grad_enabled() or use_triton(gate_up):
         return _Swiglu.apply(gate_up)
-    library = kernels(gate_up)
+    library = c_kernels(gate_up)
     if library is not None:
         return cpu_rows.gate(library, gate_up.contiguous(), is_gelu=False)
     gate, up = gate_up.chunk(2, -1)
@@ -219,7 +223,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 # --- The gated activation gelu(gate) * up with the tanh form of GELU (Shazeer, 2002.05202) of a fused gate-and-up projection.
 
-FORM = "tanh"
+GELU_FORM = "tanh"
 
 
 class _Geglu(torch.autograd.Function):
@@ -227,13 +231,13 @@ class _Geglu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.library = kernels(gate_up)
+        ctx.library = c_kernels(gate_up)
         if ctx.library is not None:
             gate_up = gate_up.contiguous()
             ctx.save_for_backward(gate_up)
             return cpu_ops.gate(ctx.library, gate_up, is_gelu=True)
         gate, up = gate_up.chunk(2, -1)
-        activated = functional.gelu(gate, approximate=FORM)
+        activated = functional.gelu(gate, approximate=GELU_FORM)
         ctx.save_for_backward(gate_up, activated)
         return activated * up
 
@@ -247,7 +251,7 @@ class _Geglu(torch.autograd.Function):
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, -1)
         torch.mul(grads[0], activated, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate=FORM))
+        grad_gate.copy_(torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate=GELU_FORM))
         return grad
 
 
@@ -255,11 +259,11 @@ def geglu(gate_up: Tensor) -> Tensor:
     """GELU of the first half of the last dimension times the second half."""
     if torch.is_grad_enabled():
         return _Geglu.apply(gate_up)
-    library = kernels(gate_up)
+    library = c_kernels(gate_up)
     if library is not None:
         return cpu_ops.gate(library, gate_up.contiguous(), is_gelu=True)
     gate, up = gate_up.chunk(2, -1)
-    return functional.gelu(gate, approximate=FORM).mul_(up)
+    return functional.gelu(gate, approximate=GELU_FORM).mul_(up)
 
 
 def exact_geglu(gate_up: Tensor) -> Tensor:

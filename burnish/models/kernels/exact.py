@@ -12,44 +12,44 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burnish.models.kernels.device import use_kernels
+from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.elementwise import swiglu
-from burnish.models.kernels.paged_layout import Placement
+from burnish.models.kernels.paged_cache import Placement
 from burnish.models.lora.adapters import LoraLinear
-from burnish.models.quantization.nf4 import dense
+from burnish.models.nf4 import dense_weight
 
-TILE = 64  # rows of a matmul
-CHUNK = 1024  # tokens whose keys are gathered at once, on a CPU
+ROW_TILE = 64  # rows of a matmul
+TOKENS_PER_CHUNK = 1024  # tokens whose keys are gathered at once, on a CPU
 
 
 def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer on rows [N, in], with its adapters where it has any."""
-    y = _linear(x, dense(layer.weight, x.dtype), layer.bias)
+    y = _tiled_linear(x, dense_weight(layer.weight, x.dtype), layer.bias)
     if isinstance(layer, LoraLinear) and layer.is_on:
-        z = _linear(x, layer.lora_a, None)
+        z = _tiled_linear(x, layer.lora_a, None)
         for ((start, stop), _, b), part in zip(layer.blocks(), z.split(layer.rank, 1), strict=True):
-            y[:, start:stop] += layer.scale * _linear(part.contiguous(), b, None)
+            y[:, start:stop] += layer.scale * _tiled_linear(part.contiguous(), b, None)
     return y
 
 
 def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """The output head on rows [N, hidden]; [N, vocab]."""
-    return _linear(hidden, weight, None)
+    return _tiled_linear(hidden, weight, None)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if use_kernels(x):
-        from burnish.models.kernels.triton import exact as kernel
+def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if use_triton(x):
+        from burnish.models.kernels.triton import exact_kernels as kernel
 
         return kernel.exact_linear(x, weight, bias)
     rows = x.shape[0]
-    padded = functional.pad(x, (0, 0, 0, -rows % TILE))
-    return torch.cat([functional.linear(tile, weight, bias) for tile in padded.split(TILE)])[:rows]
+    padded = functional.pad(x, (0, 0, 0, -rows % ROW_TILE))
+    return torch.cat([functional.linear(tile, weight, bias) for tile in padded.split(ROW_TILE)])[:rows]
 
 
 def exact_swiglu(gate_up: Tensor) -> Tensor:
     """The gated activation of rows [N, 2 * size]."""
-    if use_kernels(gate_up):
+    if use_triton(gate_up):
         return swiglu(gate_up)
     # torch's silu rounds the end of each thread's stretch otherwise than the rest; its exponential does not.
     gate, up = gate_up.chunk(2, -1)
@@ -58,19 +58,26 @@ def exact_swiglu(gate_up: Tensor) -> Tensor:
 
 def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:
     """[N, heads * D]: each token's query [N, heads, D] against the keys of its row up to its own."""
-    if use_kernels(q):
-        from burnish.models.kernels.triton import exact as kernel
+    if use_triton(q):
+        from burnish.models.kernels.triton import exact_kernels as kernel
 
         return kernel.exact_attention(q, keys, values, place, window).flatten(1)
     table = place.table[place.owner]
     parts = [
-        _walk(*part, keys, values, window)
-        for part in zip(q.split(CHUNK), table.split(CHUNK), place.position.split(CHUNK), strict=True)
+        _paged_online_softmax(*part, keys, values, window)
+        for part in zip(
+            q.split(TOKENS_PER_CHUNK),
+            table.split(TOKENS_PER_CHUNK),
+            place.position.split(TOKENS_PER_CHUNK),
+            strict=True,
+        )
     ]
     return torch.cat(parts)
 
 
-def _walk(q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+def _paged_online_softmax(
+    q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tensor, window: int | None
+) -> Tensor:
     """Online softmax over one page of keys after the other; pages beyond a token's own change nothing of its sums."""
     rows, heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
@@ -101,14 +108,14 @@ def _walk(q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tens
 
 def token_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probs [N] of the tokens under logits [N, vocab], by the arithmetic the sampler reports them with."""
-    if use_kernels(logits):
+    if use_triton(logits):
         from burnish.models.kernels.triton import sampling
 
-        return sampling.score(logits, tokens, temperature)
-    return tempered_logp(logits, temperature).gather(1, tokens[:, None])[:, 0]
+        return sampling.token_logprobs(logits, tokens, temperature)
+    return log_softmax_at_temperature(logits, temperature).gather(1, tokens[:, None])[:, 0]
 
 
-def tempered_logp(logits: Tensor, temperature: float | Tensor) -> Tensor:
+def log_softmax_at_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """log-softmax of logits over a temperature (one, or [N, 1]), in float32 at least."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (wide / temperature).log_softmax(-1)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.models.kernels.device import use_kernels
+from burnish.models.kernels.device import use_triton
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits held at once: 32 MiB in float32, small enough for a cache; a GPU needs more rows to be busy (a quarter of a GiB in bfloat16)."""
 
 
-def chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+def row_chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
     """First and last row of each chunk."""
     rows, size = hidden.shape[0], max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [(i, min(i + size, rows)) for i in range(0, rows, size)]
@@ -38,12 +38,12 @@ class _HeadLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
-        if use_kernels(hidden):
+        if use_triton(hidden):
             return _kernel_forward(ctx, hidden, weight, targets, with_entropy)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = hidden.new_zeros(hidden.shape[0] if with_entropy else 0, dtype=dtype)
-        for i, j in chunks(hidden, weight):
+        for i, j in row_chunks(hidden, weight):
             log_p = scaled_logits(hidden[i:j], weight, temperature).log_softmax(-1)
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             if with_entropy:
@@ -61,7 +61,7 @@ class _HeadLogprob(torch.autograd.Function):
         # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for i, j in chunks(hidden, weight):
+        for i, j in row_chunks(hidden, weight):
             log_p = scaled_logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
@@ -87,8 +87,8 @@ def _kernel_forward(
     from burnish.models.kernels.triton import logprob_head
 
     parts = [
-        logprob_head.summarise(hidden[i:j] @ weight.t(), targets[i:j], ctx.temperature, with_entropy)
-        for i, j in chunks(hidden, weight)
+        logprob_head.logprob_rows(hidden[i:j] @ weight.t(), targets[i:j], ctx.temperature, with_entropy)
+        for i, j in row_chunks(hidden, weight)
     ]
     logp, total, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     ctx.save_for_backward(hidden, weight, targets, total, entropy)
@@ -103,10 +103,10 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
         grad_entropy = None
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-    for i, j in chunks(hidden, weight):
+    for i, j in row_chunks(hidden, weight):
         of_logp, of_entropy = (None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy))
         logits = hidden[i:j] @ weight.t()
-        slope = logprob_head.slopes_(
+        slope = logprob_head.logit_gradients_(
             logits, targets[i:j], total[i:j], entropy[i:j], of_logp, of_entropy, ctx.temperature
         )
         torch.mm(slope, weight, out=grad_hidden[i:j])
@@ -130,7 +130,7 @@ def head_statistics(
     """log p(target), the entropy and sum_v p_v^2 of softmax(hidden @ weight.T / temperature); [M] each, no gradient."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logp, entropy, sum_p2 = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
-    for i, j in chunks(hidden, weight):
+    for i, j in row_chunks(hidden, weight):
         log_p = scaled_logits(hidden[i:j], weight, temperature).log_softmax(-1)
         p = log_p.exp()
         logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
@@ -163,12 +163,12 @@ class _HeadKl(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, kl = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
-        for i, j in chunks(hidden, weight):
-            log_p, log_q = _both(hidden[i:j], weight, reference, i, j, temperature)
+        for i, j in row_chunks(hidden, weight):
+            log_p, log_q = _both_log_softmax(hidden[i:j], weight, reference, i, j, temperature)
             p = log_p.exp()
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             entropy[i:j] = -(p * log_p).sum(-1)
-            kl[i:j] = p.mul_(_difference(log_p, log_q, reference.top)).sum(-1)
+            kl[i:j] = p.mul_(_log_ratio(log_p, log_q, reference.top)).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, reference.hidden, reference.weight, entropy, kl)
         return logp, entropy, kl
 
@@ -181,8 +181,8 @@ class _HeadKl(torch.autograd.Function):
         # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for i, j in chunks(hidden, weight):
-            log_p, log_q = _both(hidden[i:j], weight, reference, i, j, ctx.temperature)
+        for i, j in row_chunks(hidden, weight):
+            log_p, log_q = _both_log_softmax(hidden[i:j], weight, reference, i, j, ctx.temperature)
             p = log_p.exp()
             slope = torch.zeros_like(p)
             if grad_logp is not None:
@@ -191,7 +191,7 @@ class _HeadKl(torch.autograd.Function):
             if grad_entropy is not None:
                 slope -= grad_entropy[i:j, None] * p * (log_p + entropy[i:j, None])
             if grad_kl is not None:
-                slope += grad_kl[i:j, None] * p * (_difference(log_p, log_q, ctx.top) - kl[i:j, None])
+                slope += grad_kl[i:j, None] * p * (_log_ratio(log_p, log_q, ctx.top) - kl[i:j, None])
             slope = (slope if ctx.temperature == 1.0 else slope / ctx.temperature).to(hidden.dtype)
             grad_hidden[i:j] = slope @ weight
             if grad_weight is not None:
@@ -199,14 +199,14 @@ class _HeadKl(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _both(
+def _both_log_softmax(
     hidden: Tensor, weight: Tensor, reference: Distribution, i: int, j: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
     log_p = scaled_logits(hidden, weight, temperature).log_softmax(-1)
     return log_p, scaled_logits(reference.hidden[i:j], reference.weight, temperature).log_softmax(-1)
 
 
-def _difference(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
+def _log_ratio(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
     """[rows, vocab] log p - log q; with `top` that of all tokens but the likeliest is the one of their sums.
 
     Then sum_v p_v d_v is the KL of what is left when those tokens are not told apart, which is at most that of all, and its

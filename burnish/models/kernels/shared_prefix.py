@@ -18,7 +18,7 @@ from burnish.core.segments import ids_from_offsets, offsets_from_lengths
 
 
 @dataclass(frozen=True)
-class Trunks:
+class SharedPrefixes:
     """The first `length[s]` tokens of sequence s are those of sequence `owner[s]`, which is its own owner; [S] each.
 
     `length` is less than the sequence's own; for an owner it does not count.
@@ -29,7 +29,7 @@ class Trunks:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ComputedRows:
     """Which rows of a packing [N] are computed [U], and which row each token's is."""
 
     own: Tensor  # [U] the token a row is computed for
@@ -42,7 +42,7 @@ class Rows:
         return self.own.shape[0]
 
 
-def rows_of(offsets: Tensor, trunks: Trunks) -> Rows:
+def computed_rows(offsets: Tensor, trunks: SharedPrefixes) -> ComputedRows:
     """The rows of a packing with shared beginnings."""
     sequence = ids_from_offsets(offsets)
     position = torch.arange(sequence.shape[0], device=offsets.device) - offsets[sequence]
@@ -51,29 +51,31 @@ def rows_of(offsets: Tensor, trunks: Trunks) -> Rows:
     row = is_own.cumsum(0) - 1
     source = torch.where(is_own, torch.arange(sequence.shape[0], device=offsets.device), offsets[owner] + position)
     counts = torch.zeros_like(offsets[:-1]).index_add_(0, sequence, is_own.to(offsets.dtype))
-    return Rows(is_own.nonzero().squeeze(1), (~is_own).nonzero().squeeze(1), row[source], offsets_from_lengths(counts))
+    return ComputedRows(
+        is_own.nonzero().squeeze(1), (~is_own).nonzero().squeeze(1), row[source], offsets_from_lengths(counts)
+    )
 
 
-class _Spread(torch.autograd.Function):
+class _ExpandRows(torch.autograd.Function):
     """A gather whose backward adds up in float32: eight gradients rounded into a bfloat16 sum one by one are not a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: ComputedRows) -> Tensor:
         ctx.rows = rows
         return x.index_select(0, rows.row_of)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        rows: Rows = ctx.rows
+        rows: ComputedRows = ctx.rows
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         grad = grads[0].index_select(0, rows.own).to(wide)
         grad.index_add_(0, rows.row_of[rows.borrowed], grads[0].index_select(0, rows.borrowed).to(wide))
         return grad.to(grads[0].dtype), None
 
 
-def spread(x: Tensor, rows: Rows) -> Tensor:
+def expand_rows(x: Tensor, rows: ComputedRows) -> Tensor:
     """[U, ...] rows to the [N, ...] tokens of the packing."""
-    return _Spread.apply(x, rows)
+    return _ExpandRows.apply(x, rows)
 
 
 # --- Which rows of a micro-batch a process computes: all of them, or its slice where several share the work.
@@ -82,7 +84,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 
 
-class Cut(Protocol):
+class RowShard(Protocol):
     """One micro-batch, cut: M wanted rows among all that are computed, and which of both are here."""
 
     at: Tensor
@@ -101,11 +103,11 @@ class Cut(Protocol):
         """[m] to [M]: what was computed at `at`, with the values of the other processes; the gradient is of this one's alone."""
 
 
-Split = Callable[[int, Tensor], Cut]
+ShardRows = Callable[[int, Tensor], RowShard]
 """(number of rows, the wanted ones [M]) -> the cut."""
 
 
-class Uncut:
+class UnshardedRows:
     """Everything is here."""
 
     def __init__(self, at: Tensor) -> None:

@@ -19,12 +19,11 @@ from torch.nn import functional
 
 from burnish.config.model import Lora
 from burnish.core.random_keys import fold
-from burnish.core.sharded_tensors import local
+from burnish.core.sharded_tensors import local_tensor
 from burnish.models.decoder import Decoder
-from burnish.models.quantization.nf4 import Nf4, Nf4Weight, dense, linear
-from burnish.models.quantization.nf4_decoder import quantise_layers
-from burnish.models.weight_layout import Projection, lora_parameters, projections, targets
-from burnish.models.weight_loading import blocks, hf_tensors
+from burnish.models.nf4 import Nf4, Nf4Weight, dense_weight, nf4_linear, quantise_layers
+from burnish.models.weight_files import hf_tensors, weight_blocks
+from burnish.models.weight_layout import Projection, lora_targets, projections
 
 # --- A frozen linear layer with low-rank adapters on blocks of its outputs (LoRA, 2106.09685).
 #
@@ -38,7 +37,7 @@ Span = tuple[int, int]
 """Outputs [start, stop) that one adapter adds to."""
 
 
-def add_blocks_(y: Tensor, z: Tensor, b: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
+def add_low_rank_(y: Tensor, z: Tensor, b: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
     """y[:, span_i] += scale z_i B_i^T, with z [N, blocks * rank] and the B's one below the other [outputs of the blocks, rank]."""
     row = 0
     for (start, stop), part in zip(spans, z.split(b.shape[1], 1), strict=True):
@@ -47,7 +46,7 @@ def add_blocks_(y: Tensor, z: Tensor, b: Tensor, spans: Sequence[Span], scale: f
     return y
 
 
-class _Lora(torch.autograd.Function):
+class _LoraFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -65,7 +64,7 @@ class _Lora(torch.autograd.Function):
         z = functional.linear(x, a)  # [N, blocks * rank]
         ctx.save_for_backward(x, z, a, b, *plain)
         ctx.spans, ctx.scale, ctx.matrix = spans, scale, None if plain else weight
-        return add_blocks_(functional.linear(x, dense(weight, x.dtype), bias), z, b, spans, scale)
+        return add_low_rank_(functional.linear(x, dense_weight(weight, x.dtype), bias), z, b, spans, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -77,7 +76,7 @@ class _Lora(torch.autograd.Function):
         grad_z = torch.cat([p @ b_i for p, b_i in zip(parts, rows, strict=True)], 1).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ dense(plain[0] if plain else ctx.matrix, grad.dtype)).addmm_(grad_z, a)
+            grad_x = (grad @ dense_weight(plain[0] if plain else ctx.matrix, grad.dtype)).addmm_(grad_z, a)
         return grad_x, None, None, grad_z.t() @ x, grad_b, None, None
 
 
@@ -117,9 +116,9 @@ class LoraLinear(nn.Linear):
     def product(self, x: Tensor, weight: Tensor | Nf4, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         """The same by these tensors."""
         if self.is_on and torch.is_grad_enabled():
-            return _Lora.apply(x, weight, bias, a, b, self.spans, self.scale)
-        y = linear(x, weight, bias)
-        return add_blocks_(y, functional.linear(x, a), b, self.spans, self.scale) if self.is_on else y
+            return _LoraFunction.apply(x, weight, bias, a, b, self.spans, self.scale)
+        y = nf4_linear(x, weight, bias)
+        return add_low_rank_(y, functional.linear(x, a), b, self.spans, self.scale) if self.is_on else y
 
     def blocks(self) -> list[tuple[Span, Tensor, Tensor]]:
         """The outputs, A [rank, in] and B [outputs, rank] of each adapter, as views."""
@@ -127,15 +126,12 @@ class LoraLinear(nn.Linear):
         return list(zip(self.spans, self.lora_a.split(self.rank), rows, strict=True))
 
 
-__all__ = ["adapter_off", "adapter_weights", "add_lora", "holding", "lora_parameters", "merged_tensors", "wrap_layers"]
-
-
-def wrap_layers(model: Decoder, lora: Lora) -> None:
+def wrap_with_lora(model: Decoder, lora: Lora) -> None:
     """Freeze the model and give its targets adapters of zeros, on the very tensors it has, or on these in 4 bits."""
     model.requires_grad_(False)
     quantise_layers(model, lora.base)
     dtype = model.embedding.weight.dtype
-    wanted = targets(model.arch, lora)
+    wanted = lora_targets(model.arch, lora)
     for layer in model.layers:
         for name in dict.fromkeys(target.module for target in wanted):
             spans = [(target.start, target.stop) for target in wanted if target.module == name]
@@ -150,7 +146,7 @@ def add_lora(model: Decoder, lora: Lora, seed: int) -> None:
 
     Each A depends on the seed, its layer and its name alone.
     """
-    wrap_layers(model, lora)
+    wrap_with_lora(model, lora)
     for index, target, a, _ in adapters(model):
         generator = torch.Generator().manual_seed(fold("lora", seed, index, target.name))
         bound = 1 / math.sqrt(target.num_inputs)
@@ -173,7 +169,7 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """The model without its adapter. For passes without gradient: a backward that recomputes would find it on again."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
@@ -186,25 +182,25 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped_adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other adapter weights, by name; afterwards it has its own again, bit for bit, at the same addresses.
 
     Of a model that is spread over processes, `weights` are spread like it. A graph of the model's own forward may wait for its
     backward meanwhile.
     """
-    own = {name: local(parameter) for name, parameter in adapter_weights(model).items()}
+    own = {name: local_tensor(parameter) for name, parameter in adapter_weights(model).items()}
     kept = {name: tensor.clone() for name, tensor in own.items()}
-    _write(own, weights)
+    _copy_weights(own, weights)
     try:
         yield
     finally:
-        _write(own, kept)
+        _copy_weights(own, kept)
 
 
-def _write(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def _copy_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         # By way of `data`, which autograd does not watch: it would refuse the backward of a graph that saved the parameter.
-        tensor.data.copy_(local(weights[name]))
+        tensor.data.copy_(local_tensor(weights[name]))
 
 
 @torch.no_grad()
@@ -215,7 +211,7 @@ def merged_tensors(model: Decoder, wide: bool = False) -> Iterator[tuple[str, Te
         (f"layers.{index}.{projection.module}.weight", projection.start): (a, b)
         for index, projection, a, b in adapters(model)
     }
-    for block, (name, tensor) in zip(blocks(model.arch), hf_tensors(model), strict=True):
+    for block, (name, tensor) in zip(weight_blocks(model.arch), hf_tensors(model), strict=True):
         if model.lora is not None and (block.ours, block.start) in deltas:
             a, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in deltas[block.ours, block.start])
             merged = tensor.to(a.dtype) + model.lora.scale * (b @ a)

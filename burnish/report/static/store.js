@@ -1,4 +1,4 @@
-// The samples: an index that is read at once, and blocks that are inflated when they are looked at. burnish/report/samples_block.py
+// The samples: an index that is read at once, and blocks that are inflated when they are looked at. burnish/report/embedded_samples.py
 // says how they are written.
 
 const CACHED = 96; // inflated blocks kept; about 300,000 characters each

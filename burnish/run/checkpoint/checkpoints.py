@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.config.yaml_text import parse
-from burnish.run.checkpoint.contents import (
+from burnish.config.yaml_text import parse_yaml
+from burnish.run.checkpoint.snapshot import (
+    Checksums,
     Snapshot,
-    Sums,
-    are_sums,
-    what_is_damaged,
-    whole_folder,
+    are_checksums,
+    assembled_folder,
+    first_damaged_file,
     write_file,
     write_part,
 )
-from burnish.run.durable_files import OR_ANEW, atomic_directory, atomic_write, remove
-from burnish.run.run_directory import kept_configs
+from burnish.run.durable_files import START_OVER_HINT, atomic_directory, atomic_write, remove
+from burnish.run.run_directory import earlier_configs
 
-MANIFEST = "burnish.json"
+MANIFEST_FILE = "burnish.json"
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class Checkpoint:
         return self.metric is not None and self.metric.startswith("-")
 
 
-def damage(path: Path, contents: bool = True, of: str | None = None) -> str | None:
+def checkpoint_damage(path: Path, contents: bool = True, of: str | None = None) -> str | None:
     """Why a checkpoint cannot be used, or None. Without `contents` only names and sizes are compared, which is quick.
 
     With `of` only the files of the `model`, or those of the `state` of training, are looked at.
     """
     manifest = read_manifest(path)
     if manifest is None:
-        return f"{MANIFEST} is missing or damaged"
+        return f"{MANIFEST_FILE} is missing or damaged"
     wanted = {name: entry for name, entry in manifest["files"].items() if of is None or entry["of"] == of}
-    return what_is_damaged(path, wanted, contents)
+    return first_damaged_file(path, wanted, contents)
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
@@ -98,13 +98,13 @@ def score_by(metric: str, measured: Mapping[str, float]) -> tuple[float, str] | 
     return None if value is None else (value, metric)
 
 
-def unnamed_metric(run: Path) -> str | None:
+def legacy_metric(run: Path) -> str | None:
     """The metric of scores whose manifest names none; None where `run` has no config.
 
     Versions without `run.best_by` wrote such manifests. They scored by the held-out accuracy, for `burnish train` in the first mode.
     """
-    files = [file for file in (*kept_configs(run), run / "config.yaml") if file.is_file()]
-    parsed = [parse(file.read_text(), str(file)) for file in files]
+    files = [file for file in (*earlier_configs(run), run / "config.yaml") if file.is_file()]
+    parsed = [parse_yaml(file.read_text(), str(file)) for file in files]
     configs = [config for config in parsed if isinstance(config, dict) and "run" in config]
     if not configs:
         return None
@@ -145,7 +145,7 @@ class Checkpoints:
             write_part(path, snapshot)
             if snapshot.part.index != 0:
                 return path
-            with whole_folder(path, snapshot.part) as (folder, sums):
+            with assembled_folder(path, snapshot.part) as (folder, sums):
                 _write_manifest(folder, step, score, metric, sums)
         kept = self._kept(step)
         self._write_index(kept)
@@ -167,7 +167,7 @@ class Checkpoints:
 
     @cached_property
     def _unnamed_metric(self) -> str | None:
-        return unnamed_metric(self.folder.parent)
+        return legacy_metric(self.folder.parent)
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, or None where none was ever written.
@@ -176,21 +176,23 @@ class Checkpoints:
         """
         reasons = []
         for path in reversed(self.folders()):
-            reason = damage(path)
+            reason = checkpoint_damage(path)
             if reason is None:
                 return next(c for c in self.all() if c.path == path)
             reasons.append(f"{path}: {reason}")
             self.report(f"checkpoint {path} is damaged ({reason}); trying the one before")
         if reasons:
             listed = "\n  ".join(reasons)
-            raise UserError(f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, {OR_ANEW}")
+            raise UserError(
+                f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, {START_OVER_HINT}"
+            )
         return None
 
     def best(self) -> Checkpoint | None:
         """The whole checkpoint with the best score, or None where none has a score."""
         candidates = self.all()
         while (best := best_of(candidates)) is not None:
-            reason = damage(best.path)
+            reason = checkpoint_damage(best.path)
             if reason is None:
                 return best
             self.report(f"checkpoint {best.path} is damaged ({reason}); trying the next best")
@@ -198,7 +200,7 @@ class Checkpoints:
         return None
 
     def _kept(self, step: int) -> list[Checkpoint]:
-        usable = [c for c in self.all() if c.step <= step and damage(c.path, contents=False) is None]
+        usable = [c for c in self.all() if c.step <= step and checkpoint_damage(c.path, contents=False) is None]
         # The metric may change when a run goes on, and change back: the best by an earlier one must still be there then.
         best = best_of_each_metric(usable).values()
         return [c for c in usable if c in usable[-self.keep_last :] or c in best]
@@ -218,17 +220,17 @@ class Checkpoints:
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
-def _write_manifest(folder: Path, step: int, score: float | None, metric: str | None, sums: Sums) -> None:
+def _write_manifest(folder: Path, step: int, score: float | None, metric: str | None, sums: Checksums) -> None:
     finite = score if score is not None and math.isfinite(score) else None
     named = None if finite is None else metric
     manifest = {"step": step, "score": finite, "metric": named, "files": dict(sorted(sums.items()))}
-    write_file(folder, MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    write_file(folder, MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest of a checkpoint; None where it is missing, cannot be read, or lacks what a manifest has."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST_FILE).read_text())
     except (OSError, ValueError):
         return None
     return manifest if _is_manifest(manifest) else None
@@ -241,6 +243,6 @@ def _is_manifest(found: Any) -> bool:
         type(found["step"]) is int
         and (found["score"] is None or type(found["score"]) in (int, float))
         and isinstance(found.get("metric"), str | None)
-        and are_sums(found["files"])
+        and are_checksums(found["files"])
         and all(entry.get("of") in ("model", "state") for entry in found["files"].values())
     )

@@ -1,6 +1,6 @@
 """What may be wrong between the engine that samples and the trainer: causes as data, told apart by what was measured.
 
-A cause is recognised by the metrics of `burnish.algorithms.correction.diagnostics` and `.surprise` over the last steps that were out
+A cause is recognised by the metrics of `burnish.algorithms.correction.mismatch_diagnostics` and `.surprise` over the last steps that were out
 of range, by how the gap came (`Course`), and by what the configuration says (`Facts`). Where two causes look the same in
 all of these, the line names both.
 """
@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-RISEN = 4.0
+RISE_FACTOR = 4.0
 """A gap has risen where it is so many times what it was while engine and trainer had the same weights."""
-ROUNDING = 1e-5
+ROUNDING_SHARE = 1e-5
 """Shares below this are rounding, and not told apart."""
-GROWN = 1.5
+GROWTH_FACTOR = 1.5
 """A gap that is so many times what it was when it came is growing; others vary by a fifth from step to step."""
-ONE_SIDED = -0.8
+ONE_SIDED_BALANCE = -0.8
 """A balance below this is no noise."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class HealthContext:
     """What the configuration says, and a diagnosis may point at; None is not known."""
 
     top_p: float | None = None
@@ -38,7 +38,7 @@ class Facts:
 
 
 @dataclass
-class Course:
+class GapHistory:
     """How the gap came: the share of the first step whose tokens were of the trainer's own weights, and what followed."""
 
     start: float | None = None
@@ -53,7 +53,7 @@ class Course:
         self.last.append(share)
         if self.start is None:
             self.start = share if lag == 0 else None
-        elif share <= RISEN * max(self.start, ROUNDING):
+        elif share <= RISE_FACTOR * max(self.start, ROUNDING_SHARE):
             self.num_still, self.onset = self.num_still + 1, None
         elif self.onset is None:
             self.onset = share
@@ -64,22 +64,24 @@ class Course:
 
     @property
     def has_risen(self) -> bool:
-        return self.start is not None and self.now > RISEN * max(self.start, ROUNDING)
+        return self.start is not None and self.now > RISE_FACTOR * max(self.start, ROUNDING_SHARE)
 
     @property
     def follows_updates(self) -> bool:
         """Whether it rose with the first update, or goes on rising with every one."""
-        return self.has_risen and (self.num_still == 0 or (self.onset is not None and self.now > GROWN * self.onset))
+        return self.has_risen and (
+            self.num_still == 0 or (self.onset is not None and self.now > GROWTH_FACTOR * self.onset)
+        )
 
 
 @dataclass(frozen=True)
-class Signs:
+class Symptoms:
     """What causes are told apart by."""
 
     steps: Sequence[Mapping[str, float]]
     """Metrics of the last steps out of range."""
-    course: Course
-    facts: Facts
+    course: GapHistory
+    facts: HealthContext
 
     def __getitem__(self, name: str) -> float:
         """The median of a symptom; nan where it was not measured: no comparison with that holds."""
@@ -98,48 +100,48 @@ class Signs:
 
 
 @dataclass(frozen=True)
-class Cause:
+class MismatchCause:
     """One likely cause: how to recognise it, and what to say."""
 
     name: str
-    holds: Callable[[Signs], bool]
-    cause: Callable[[Signs], str]
+    holds: Callable[[Symptoms], bool]
+    cause: Callable[[Symptoms], str]
     remedy: str
 
 
 # --- what they look like -----------------------------------------------------------------------------------------------
 
 
-def _never_arrived(s: Signs) -> bool:
+def _weights_never_arrived(s: Symptoms) -> bool:
     return s.is_fresh and s.course.follows_updates and not s.grows_with_age
 
 
-def _tempered(s: Signs) -> bool:
+def _wrong_temperature(s: Symptoms) -> bool:
     """One factor explains the gap, the likeliest token of every place leans the same way, and no tail is missing."""
     one_way = s["sure_lean"] * math.copysign(1, s["heat"]) > 0.9
-    return abs(s["heat_fit"]) > 0.8 and -4 < s["heat"] < 0.8 and one_way and s["balance"] > ONE_SIDED - 0.1
+    return abs(s["heat_fit"]) > 0.8 and -4 < s["heat"] < 0.8 and one_way and s["balance"] > ONE_SIDED_BALANCE - 0.1
 
 
-def _truncated(s: Signs) -> bool:
-    return s["balance"] < ONE_SIDED
+def _truncated(s: Symptoms) -> bool:
+    return s["balance"] < ONE_SIDED_BALANCE
 
 
-def _unlike_its_report(s: Signs) -> bool:
+def _not_drawn_as_reported(s: Symptoms) -> bool:
     """Tokens are less or more surprising than they should be, beyond what the gap explains."""
     return abs(s["surprise"]) > 0
 
 
-def _reencoded(s: Signs) -> bool:
+def _reencoded(s: Symptoms) -> bool:
     """All is well in a row until a token is far off, and nothing is behind it, if the row does not end there."""
     return s["far_share"] > 0 and s["share_before"] < 0.05 and not s["share_behind"] < 5 * s["share_before"]
 
 
-def _stale(s: Signs) -> bool:
+def _stale(s: Symptoms) -> bool:
     """Tokens are old, and the gap came with that or grows with their age."""
     return s.grows_with_age or (not s.is_fresh and (s.course.start is None or s.course.has_risen))
 
 
-def _fades(s: Signs) -> bool:
+def _largest_near_prompt(s: Symptoms) -> bool:
     """The gap is largest next to the prompt."""
     return s["first_share"] > 2.5 * s["late_share"] > 0 and s["first_share"] > 0.01
 
@@ -147,7 +149,7 @@ def _fades(s: Signs) -> bool:
 # --- what is said of them ----------------------------------------------------------------------------------------------
 
 
-def _say_temperature(s: Signs) -> str:
+def _say_temperature(s: Symptoms) -> str:
     factor = 1 / (1 - s["heat"])
     way = "hotter" if factor > 1 else "colder"
     said = "" if s.facts.temperature is None else f" (temperature={s.facts.temperature:g} is set)"
@@ -157,20 +159,20 @@ def _say_temperature(s: Signs) -> str:
     )
 
 
-def _settings(facts: Facts) -> str:
+def _truncation_settings(facts: HealthContext) -> str:
     said = [f"top_p={facts.top_p:g}"] if facts.top_p is not None and facts.top_p < 1 else []
     said += [f"top_k={facts.top_k}"] if facts.top_k else []
     return f" ({', '.join(said)} is set)" if said else ", by a default of its own"
 
 
-def _say_truncated(s: Signs) -> str:
-    return f"top-p or top-k is on{_settings(s.facts)}: the engine is surer than the trainer everywhere"
+def _say_truncated(s: Symptoms) -> str:
+    return f"top-p or top-k is on{_truncation_settings(s.facts)}: the engine is surer than the trainer everywhere"
 
 
-def _say_unlike(s: Signs) -> str:
+def _say_not_as_reported(s: Symptoms) -> str:
     excess = s["surprise_excess"]
     if excess < 0:
-        what = f"top-p or top-k is on{_settings(s.facts)}, or tokens are drawn colder than asked for"
+        what = f"top-p or top-k is on{_truncation_settings(s.facts)}, or tokens are drawn colder than asked for"
         seen = f"tokens are {-excess:.0%} less surprising than the trainer's entropy"
     else:
         what = "a wrong temperature: tokens are drawn hotter than asked for, or not from what is reported"
@@ -178,90 +180,99 @@ def _say_unlike(s: Signs) -> str:
     return f"{what}: {seen}, though the log-probs reported agree with the trainer's"
 
 
-def _say_reencoded(s: Signs) -> str:
+def _say_reencoded(s: Symptoms) -> str:
     return (
         f"a server that re-encodes text: {s['far_share']:.2%} of tokens are more than 20 times off, while the tokens before "
         f"them agree (half of all to {s['gap_median']:.1g})"
     )
 
 
-def _say_stale(s: Signs) -> str:
+def _say_stale(s: Symptoms) -> str:
     if s.grows_with_age:
         return f"stale weights: the gap grows by {s['lag_slope']:.2g} with every update a token is old (mean {s['lag_mean']:.2g})"
     return f"stale weights: tokens are {s['lag_mean']:.2g} updates old"
 
 
-def _say_never(s: Signs) -> str:
+def _say_never_arrived(s: Symptoms) -> str:
     return (
         f"weights never arrived, or arrive late: the two policies were {s.course.start:.1g} apart at the first step and are "
         f"{s.course.now:.2g} apart now, although the {s.facts.engine} says its version is fresh"
     )
 
 
-def _say_precision(s: Signs) -> str:
+def _say_precision(s: Symptoms) -> str:
     e, t = s.facts.engine_dtype, s.facts.learner_dtype
     if e and t and e != t:
         what = f"precision of the engine ({e} against the trainer's {t})"
     else:
-        what = f"precision of the engine (rounded weights, other arithmetic), or {CHANGED}"
+        what = f"precision of the engine (rounded weights, other arithmetic), or {CHANGED_PROMPT}"
     return f"{what}: a gap without a direction or a trend"
 
 
-CHANGED = "an added BOS token or a prompt encoded otherwise"
-SAMPLING = "set rollout.top_p=1 and rollout.top_k=0, and see that the server's generation defaults do not set them"
-PROMPT = "send token ids, not text, and turn off the server's add_special_tokens"
-CAUSES: tuple[Cause, ...] = (
+CHANGED_PROMPT = "an added BOS token or a prompt encoded otherwise"
+SAMPLING_REMEDY = (
+    "set rollout.top_p=1 and rollout.top_k=0, and see that the server's generation defaults do not set them"
+)
+PROMPT_REMEDY = "send token ids, not text, and turn off the server's add_special_tokens"
+MISMATCH_CAUSES: tuple[MismatchCause, ...] = (
     # What came with the updates can look like anything: a policy that grows surer is a colder one.
-    Cause(
+    MismatchCause(
         "weights never arrived",
-        _never_arrived,
-        _say_never,
+        _weights_never_arrived,
+        _say_never_arrived,
         "check that the engine loads what it is sent: names, adapters, a cache of prefixes kept across updates",
     ),
-    Cause(
+    MismatchCause(
         "wrong temperature",
-        _tempered,
+        _wrong_temperature,
         _say_temperature,
         "give engine and trainer the same rollout.temperature, and see that the server reports log-probs after it",
     ),
-    Cause("truncated sampling", _truncated, _say_truncated, SAMPLING),
-    Cause(
+    MismatchCause("truncated sampling", _truncated, _say_truncated, SAMPLING_REMEDY),
+    MismatchCause(
         "re-encoding",
         _reencoded,
         _say_reencoded,
         "take token ids from the engine, not text, and look at the worst tokens in the samples",
     ),
-    Cause("unlike its report", _unlike_its_report, _say_unlike, f"{SAMPLING}; compare the temperature it draws with"),
-    Cause(
+    MismatchCause(
+        "unlike its report",
+        _not_drawn_as_reported,
+        _say_not_as_reported,
+        f"{SAMPLING_REMEDY}; compare the temperature it draws with",
+    ),
+    MismatchCause(
         "stale weights",
         _stale,
         _say_stale,
         "allow less staleness, update the engine more often, or lower the learning rate",
     ),
-    Cause(
+    MismatchCause(
         "another prompt",
-        _fades,
+        _largest_near_prompt,
         lambda s: (
-            f"{CHANGED}: the gap is {s['first_share'] / s['late_share']:.2g} times larger at the first token written than late "
+            f"{CHANGED_PROMPT}: the gap is {s['first_share'] / s['late_share']:.2g} times larger at the first token written than late "
             "in a row"
         ),
-        PROMPT,
+        PROMPT_REMEDY,
     ),
     # Rounded weights and a changed prompt are both another function of the same text, from the first step to the last.
-    Cause(
+    MismatchCause(
         "a steady gap",
         lambda s: s["far_share"] > 0.01,
-        lambda s: f"{CHANGED}, or weights that are another model's: a gap without a trend, too large for rounding",
-        f"{PROMPT}; check the model the engine serves, and that it loads what it is sent",
+        lambda s: (
+            f"{CHANGED_PROMPT}, or weights that are another model's: a gap without a trend, too large for rounding"
+        ),
+        f"{PROMPT_REMEDY}; check the model the engine serves, and that it loads what it is sent",
     ),
-    Cause(
+    MismatchCause(
         "a steady gap",
         lambda s: s["share"] >= 0,
         _say_precision,
-        f"run the engine in the trainer's dtype (float16 or float32 for both if need be); {PROMPT}; or correct it: "
+        f"run the engine in the trainer's dtype (float16 or float32 for both if need be); {PROMPT_REMEDY}; or correct it: "
         "correction=decoupled_token_is",
     ),
-    Cause(
+    MismatchCause(
         "unknown",
         lambda s: True,
         lambda s: "not known, for the symptoms were not measured",
@@ -271,6 +282,6 @@ CAUSES: tuple[Cause, ...] = (
 """In the order they are asked: those with the most particular signs first. Those of one name are one cause."""
 
 
-def diagnose(signs: Signs) -> Cause:
+def diagnose(signs: Symptoms) -> MismatchCause:
     """The first cause whose signs are there."""
-    return next(cause for cause in CAUSES if cause.holds(signs))
+    return next(cause for cause in MISMATCH_CAUSES if cause.holds(signs))

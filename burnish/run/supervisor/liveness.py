@@ -21,16 +21,16 @@ from typing import Any, ClassVar, TextIO
 from burnish.config.errors import UserError
 from burnish.run.display import Display
 
-FILE = "heartbeat.json"
-SIZE = 512
+HEARTBEAT_FILE = "heartbeat.json"
+RECORD_BYTES = 512
 """Bytes of the record, whatever it says: it is written over in one piece."""
-EVERY_S = 0.25
+MIN_INTERVAL_S = 0.25
 """Between two records that differ in nothing but a count."""
-DIGITS = str.maketrans("", "", "0123456789")
+DROP_DIGITS = str.maketrans("", "", "0123456789")
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatRecord:
     """Where the driver was, and the how many-th time it said so."""
 
     step: int
@@ -41,11 +41,11 @@ class Beat:
         return ", ".join(([f"step {self.step}"] if self.step else []) + ([f"{self.phase!r}"] if self.phase else []))
 
 
-def read_beat(path: Path, pid: int) -> Beat | None:
+def read_heartbeat(path: Path, pid: int) -> HeartbeatRecord | None:
     """The last record of a driver; None where it has written none, or is just writing it."""
     try:
         record = json.loads(path.read_bytes())
-        return Beat(record["step"], record["phase"], record["count"]) if record["pid"] == pid else None
+        return HeartbeatRecord(record["step"], record["phase"], record["count"]) if record["pid"] == pid else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -56,18 +56,18 @@ class Heartbeat:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self._clock = path, clock
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._count, self._written, self._kind = 0, -EVERY_S, ""
+        self._count, self._written, self._kind = 0, -MIN_INTERVAL_S, ""
         self.beat(0, "starting")
 
     def beat(self, step: int, phase: str) -> None:
         """Something moved. Cheap: of many calls in a moment that differ in a count alone, one is written."""
-        now, kind = self._clock(), f"{step}|{phase.translate(DIGITS)}"
-        if kind == self._kind and now - self._written < EVERY_S:
+        now, kind = self._clock(), f"{step}|{phase.translate(DROP_DIGITS)}"
+        if kind == self._kind and now - self._written < MIN_INTERVAL_S:
             return
         self._count, self._written, self._kind = self._count + 1, now, kind
         record = {"step": step, "phase": phase[:60], "count": self._count, "pid": os.getpid(), "time": time.time()}
         try:
-            os.pwrite(self._file, json.dumps(record).ljust(SIZE - 1).encode()[: SIZE - 1] + b"\n", 0)
+            os.pwrite(self._file, json.dumps(record).ljust(RECORD_BYTES - 1).encode()[: RECORD_BYTES - 1] + b"\n", 0)
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room and start again") from error
 
@@ -76,7 +76,7 @@ class Heartbeat:
         os.close(self._file)
 
 
-class BeatingDisplay(Display):
+class HeartbeatDisplay(Display):
     """A display that tells the heartbeat whatever it is told."""
 
     def __init__(self, log: Path, heartbeat: Heartbeat, stream: TextIO | None = None) -> None:
@@ -100,24 +100,24 @@ class BeatingDisplay(Display):
 
 # --- How long this process has been alive, from the moment it was started: imports and start-up are a user's time too.
 
-IMPORTED = time.monotonic()
-STAT = Path("/proc/self/stat")
+IMPORT_TIME = time.monotonic()
+PROC_STAT = Path("/proc/self/stat")
 
 
 def process_seconds() -> float:
     """Seconds since this process was started; where the system does not say (no /proc), since this module was imported."""
-    if not STAT.exists():
-        return time.monotonic() - IMPORTED
-    after_name = STAT.read_text().rpartition(")")[2].split()  # a process may have spaces and brackets in its name
+    if not PROC_STAT.exists():
+        return time.monotonic() - IMPORT_TIME
+    after_name = PROC_STAT.read_text().rpartition(")")[2].split()  # a process may have spaces and brackets in its name
     started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field: clock ticks after the machine started
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 # --- Ctrl-C, and the SIGTERM of a batch system, that lose nothing.
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOOK_EVERY_S = 0.2
-ONCE_S = 0.5
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPT_POLL_S = 0.2
+SAME_SIGNAL_S = 0.5
 """Signals that follow each other faster are one: batch systems signal every process of a job, and the supervisor passes its own on."""
 
 
@@ -145,7 +145,7 @@ class StopOnInterrupt:
 
     def __enter__(self) -> StopOnInterrupt:
         # In another thread whoever owns the main one handles the signals.
-        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        for number in INTERRUPT_SIGNALS if threading.current_thread() is threading.main_thread() else ():
             self.previous[number] = signal.signal(number, self._handle)
         if self._end_early is not None:
             self._watcher = threading.Thread(target=self._watch, name="stop on interrupt", daemon=True)
@@ -154,7 +154,7 @@ class StopOnInterrupt:
 
     def _watch(self) -> None:
         assert self._end_early is not None
-        while not self._is_over.wait(LOOK_EVERY_S):
+        while not self._is_over.wait(INTERRUPT_POLL_S):
             if self.requested:
                 self._end_early()
 
@@ -163,7 +163,7 @@ class StopOnInterrupt:
         self._heard = now
         StopOnInterrupt.num_heard += 1
         if self.requested:
-            if now - before < ONCE_S:
+            if now - before < SAME_SIGNAL_S:
                 return
             raise KeyboardInterrupt
         self.requested = True

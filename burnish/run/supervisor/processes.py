@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-TELL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGUSR2
 """Whoever of a run's processes catches this signal writes its stacks to a file."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LEAVE_S = 5.0
+ORPHAN_GRACE_S = 5.0
 """How long the processes of a dead driver may take to end by themselves."""
 
 
@@ -28,14 +28,14 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with(parent: int, number: signal.Signals) -> None:
+def signal_on_parent_exit(parent: int, number: signal.Signals) -> None:
     """Have the kernel send this process a signal when its parent ends, however that ends."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
-def parents() -> dict[int, int]:
+def parent_pids() -> dict[int, int]:
     """The parent of every process of this machine that can be seen; those that have ended and wait for their parent are left out."""
     found = {}
     for entry in os.scandir("/proc"):
@@ -51,7 +51,7 @@ def parents() -> dict[int, int]:
 
 def descendants(pid: int) -> list[int]:
     """The children of a process, theirs, and so on."""
-    above = parents()
+    above = parent_pids()
     found, frontier = list[int](), {pid}
     while frontier:
         frontier = {child for child, parent in above.items() if parent in frontier}
@@ -74,7 +74,7 @@ def num_bytes_read(pid: int) -> int:
     return 0
 
 
-def telling(pid: int) -> Iterator[int]:
+def workers_that_dump_stacks(pid: int) -> Iterator[int]:
     """Workers under a process that write their stacks when they are told to."""
     for child in descendants(pid):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -82,34 +82,34 @@ def telling(pid: int) -> Iterator[int]:
                 continue
             status = Path(f"/proc/{child}/status").read_text(errors="replace")
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-            if caught >> (TELL - 1) & 1:
+            if caught >> (STACKS_SIGNAL - 1) & 1:
                 yield child
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     """A signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def sweep_orphans() -> list[int]:
+def kill_orphans() -> list[int]:
     """End what a dead driver left: most ends by itself, what does not is killed. Returns which had to be."""
-    until = time.monotonic() + LEAVE_S
+    until = time.monotonic() + ORPHAN_GRACE_S
     while descendants(os.getpid()) and time.monotonic() < until:
         time.sleep(0.05)
-        _reap()
+        _reap_children()
     killed: set[int] = set()
-    until = time.monotonic() + LEAVE_S
+    until = time.monotonic() + ORPHAN_GRACE_S
     while (left := descendants(os.getpid())) and time.monotonic() < until:
         for pid in left:
-            send(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         killed.update(left)
         time.sleep(0.05)
-        _reap()
+        _reap_children()
     return sorted(killed)
 
 
-def _reap() -> None:
+def _reap_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -26,38 +26,42 @@ from typing import IO, Any
 
 from burnish.config.yaml_text import printable
 from burnish.run.durable_files import FolderId, folder_id
-from burnish.run.supervisor.exit_status import HUNG, LOST, Death, Life, explain, why_not_again
-from burnish.run.supervisor.liveness import FILE, Beat, read_beat
+from burnish.run.supervisor.exit_status import (
+    HUNG_STATUS,
+    DriverExit,
+    DriverRecord,
+    describe_exit_code,
+    why_not_restart,
+)
+from burnish.run.supervisor.liveness import HEARTBEAT_FILE, HeartbeatRecord, read_heartbeat
 from burnish.run.supervisor.processes import (
-    TELL,
+    STACKS_SIGNAL,
     adopt_orphans,
     descendants,
-    end_with,
+    kill_orphans,
     num_bytes_read,
     out_of_memory_kills,
-    send,
-    sweep_orphans,
-    telling,
+    send_signal,
+    signal_on_parent_exit,
+    workers_that_dump_stacks,
 )
 
-__all__ = ["LOST", "is_possible", "supervise"]
-
-ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """With which users and batch systems end a run."""
-WATCHED = (*ASKED, signal.SIGCHLD)
-LOOK_S = 0.5
-STOPPED_S = 30.0
+WATCHED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
+POLL_S = 0.5
+MAX_STOPPED_S = 30.0
 """How long a driver may be stopped while its supervisor is not. (Ctrl-Z stops both.)"""
-LOADED = 1 << 26
+READ_PROGRESS_BYTES = 1 << 26
 """To read so many bytes more from a disk is a sign of life too."""
-STACKS_S = 1.0
-KILLED_S = 60.0
+STACK_DUMP_S = 1.0
+KILL_TIMEOUT_S = 60.0
 """How long a process may take to be gone after SIGKILL: one deep in the kernel (a network disk, a GPU's driver) may take for ever."""
 SI_KERNEL = 0x80
 SHOW_CURSOR = "\x1b[?25h"
 
 
-def is_possible() -> bool:
+def is_supported() -> bool:
     """Whether this system has what a supervisor needs (Linux has)."""
     return hasattr(signal, "sigtimedwait") and sys.platform.startswith("linux")
 
@@ -71,7 +75,7 @@ def supervise(folder: Path, max_restarts: int, deadline_s: float, replaced: Fold
     return Supervisor(folder, max_restarts, deadline_s, replaced).run()
 
 
-def _is_written(path: Path, content: bytes) -> bool:
+def _try_write(path: Path, content: bytes) -> bool:
     """Whether there was room for a file."""
     try:
         path.parent.mkdir(exist_ok=True)
@@ -100,23 +104,23 @@ class Supervisor:
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
         )  # a parent may have left it ignored: then nobody can be waited for
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-        previous: Death | None = None
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
+        previous: DriverExit | None = None
         for restarts in range(self.max_restarts + 1):
-            life = Life(self.folder, self.replaced)
+            life = DriverRecord(self.folder, self.replaced)
             if not self._begin(mask):
                 return None
             death = self._watch(life)
             if death.is_final or self.is_asked_to_stop:
-                if death.status == HUNG:
+                if death.status == HUNG_STATUS:
                     self._settle(death)
                 break
             self._settle(death)
-            while signal.sigtimedwait(ASKED, 0) is not None:  # which no driver was there to hear
+            while signal.sigtimedwait(STOP_SIGNALS, 0) is not None:  # which no driver was there to hear
                 self.is_asked_to_stop = True
             if self.is_asked_to_stop:
                 break
-            reason = why_not_again(death, previous, restarts, self.max_restarts)
+            reason = why_not_restart(death, previous, restarts, self.max_restarts)
             if reason is not None:
                 self.say(f"the run stops here: {reason}; the same command goes on {life.goes_on_from()}")
                 break
@@ -139,42 +143,42 @@ class Supervisor:
             self.is_stopped = False
             return True
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        end_with(supervisor, signal.SIGTERM)  # which lets it finish its step
+        signal_on_parent_exit(supervisor, signal.SIGTERM)  # which lets it finish its step
         faulthandler.enable(self.stacks)
-        faulthandler.register(TELL, self.stacks)
+        faulthandler.register(STACKS_SIGNAL, self.stacks)
         return False
 
-    def _watch(self, life: Life) -> Death:
+    def _watch(self, life: DriverRecord) -> DriverExit:
         """Wait until the driver ends, or must be ended."""
-        beat: Beat | None = None
-        sign: tuple[Beat | None, int] = None, 0
+        beat: HeartbeatRecord | None = None
+        sign: tuple[HeartbeatRecord | None, int] = None, 0
         silent_s = stopped_s = 0.0
         looked = time.monotonic()
         while True:
-            self._hear(signal.sigtimedwait(WATCHED, LOOK_S))
+            self._hear(signal.sigtimedwait(WATCHED_SIGNALS, POLL_S))
             now = time.monotonic()
             # A supervisor that was stopped itself, or whose machine slept, has not waited for its driver.
-            passed, looked = min(now - looked, 2 * LOOK_S), now
+            passed, looked = min(now - looked, 2 * POLL_S), now
             status = self._reap()
             if status is not None:
                 return self._death(life, status)
-            beat = read_beat(self.folder / FILE, self.driver) or beat
+            beat = read_heartbeat(self.folder / HEARTBEAT_FILE, self.driver) or beat
             # Large weights may take long to load, in which nobody speaks.
-            last, sign = sign, (beat, num_bytes_read(self.driver) // LOADED)
+            last, sign = sign, (beat, num_bytes_read(self.driver) // READ_PROGRESS_BYTES)
             silent_s = 0.0 if sign != last else silent_s + passed
             stopped_s = stopped_s + passed if self.is_stopped else 0.0
-            if stopped_s > min(STOPPED_S, self.deadline_s):
+            if stopped_s > min(MAX_STOPPED_S, self.deadline_s):
                 return self._end(life, f"was stopped by a signal, and nobody continued it for {stopped_s:.0f} s")
             if silent_s > self.deadline_s:
                 return self._end(life, f"gave no sign of life for {silent_s:.0f} s (--deadline)")
 
     def _hear(self, signalled: Any) -> None:
         """Pass on what is meant for the run. A terminal's Ctrl-C goes to the driver as well, by itself."""
-        if signalled is None or signalled.si_signo not in ASKED:
+        if signalled is None or signalled.si_signo not in STOP_SIGNALS:
             return
         self.is_asked_to_stop = True
         if signalled.si_code != SI_KERNEL:
-            send(self.driver, signal.Signals(signalled.si_signo))
+            send_signal(self.driver, signal.Signals(signalled.si_signo))
 
     def _reap(self) -> int | None:
         """The driver's exit code if it has ended (negative: a signal's number); what it left behind is reaped too."""
@@ -189,21 +193,21 @@ class Supervisor:
             else:
                 return os.waitstatus_to_exitcode(status)
 
-    def _death(self, life: Life, code: int) -> Death:
+    def _death(self, life: DriverRecord, code: int) -> DriverExit:
         kills = out_of_memory_kills()
         for_memory, self.kills = kills > self.kills, kills
-        return life.death(self.driver, code, explain(code, for_memory))
+        return life.death(self.driver, code, describe_exit_code(code, for_memory))
 
-    def _end(self, life: Life, why: str) -> Death:
+    def _end(self, life: DriverRecord, why: str) -> DriverExit:
         """Have a driver that hangs write its stacks, and its workers theirs; then kill it."""
-        for worker in telling(self.driver):
-            send(worker, TELL)
-        send(self.driver, TELL)
-        send(self.driver, signal.SIGCONT)  # a stopped one could not write
-        time.sleep(STACKS_S)
+        for worker in workers_that_dump_stacks(self.driver):
+            send_signal(worker, STACKS_SIGNAL)
+        send_signal(self.driver, STACKS_SIGNAL)
+        send_signal(self.driver, signal.SIGCONT)  # a stopped one could not write
+        time.sleep(STACK_DUMP_S)
         for pid in [self.driver, *descendants(self.driver)]:
-            send(pid, signal.SIGKILL)
-        until = time.monotonic() + KILLED_S
+            send_signal(pid, signal.SIGKILL)
+        until = time.monotonic() + KILL_TIMEOUT_S
         while self._reap() is None:
             if time.monotonic() > until:  # it still holds the run's lock, so nobody could go on
                 return life.hang(self.driver, f"{why}, and does not end though it was killed", is_final=True)
@@ -212,7 +216,7 @@ class Supervisor:
 
     # --- what is said of it ----------------------------------------------------------------------------------------------
 
-    def _settle(self, death: Death) -> None:
+    def _settle(self, death: DriverExit) -> None:
         """Name a death, keep its stacks, end what is left of it."""
         if sys.stdout.isatty():
             print(SHOW_CURSOR, end="", flush=True)  # which a live display hides
@@ -220,15 +224,19 @@ class Supervisor:
         self.stacks.seek(0)
         found = self.stacks.read()
         path = self.folder / "stacks" / f"driver-{self.driver}.txt"
-        if found and self._has_folder() and _is_written(path, found):
+        if found and self._has_folder() and _try_write(path, found):
             workers = self.folder / "workers" / "stacks"
-            others = f", what its workers were doing in {workers}" if death.status == HUNG and workers.is_dir() else ""
+            others = (
+                f", what its workers were doing in {workers}"
+                if death.status == HUNG_STATUS and workers.is_dir()
+                else ""
+            )
             self.say(f"what it was doing is in {path}{others}")
         elif found:
             self.say(f"what it was doing:\n{found.decode(errors='replace')}")
         for line in death.last_lines:
             print(f"  {printable(line)}", file=sys.stderr, flush=True)
-        if killed := sweep_orphans():
+        if killed := kill_orphans():
             self.say(f"what it had started did not end by itself and was killed: process {', '.join(map(str, killed))}")
 
     def _has_folder(self) -> bool:

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burnish.training.optimizers.rounding import TINY, block_size, format_of
+from burnish.training.optimizers.stochastic_rounding import SMALLEST_NORMAL, block_size, byte_format
 
-NUMBERS = 2048
+PROGRAM_SIZE = 2048
 """That one program updates, in whole blocks."""
 
 
@@ -123,9 +123,9 @@ def update(
     """
     size = block_size(weight.shape[-1])
     padded = triton.next_power_of_2(size)
-    blocks = max(1, NUMBERS // padded)
+    blocks = max(1, PROGRAM_SIZE // padded)
     num_blocks = weight.numel() // size
-    (dropped, _, lowest), (root_dropped, _, root_lowest) = format_of(True), format_of(False)
+    (dropped, _, lowest), (root_dropped, _, root_lowest) = byte_format(True), byte_format(False)
     _update[(triton.cdiv(num_blocks, blocks),)](
         weight,
         gradient,
@@ -145,7 +145,7 @@ def update(
         LOWEST=lowest,
         ROOT_DROPPED=root_dropped,
         ROOT_LOWEST=root_lowest,
-        TINY=TINY,
+        TINY=SMALLEST_NORMAL,
         BLOCKS=blocks,
         SIZE=padded,
         num_warps=8,

@@ -18,40 +18,40 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 
-Spec = tuple[tuple[int, ...], torch.dtype]
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """The shape and type of a tensor."""
 State = dict[str, Tensor]
 
 ALIGNMENT = 256
 
 
-def size_of(spec: Spec) -> int:
+def num_bytes_of(spec: TensorSpec) -> int:
     """Bytes a tensor takes."""
     shape, dtype = spec
     return math.prod(shape) * dtype.itemsize
 
 
-def _room(specs: Sequence[Spec]) -> int:
-    return sum(-(-size_of(spec) // ALIGNMENT) * ALIGNMENT for spec in specs)
+def _aligned_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(-(-num_bytes_of(spec) // ALIGNMENT) * ALIGNMENT for spec in specs)
 
 
-def carve(block: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+def carve_tensors(block: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Tensors of these shapes one after the other in a block of bytes, aligned."""
     tensors, start = [], 0
     for spec in specs:
         shape, dtype = spec
-        tensors.append(block[start : start + size_of(spec)].view(dtype).view(shape))
-        start += _room([spec])
+        tensors.append(block[start : start + num_bytes_of(spec)].view(dtype).view(shape))
+        start += _aligned_bytes([spec])
     return tensors
 
 
 class HostStates:
     """State tensors by name, zeros at first, that rest in host memory."""
 
-    def __init__(self, specs: Mapping[str, Spec], device: torch.device) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
         self.device = device
-        block = torch.zeros(_room(list(specs.values())), dtype=torch.uint8)
-        self.tensors = dict(zip(specs, carve(block, list(specs.values())), strict=True))
+        block = torch.zeros(_aligned_bytes(list(specs.values())), dtype=torch.uint8)
+        self.tensors = dict(zip(specs, carve_tensors(block, list(specs.values())), strict=True))
         self.streams: tuple[Any, Any] | None = None
         if device.type == "cuda":
             _page_lock(block, self)
@@ -66,7 +66,7 @@ class HostStates:
         """The states of each batch on the device, in turn; they go back as the work left them when the next is asked for."""
         if not batches:
             return
-        room = max(_room(_specs(batch)) for batch in batches)
+        room = max(_aligned_bytes(_tensor_specs(batch)) for batch in batches)
         buffers = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in batches[:2]]
         gone: list[Any] = [None] * len(buffers)
         if self.streams is not None:
@@ -86,7 +86,7 @@ class HostStates:
 
     def _bring(self, batch: list[State], buffer: Tensor, is_free: Any) -> tuple[list[State], Any]:
         """Copies of a batch in a buffer, once what was in it has left; and the event of their arrival."""
-        here = iter(carve(buffer, _specs(batch)))
+        here = iter(carve_tensors(buffer, _tensor_specs(batch)))
         states = [{key: next(here) for key in state} for state in batch]
         if self.streams is None:
             _copy(batch, states)
@@ -107,7 +107,7 @@ class HostStates:
             return self.streams[1].record_event()
 
 
-def _specs(batch: list[State]) -> list[Spec]:
+def _tensor_specs(batch: list[State]) -> list[TensorSpec]:
     return [(tuple(t.shape), t.dtype) for state in batch for t in state.values()]
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from burnish.core.sharded_tensors import gathered
+from burnish.core.sharded_tensors import full_tensor
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
-from burnish.models.weight_layout import order_of, usual
+from burnish.models.weight_layout import in_hf_order, row_order_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from burnish.training.parallel.ranks import Ranks
 
 
-def shard(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
+def apply_fsdp(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
     """Cut the parameters of a model over ranks, in place; names stay. Its optimizer must be made afterwards.
 
     A model may come on the CPU: layer by layer it is moved to where the rank computes, so no device ever holds it whole.
@@ -44,7 +44,7 @@ def shard(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
     )
 
     assert ranks.weights is not None, "one process alone has nothing to cut"
-    mesh = _mesh(ranks.weights)
+    mesh = _shard_mesh(ranks.weights)
     on_gpu = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
 
@@ -53,7 +53,7 @@ def shard(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
 
-    trunk = trunk_of(model)
+    trunk = backbone_of(model)
     for layer in layers_of(trunk):
         cut(layer)
     cut(trunk)
@@ -66,15 +66,15 @@ def shard(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def settle(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Drop what a forward pass without a backward has left gathered: it would be out of date after a change of weights."""
-    for module in (model, trunk_of(model)):
+    for module in (model, backbone_of(model)):
         reshard = cast("Callable[[], None] | None", getattr(module, "reshard", None))  # FSDP's, where it is cut
         if reshard is not None:
             reshard()
 
 
-def trunk_of(model: nn.Module) -> nn.Module:
+def backbone_of(model: nn.Module) -> nn.Module:
     """The module whose `forward` is called to compute all layers."""
     if isinstance(model, ValueModel):
         model = model.backbone
@@ -87,7 +87,7 @@ def layers_of(trunk: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def _mesh(weights: DeviceMesh) -> DeviceMesh:
+def _shard_mesh(weights: DeviceMesh) -> DeviceMesh:
     """The dimensions parameters are cut over; a single copy needs no sum over copies."""
     return weights["replicate", "shard"] if weights["replicate"].size() > 1 else weights["shard"]
 
@@ -102,9 +102,9 @@ def full_parameters(model: nn.Module, names: Container[str] | None = None) -> It
 
     Tensors of a model that is not cut are its own; others are new, and are freed when the next is asked for.
     """
-    settle(model)
-    trunk = trunk_of(model)
+    reshard(model)
+    trunk = backbone_of(model)
     wanted = [(name, parameter) for name, parameter in model.named_parameters() if names is None or name in names]
     for name, parameter in wanted:
-        whole = gathered(parameter)
-        yield name, usual(whole, order_of(trunk, name)) if isinstance(trunk, Decoder) else whole
+        whole = full_tensor(parameter)
+        yield name, in_hf_order(whole, row_order_of(trunk, name)) if isinstance(trunk, Decoder) else whole

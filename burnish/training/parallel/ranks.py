@@ -11,6 +11,7 @@ over ranks. One process alone is `SOLO`; it never loads torch.distributed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
+from burnish.config.errors import UserError
+from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, shared_prefixes
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 # --- Which sequences of a mini-batch each data-parallel rank works on.
 
 
-def shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENTION_COST) -> list[Tensor]:
+def balanced_shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENTION_COST) -> list[Tensor]:
     """The sequences of each rank, in rising order: every one once, about the same work for all; a share may be empty.
 
     A group stays together, since its samples share the work of their prompt. A sequence of L tokens costs
@@ -54,14 +57,14 @@ def shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENTION_COST)
     return [torch.tensor(sorted(i for k in part for i in units[k]), dtype=torch.long) for part in parts]
 
 
-PLACE = "place"
+ORIGINAL_INDEX = "place"
 """The sequence column with each sequence's number in the whole mini-batch, by which order is restored."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Whole:
+class GatheredBatch:
     """A mini-batch put together from all ranks, outputs of the model on it, and where this rank's tokens stand in it."""
 
     batch: Batch
@@ -92,23 +95,23 @@ class Ranks:
         """This rank's sequences of a mini-batch that every rank has; their numbers in it go along."""
         if self.count == 1:
             return batch
-        mine = shares(batch, self.count, attention_cost)[self.index]
+        mine = balanced_shares(batch, self.count, attention_cost)[self.index]
         place = torch.arange(batch.num_sequences, device=batch.tokens.device)
-        return batch.with_sequence(**{PLACE: place}).select(mine)
+        return batch.with_sequence(**{ORIGINAL_INDEX: place}).select(mine)
 
     def settle(self, model: nn.Module) -> None:
         """To be called after a pass without gradient: no parameter stays gathered, so none can be out of date."""
         if self.weights is not None:
-            from burnish.training.parallel.fsdp import settle
+            from burnish.training.parallel.fsdp import reshard
 
-            settle(model)
+            reshard(model)
 
     def finish(self, gradients: Mapping[str, Tensor]) -> None:
         """To be called when an update's gradients are complete, before they are read."""
         if self.weights is not None and self.weights["tensor"].size() > 1:
-            from burnish.training.parallel.tensor import sum_partial
+            from burnish.training.parallel.tensor_parallel import reduce_partial_gradients
 
-            sum_partial(gradients, self.weights["tensor"])
+            reduce_partial_gradients(gradients, self.weights["tensor"])
 
     # --- adding up -----------------------------------------------------------------------------------------------------
 
@@ -171,21 +174,21 @@ class Ranks:
         all_gather(parts, mine, group=self.data)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
-    def whole(self, batch: Batch, outputs: Mapping[str, Tensor]) -> Whole:
+    def whole(self, batch: Batch, outputs: Mapping[str, Tensor]) -> GatheredBatch:
         """The mini-batch this rank's batch is a share of, with [N] outputs; in the order it had, if shares know it."""
         if self.count == 1:
-            return Whole(batch, dict(outputs), slice(None))
+            return GatheredBatch(batch, dict(outputs), slice(None))
         counts = self._everyone(batch.num_sequences)
         before = sum(counts[: self.index])
         mine = torch.arange(before, before + batch.num_sequences, device=batch.tokens.device)
         # The outputs travel as columns under names no column has.
         found = self._merged(batch.with_token(**{f"/{name}": column for name, column in outputs.items()}))
-        if PLACE in found.sequence:
-            order = found.sequence[PLACE].argsort()
+        if ORIGINAL_INDEX in found.sequence:
+            order = found.sequence[ORIGINAL_INDEX].argsort()
             found, mine = found.select(order), order.argsort()[mine]
         columns = {name: found.token.pop(f"/{name}") for name in outputs}
         numbers = torch.arange(found.num_tokens, device=batch.tokens.device)
-        return Whole(found, columns, Batch(numbers, found.offsets).select(mine).tokens)
+        return GatheredBatch(found, columns, Batch(numbers, found.offsets).select(mine).tokens)
 
     def _merged(self, batch: Batch) -> Batch:
         """The batches of all ranks, one after the other."""
@@ -207,3 +210,88 @@ class Ranks:
 
 SOLO = Ranks()
 """One process alone."""
+
+
+# --- A model spread over the processes that train it: rows, layers and parameters, in the order they must be cut.
+
+
+def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
+    """Cut a whole model over ranks, in place: this process has its part from now on. Its learner is made afterwards."""
+    if ranks.weights is None:
+        return
+    from burnish.training.parallel.fsdp import apply_fsdp
+    from burnish.training.parallel.sequence_parallel import apply_sequence_parallel
+    from burnish.training.parallel.tensor_parallel import apply_tensor_parallel
+
+    if ranks.weights["tensor"].size() > 1:
+        apply_tensor_parallel(model, ranks.weights["tensor"])
+    if ranks.sequence is not None:
+        apply_sequence_parallel(model, ranks.sequence)
+    if offload or ranks.weights["replicate"].size() * ranks.weights["shard"].size() > 1:
+        apply_fsdp(model, ranks, offload)
+    else:
+        model.to(ranks.device)
+
+
+# --- Joining the other processes: `torchrun` tells each its number, and the config how the work is divided.
+#
+# Ranks are numbered with `tensor` fastest, then `sequence`, then `shard`, then `replicate`: those that speak most often are
+# neighbours on one machine.
+
+
+def is_launched() -> bool:
+    """Whether a launcher (torchrun) started this process as one of several, or as one that may have peers."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def require_single_process(command: str) -> None:
+    """For commands that one process runs: several would do the same work and get in each other's way."""
+    if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise UserError(
+            f"burnish {command} runs in one process, and torchrun started {os.environ['WORLD_SIZE']}: start it without torchrun "
+            "(burnish sft is the command that several processes can share)"
+        )
+
+
+def join_process_group(config: Parallel, on_gpu: bool) -> Ranks:
+    """This process's place among its peers; `SOLO` where no launcher started it."""
+    if not is_launched():
+        if config != Parallel():
+            raise UserError(
+                "parallel has no effect on one process: start several with torchrun --nproc-per-node <number> -m burnish.cli.main ..."
+            )
+        return SOLO
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    num_processes, kind = int(os.environ["WORLD_SIZE"]), "cuda" if on_gpu else "cpu"
+    replicate, shard, sequence, tensor = config.sizes(num_processes)
+    device = torch.device(kind)
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        # Small values travel as objects, and offloaded tensors from the CPU: both backends, each for its device.
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    weights = init_device_mesh(
+        kind, (replicate, shard * sequence, tensor), mesh_dim_names=("replicate", "shard", "tensor")
+    )
+    work = init_device_mesh(kind, (replicate * shard, sequence, tensor), mesh_dim_names=("data", "sequence", "columns"))
+    return Ranks(
+        index=work.get_local_rank("data"),
+        count=replicate * shard,
+        is_first=distributed.get_rank() == 0,
+        device=device,
+        data=work.get_group("data"),
+        sequence=work.get_group("sequence") if sequence > 1 else None,
+        weights=weights,
+    )
+
+
+def leave_process_group() -> None:
+    """Say goodbye to the others, where there are any: a process that ends without it is reported as a failure."""
+    if is_launched():
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 
 from burnish.algorithms.advantages.returns import distillation
 from burnish.algorithms.spec import Algorithm
-from burnish.config.loading import from_preset
+from burnish.config.loading import algorithm_from_preset
 from burnish.core.batch import Batch
 from burnish.trainers.pipeline import AlgorithmPipeline
 
@@ -31,7 +31,7 @@ class Says:
 
 
 def prepared(f1: Batch, **slots: Any) -> Batch:
-    algorithm = Algorithm.model_validate({**from_preset("on_policy_distillation").model_dump(), **slots})
+    algorithm = Algorithm.model_validate({**algorithm_from_preset("on_policy_distillation").model_dump(), **slots})
     batch = f1.with_token(policy=f1.token["old_logp"], teacher=f1.token["ref_logp"])
     batch = batch.with_sequence(
         reward=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64), trajectory_ids=torch.arange(4)

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.advantages.returns import (
     discounted_returns,
-    none,
     reinforce,
     reinforce_plus_plus,
     remax,
     returns_to_go,
+    zero_advantages,
 )
-from burnish.algorithms.advantages.table import ADVANTAGES
 from burnish.algorithms.batch_columns import place_rewards, sequence_rewards
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
@@ -125,7 +125,7 @@ def test_reinforce_plus_plus_on_outcomes_is_the_same_a_sequence(f1: Batch, f1_ou
 
 
 def test_no_advantage_is_zero_a_sequence(f1: Batch) -> None:
-    assert none(f1).tolist() == [0, 0, 0, 0]
+    assert zero_advantages(f1).tolist() == [0, 0, 0, 0]
 
 
 @settings(max_examples=20, deadline=None)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.algorithms.correction.corrections import bypass_correction, decoupled_correction
-from burnish.algorithms.losses.view import View, view_of
-from burnish.algorithms.policy.ratios_and_clips import ppo, token
+from burnish.algorithms.losses.loss_view import LossView, loss_view
+from burnish.algorithms.policy.ratios_and_clips import ppo_clip, token_ratio
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
@@ -37,7 +37,7 @@ def run(
     if mode is not None:
         batch = batch.with_token(weight=aggregation_weights(batch, mode, 4))
     theta = batch.token["new"].clone().requires_grad_()
-    view = view_of(batch, theta[batch.loss_mask])
+    view = loss_view(batch, theta[batch.loss_mask])
     anchor, advantages = view.column("behaviour_logp"), view.column("advantages")
     surrogate = clip(view, anchor, advantages) if options.get("loss", "ppo_clip") == "ppo_clip" else None
     per_token, marks = bypass_correction(view, anchor, advantages, surrogate, **options)
@@ -47,8 +47,8 @@ def run(
     return loss.item(), gradient, metrics, per_token.detach()
 
 
-def clip(view: View, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return ppo(view, token(view, anchor), advantages, anchor, dual=3.0)[0]
+def clip(view: LossView, anchor: Tensor, advantages: Tensor) -> Tensor:
+    return ppo_clip(view, token_ratio(view, anchor), advantages, anchor, dual=3.0)[0]
 
 
 # --- the worked numbers ------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_normalised_weights_have_mean_1(sampled: Batch, level: str) -> None:
 
 def test_a_view_without_tokens_has_no_loss(sampled: Batch) -> None:
     empty = sampled.with_token(loss_mask=torch.zeros_like(sampled.loss_mask))
-    view = view_of(empty, torch.zeros(0, dtype=torch.float64, requires_grad=True))
+    view = loss_view(empty, torch.zeros(0, dtype=torch.float64, requires_grad=True))
     per_token, marks = bypass_correction(view, torch.zeros(0), torch.zeros(0), None, loss="reinforce")
     assert per_token.shape == (0,)
     assert marks == {}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.algorithms.correction.corrections import decoupled_correction
-from burnish.algorithms.correction.weights_and_rejection import Corrected
+from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.core.batch import Batch
 
 Rows = Callable[[Batch, torch.Tensor], list[list[float]]]
@@ -38,12 +38,12 @@ DIVERGENCE = {
 }
 
 
-def importance(found: Corrected) -> dict[str, float]:
+def importance(found: CorrectionResult) -> dict[str, float]:
     stem = "rollout_corr/rollout_is_"
     return {k.removeprefix(stem): v for k, v in found.metrics.items() if k.startswith(stem)}
 
 
-def weights_of(found: Corrected) -> torch.Tensor:
+def weights_of(found: CorrectionResult) -> torch.Tensor:
     assert found.weights is not None
     return found.weights
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from burnish.algorithms.correction.table import CORRECTIONS
-from burnish.algorithms.correction.weights_and_rejection import Corrected
+from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.losses.view import view_of
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
@@ -20,7 +20,7 @@ DUAL = {"clip_options": {"low": 0.2, "high": 0.2, "dual": 3.0}}
 
 def corrected(batch: Batch, name: str, **options: Any) -> Batch:
     """What the trainer does before advantages."""
-    found: Corrected = CORRECTIONS[name](batch, **options)
+    found: CorrectionResult = CORRECTIONS[name](batch, **options)
     batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
     return batch if found.weights is None else batch.with_token(rollout_weight=found.weights)
 
@@ -28,7 +28,7 @@ def corrected(batch: Batch, name: str, **options: Any) -> Batch:
 def loss_of(batch: Batch, loss: PolicyLoss, mode: str = "token-mean") -> tuple[float, torch.Tensor]:
     batch = batch.with_token(weight=aggregation_weights(batch, mode))
     logp = batch.token["new"][batch.loss_mask].clone().requires_grad_()
-    total, _ = loss(view_of(batch, logp, torch.zeros_like(logp)))
+    total, _ = loss(loss_view(batch, logp, torch.zeros_like(logp)))
     return total.item(), torch.autograd.grad(total, logp)[0]
 
 

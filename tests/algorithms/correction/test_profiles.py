@@ -10,21 +10,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.profiles import Compared, _sums, _sums_in_order, compared, gap_profiles, worst_tokens
+from burnish.algorithms.correction.mismatch_profiles import (
+    ComparedTokens,
+    _sums,
+    _sums_in_order,
+    compare_tokens,
+    mismatch_profiles,
+    worst_tokens,
+)
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 
 Build = Callable[..., Batch]
 
 
-def seen(batch: Batch) -> Compared:
+def seen(batch: Batch) -> ComparedTokens:
     """All tokens the model wrote."""
-    return compared(batch, batch.token["old_logp"], batch.action_mask)
+    return compare_tokens(batch, batch.token["old_logp"], batch.action_mask)
 
 
 def profile(batch: Batch, kind: str) -> dict[str, tuple[float, float, float]]:
     """(mean |l|, mean l, tokens) of each bucket."""
-    found = gap_profiles(seen(batch))
+    found = mismatch_profiles(seen(batch))
     ends = [name.split("/")[2] for name in found if name.startswith(f"mismatch/by_{kind}/") and name.endswith("/abs")]
     stems = {end: f"mismatch/by_{kind}/{end}/" for end in ends}
     return {end: (found[s + "abs"], found[s + "signed"], found[s + "tokens"]) for end, s in stems.items()}
@@ -53,7 +60,7 @@ def test_a_token_keeps_its_position_when_those_before_it_are_not_known(build: Bu
     masks = [[True] * 4, [False, True, True, True]]
     batch = build([[-1.0] * 4] * 2, [[-1.0] * 4] * 2, masks)
     known = torch.tensor([False, False, False, True, False, False, False, True])
-    assert compared(batch, batch.token["old_logp"], known).position.tolist() == [3, 2]
+    assert compare_tokens(batch, batch.token["old_logp"], known).position.tolist() == [3, 2]
 
 
 def test_probabilities_are_in_decades(build: Build) -> None:
@@ -103,7 +110,7 @@ def test_every_written_token_is_in_one_bucket(ragged: Build, seed: int) -> None:
         assert sum(count for _, _, count in found) == int(mask.sum())
         assert sum(size * count for size, _, count in found) == pytest.approx(float(gaps.abs().sum()))
         assert sum(signed * count for _, signed, count in found) == pytest.approx(float(gaps.sum()))
-    every = compared(batch, batch.token["old_logp"], mask)
+    every = compare_tokens(batch, batch.token["old_logp"], mask)
     shown = every.gap[worst_tokens(every, 3)].abs()
     assert shown.tolist() == pytest.approx(gaps.abs().sort(descending=True).values[:3].tolist())
 
@@ -131,5 +138,5 @@ def test_a_missing_log_prob_is_refused(build: Build) -> None:
 
 def test_a_batch_without_a_written_token_has_no_profile_and_no_worst_token(build: Build) -> None:
     none = seen(build([[-1.0]], [[-1.0]], [[False]]))
-    assert gap_profiles(none) == {}
+    assert mismatch_profiles(none) == {}
     assert worst_tokens(none, 8).shape == torch.Size([0])

@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.profiles import _between, _elsewhere, quantiles, row_quantiles
+from burnish.algorithms.correction.mismatch_profiles import (
+    _interpolated,
+    _neighbours_on_device,
+    quantiles,
+    row_quantiles,
+)
 
 SHARES = [0.25, 0.5, 0.75, 0.95, 0.99]
 
@@ -23,7 +28,9 @@ def test_quantiles_are_exact(seed: int, num: int, ties: bool) -> None:
     assert quantiles(values, SHARES).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
     assert bool((values == before).all()), "the weights are not reordered"
     ranks = [int(share * (num - 1)) for share in SHARES]
-    assert _between(_elsewhere(values, ranks), num, SHARES).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert _interpolated(_neighbours_on_device(values, ranks), num, SHARES).tolist() == pytest.approx(
+        expected, rel=1e-12, abs=1e-15
+    )
 
 
 @given(seed=st.integers(0, 10_000), num=st.integers(1, 40))

@@ -13,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.algorithms.correction.corrections import decoupled_correction
-from burnish.algorithms.correction.gap import Gap, gap_of, written_of
-from burnish.algorithms.correction.weights_and_rejection import kept, rejection, statistic
+from burnish.algorithms.correction.rollout_mismatch import RolloutMismatch, rollout_mismatch, written_of
+from burnish.algorithms.correction.weights_and_rejection import (
+    accepted_tokens,
+    accepted_tokens_with_metrics,
+    rejection_statistic,
+)
 from burnish.core.batch import Batch
 
 Rows = Callable[[Batch, torch.Tensor], list[list[float]]]
@@ -32,14 +36,14 @@ STATISTICS = {
 }
 
 
-def gap(batch: Batch) -> Gap:
+def gap(batch: Batch) -> RolloutMismatch:
     written = written_of(batch)
-    return gap_of(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
+    return rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
 
 
 @pytest.mark.parametrize("option", STATISTICS)
 def test_statistics(sampled: Batch, option: str) -> None:
-    assert statistic(gap(sampled), option).tolist() == pytest.approx(STATISTICS[option], abs=1e-5)
+    assert rejection_statistic(gap(sampled), option).tolist() == pytest.approx(STATISTICS[option], abs=1e-5)
 
 
 @pytest.mark.parametrize(("option", "bounds"), [("seq_mean_k3", 0.01), ("seq_sum_k1", (0.5, 2.0)), ("seq_sum_k1", 2.0)])
@@ -84,17 +88,17 @@ def test_a_statistic_at_its_bound_is_kept_and_just_beyond_is_not(build: Callable
         assert decoupled_correction(batch, reject={option: bounds}).keep.tolist() == [True, True]
         assert decoupled_correction(batch, reject={option: bounds - 1e-9}).keep.tolist() == [False, False]
     lower = gap(batch)
-    assert kept(lower, {"token_k1": (0.1, math.exp(0.5) * (1 + 1e-9))}).tolist() == [True, True]
-    assert kept(lower, {"token_k1": (0.1, math.exp(0.5) * (1 - 1e-9))}).tolist() == [False, True]
-    assert kept(lower, {"token_k1": (math.exp(-0.5) * (1 + 1e-9), 9.0)}).tolist() == [True, False]
+    assert accepted_tokens(lower, {"token_k1": (0.1, math.exp(0.5) * (1 + 1e-9))}).tolist() == [True, True]
+    assert accepted_tokens(lower, {"token_k1": (0.1, math.exp(0.5) * (1 - 1e-9))}).tolist() == [False, True]
+    assert accepted_tokens(lower, {"token_k1": (math.exp(-0.5) * (1 + 1e-9), 9.0)}).tolist() == [True, False]
 
 
 def test_divergences_are_those_of_the_clamped_ratio(build: Callable[..., Batch]) -> None:
     far = gap(build([[-1.0, -101.0]], [[-101.0, -1.0]]))
-    assert statistic(far, "token_k1").tolist() == [-20, 20]
-    assert statistic(far, "token_k2").tolist() == [200, 200]
-    assert statistic(far, "token_k3").tolist() == pytest.approx([math.exp(20) - 21, math.exp(-20) + 19])
-    assert statistic(far, "seq_sum_k1").tolist() == [0]
+    assert rejection_statistic(far, "token_k1").tolist() == [-20, 20]
+    assert rejection_statistic(far, "token_k2").tolist() == [200, 200]
+    assert rejection_statistic(far, "token_k3").tolist() == pytest.approx([math.exp(20) - 21, math.exp(-20) + 19])
+    assert rejection_statistic(far, "seq_sum_k1").tolist() == [0]
 
 
 def test_weights_do_not_know_of_rejection(sampled: Batch) -> None:
@@ -174,10 +178,10 @@ def oracle(batch: Batch, option: str, bounds: Any) -> tuple[list[bool], dict[str
 def test_every_option_is_its_definition(ragged: Callable[..., Batch], seed: int, option: str, far: bool) -> None:
     batch = ragged(seed, far)
     bounds = (0.7, 1.9) if option.endswith("k1") else 0.2
-    keep, metrics = rejection(gap(batch), {option: bounds})
+    keep, metrics = accepted_tokens_with_metrics(gap(batch), {option: bounds})
     expected, said = oracle(batch, option, bounds)
     assert keep.tolist() == expected
-    assert keep.tolist() == kept(gap(batch), {option: bounds}).tolist()
+    assert keep.tolist() == accepted_tokens(gap(batch), {option: bounds}).tolist()
     found = {k: float(metrics[f"rollout_rs_{option}_{k}"]) for k in said}
     assert found == pytest.approx(said, rel=1e-6, abs=1e-7)
     assert set(metrics) == {f"rollout_rs_{option}_{k}" for k in said} | {
@@ -191,6 +195,6 @@ def test_every_option_is_its_definition(ragged: Callable[..., Batch], seed: int,
 def test_all_options_together_keep_what_each_keeps(ragged: Callable[..., Batch], seed: int, options: set[str]) -> None:
     one = gap(ragged(seed))
     bounds: dict[str, Any] = {o: (0.6, 1.6) if o.endswith("k1") else 0.3 for o in options}
-    together = torch.stack([kept(one, {o: b}) for o, b in bounds.items()]).all(0)
-    assert kept(one, bounds).tolist() == together.tolist()
-    assert rejection(one, bounds)[0].tolist() == together.tolist()
+    together = torch.stack([accepted_tokens(one, {o: b}) for o, b in bounds.items()]).all(0)
+    assert accepted_tokens(one, bounds).tolist() == together.tolist()
+    assert accepted_tokens_with_metrics(one, bounds)[0].tolist() == together.tolist()

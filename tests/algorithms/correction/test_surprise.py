@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.diagnostics import ENOUGH, surprise
+from burnish.algorithms.correction.mismatch_diagnostics import MAX_TOKENS, surprise_metrics
 from burnish.core.batch import Batch
 
 PLACES, VOCABULARY = 4000, 24
@@ -36,7 +36,7 @@ def measured(logp: Tensor, engine: Tensor, entropy: Tensor | None, mask: Tensor 
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     columns = {"action_mask": mask, "loss_mask": mask, "behaviour_logp": engine}
     batch = Batch(torch.arange(len(logp)), torch.tensor([0, len(logp)]), columns)
-    return {k.removeprefix("mismatch/"): v for k, v in surprise(batch, logp, entropy).items()}
+    return {k.removeprefix("mismatch/"): v for k, v in surprise_metrics(batch, logp, entropy).items()}
 
 
 def test_the_numbers_by_hand() -> None:
@@ -92,7 +92,7 @@ def test_only_tokens_in_the_loss_count_and_no_more_than_enough_of_them() -> None
     logp, entropy = torch.tensor([-1.0, -9.0, -2.0]), torch.tensor([1.0, 1.0, 1.0])
     mask = torch.tensor([True, False, True])
     assert measured(logp, logp, entropy, mask) == measured(logp[mask], logp[mask], entropy[mask])
-    long = torch.cat([torch.full((ENOUGH,), -1.0), torch.full((10,), -100.0)])
+    long = torch.cat([torch.full((MAX_TOKENS,), -1.0), torch.full((10,), -100.0)])
     assert measured(long, long, torch.ones_like(long))["surprise_excess"] == 0
 
 

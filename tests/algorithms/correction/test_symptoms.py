@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from burnish.algorithms.correction.diagnostics import symptoms
+from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
 from burnish.core.batch import Batch
 
 Build = Callable[..., Batch]
 
 
 def of(batch: Batch, version: int | None = None) -> dict[str, float]:
-    return {name.removeprefix("mismatch/"): value for name, value in symptoms(batch, version).items()}
+    return {name.removeprefix("mismatch/"): value for name, value in symptom_metrics(batch, version).items()}
 
 
 def test_median_far_tokens_and_shares_by_hand(build: Build) -> None:

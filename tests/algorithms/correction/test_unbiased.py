@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.corrections import bypass_correction, decoupled_correction, seed_correction
-from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.correction.corrections import bypass_correction, coupled_correction, decoupled_correction
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 
@@ -94,7 +94,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 FORMS: dict[str, Callable[[Batch, str], Any]] = {
-    "seed": lambda b, level: seed_correction(b, threshold=UNBOUNDED, level=level, veto=None),
+    "seed": lambda b, level: coupled_correction(b, threshold=UNBOUNDED, level=level, veto=None),
     "decoupled": lambda b, level: decoupled_correction(b, weights=level, threshold=UNBOUNDED),
 }
 
@@ -120,7 +120,7 @@ def test_token_weights_of_longer_sequences_leave_a_bias() -> None:
 def test_bypass_reinforce_is_unbiased_too(length: int) -> None:
     world = World(length)
     theta = world.theta.clone().requires_grad_()
-    view = view_of(world.batch(), world.logp(theta).flatten())
+    view = loss_view(world.batch(), world.logp(theta).flatten())
     reward = world.reward.repeat_interleave(length)
     per_token, _ = bypass_correction(
         view, view.column("behaviour_logp"), reward, None, loss="reinforce", weights="sequence", threshold=UNBOUNDED
@@ -133,7 +133,7 @@ def test_bypass_reinforce_is_unbiased_too(length: int) -> None:
 @pytest.mark.parametrize("cut", [0.8, 1.2, 2.0])
 def test_truncation_takes_the_excess_off_each_probability(length: int, cut: float) -> None:
     world = World(length)
-    found = seed_correction(world.batch(), threshold=cut, level="sequence", veto=None, lower=0.1)
+    found = coupled_correction(world.batch(), threshold=cut, level="sequence", veto=None, lower=0.1)
     bias = world.corrected(found.weights, found.keep) - world.wanted()
     excess = (world.pi - cut * world.mu).clamp(min=0)
     assert float(excess.max()) > 0, "the bound acts"

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.algorithms.filters.filter_functions import pair_counts, pairs
-from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
-from burnish.config.loading import from_preset
+from burnish.config.loading import algorithm_from_preset
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
@@ -113,14 +113,14 @@ def loss_of(recipe: AlgorithmPipeline, batch: Batch, now: Table, reference: Tabl
     prepared, stats, *_ = recipe.prepare(batch, now, reference)  # type: ignore[arg-type]
     (mini,) = mini_batches(recipe.trim(prepared, stats), recipe.algorithm, 1, 1, 8)
     logp = now.logprobs(mini)[mini.loss_mask].requires_grad_()
-    loss, sums = recipe.loss(view_of(mini, logp, torch.zeros_like(logp)))
+    loss, sums = recipe.loss(loss_view(mini, logp, torch.zeros_like(logp)))
     return float(loss.detach()), stats | {name: float(total) for name, total in sums.items()}
 
 
 @pytest.mark.parametrize(("smoothing", "expected"), [(0.0, 0.575939), (0.1, 0.600939)])
 def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: float) -> None:
     """logp_c=-10, logp_r=-14, ref_c=-11, ref_r=-12.5; a sample in the middle and a group of ties beside it change nothing."""
-    algorithm = from_preset("online_dpo")
+    algorithm = algorithm_from_preset("online_dpo")
     tree: dict[str, Any] = algorithm.model_dump() | {"loss": {"name": "dpo", "beta": 0.1, "smoothing": smoothing}}
     recipe = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
     answers = [[10, 11], [20, 21, 22], [30], [40], [41]]
@@ -135,7 +135,7 @@ def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: fl
 
 
 def test_pairs_are_counted_among_the_samples_that_filters_before_left() -> None:
-    tree = from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
+    tree = algorithm_from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
     recipe = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
     batch = batch_of([0, 0, 0, 1, 1, 2, 2], [1, 1, 0, 1, 0, 1, 0], [[k] for k in range(10, 17)])
     batch = batch.with_sequence(truncated=torch.tensor([False, False, True, False, False, True, True]))
@@ -147,7 +147,7 @@ def test_pairs_are_counted_among_the_samples_that_filters_before_left() -> None:
 
 def test_sppo_has_the_worked_loss_of_win_probabilities_and_of_rewards() -> None:
     """P=[.9,.2,.4,.7], eta=1, z=[0.3,0.4,0.1,1] of section 6.1: 0.295; reward form with the soft mean: 0.487531."""
-    tree = from_preset("sppo").model_dump() | {"loss": {"name": "sppo_sq", "eta": 1.0}}
+    tree = algorithm_from_preset("sppo").model_dump() | {"loss": {"name": "sppo_sq", "eta": 1.0}}
     tree["kl"] = {"reference": "frozen"}
     batch = batch_of([0] * 4, [1, 0, 0, 1], [[10], [11], [12], [13]])
     now = Table({10: -0.7, 11: -0.6, 12: -0.9, 13: 0.0})

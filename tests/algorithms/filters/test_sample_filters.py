@@ -13,7 +13,7 @@ from torch import Tensor
 from burnish.algorithms.filters.filter_functions import (
     SAMPLE_FILTERS,
     cppo,
-    loss_mask_from,
+    loss_mask_from_plugin,
     overlong,
     positives_only,
     prob_mask,
@@ -137,7 +137,7 @@ def test_no_filter_brings_a_token_back_or_depends_on_the_order_of_rows(
     index = torch.tensor(order)
     for name, function in SAMPLE_FILTERS.items():
         if name == "tree_edges":
-            continue  # it reads the paths of trees: tests/rollout/test_trees.py
+            continue  # it reads the paths of trees: tests/rollout/test_tree_rollouts.py
         kept = function(batch)
         assert not bool((kept & ~batch.loss_mask).any())
         moved = batch.with_token(kept=kept).select(index)
@@ -146,12 +146,12 @@ def test_no_filter_brings_a_token_back_or_depends_on_the_order_of_rows(
 
 def test_a_users_filter_may_answer_for_sequences_or_for_tokens(f1: Batch) -> None:
     by_sequence = torch.tensor([True, False, True, False])
-    assert torch.equal(loss_mask_from(by_sequence, f1, "f"), f1.loss_mask & (f1.sequence_ids % 2 == 0))
+    assert torch.equal(loss_mask_from_plugin(by_sequence, f1, "f"), f1.loss_mask & (f1.sequence_ids % 2 == 0))
     by_token = torch.arange(f1.num_tokens) % 2 == 0
-    assert torch.equal(loss_mask_from(by_token, f1, "f"), f1.loss_mask & by_token)
+    assert torch.equal(loss_mask_from_plugin(by_token, f1, "f"), f1.loss_mask & by_token)
 
 
 @pytest.mark.parametrize("result", [torch.ones(4), torch.ones(3, dtype=torch.bool), torch.ones(4, 1, dtype=torch.bool)])
 def test_a_filter_that_answers_something_else_is_named_with_what_was_expected(f1: Batch, result: Tensor) -> None:
     with pytest.raises(UserError, match=r"filter my\.py:f returned .*\[4\] or one a token \[17\]"):
-        loss_mask_from(result, f1, "my.py:f")
+        loss_mask_from_plugin(result, f1, "my.py:f")

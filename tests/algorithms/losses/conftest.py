@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
@@ -30,7 +30,7 @@ def evaluate_loss(
     if "advantages" not in {*batch.token, *batch.sequence}:
         batch = batch.with_sequence(advantages=torch.zeros(batch.num_sequences, dtype=torch.float64))
     batch = batch.with_token(weight=aggregation_weights(batch, mode, horizon=4))
-    view = view_of(batch, batch.token["new"][batch.loss_mask].clone().requires_grad_())
+    view = loss_view(batch, batch.token["new"][batch.loss_mask].clone().requires_grad_())
     per_token, marks = function(view, view.column("old_logp"), view.column("advantages"), **options)
     total = (view.column("weight") * per_token).sum()
     (gradient,) = torch.autograd.grad(total, [view.logp])

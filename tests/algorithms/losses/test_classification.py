@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.sequence_losses import balanced_weights, bce, relative_scores
+from burnish.algorithms.losses.loss_functions import balanced_weights, bce, relative_scores
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 

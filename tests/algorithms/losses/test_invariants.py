@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.sequence_losses import (
+from burnish.algorithms.losses.loss_functions import (
     bce,
     dpo,
     dro,
@@ -22,8 +22,8 @@ from burnish.algorithms.losses.sequence_losses import (
     simpo,
     sppo_sq,
 )
-from burnish.algorithms.losses.spec import OTHER_LOSSES
-from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.losses.loss_view import loss_view
+from burnish.algorithms.losses.spec import OTHER_LOSS_RECORDS
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
@@ -50,7 +50,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"smoothing": 0.2}),
     ("ipo", {"average": False}),
 ]
-RECORDS = {record.model_fields["name"].default: record for record in OTHER_LOSSES}
+RECORDS = {record.model_fields["name"].default: record for record in OTHER_LOSS_RECORDS}
 LENGTHS = [3, 4, 2, 5, 1, 2, 4, 3]
 
 
@@ -85,7 +85,7 @@ def weighted(batch: Batch) -> Batch:
 
 
 def total(name: str, options: dict[str, Any], batch: Batch, logp: Tensor) -> Tensor:
-    view = view_of(batch, logp)
+    view = loss_view(batch, logp)
     per_token, _ = FUNCTIONS[name](view, view.column("old_logp"), view.column("advantages"), **options)
     return (view.column("weight") * per_token).sum()
 
@@ -177,7 +177,7 @@ def test_a_sequence_out_of_the_loss_counts_nowhere(name: str, options: dict[str,
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_a_loss_of_the_sequence_level_is_one_number_a_sequence(name: str, options: dict[str, Any]) -> None:
     batch = make_batch()
-    view = view_of(batch, batch.token["new"][batch.loss_mask])
+    view = loss_view(batch, batch.token["new"][batch.loss_mask])
     per_token, marks = FUNCTIONS[name](view, view.column("old_logp"), view.column("advantages"), **options)
     assert per_token.shape == (view.num_tokens,)
     assert all(mark.shape == (view.num_tokens,) for mark in marks.values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from burnish.algorithms.losses.sequence_losses import mixed_offpolicy
+from burnish.algorithms.losses.loss_functions import mixed_offpolicy
 from burnish.algorithms.losses.spec import MixedLoss
 from burnish.core.batch import Batch
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.sequence_losses import bradley_terry, dpo, ipo, kto, orpo, simpo
+from burnish.algorithms.losses.loss_functions import bradley_terry, dpo, ipo, kto, orpo, simpo
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.sequence_losses import dro, omd_sq, sequence_log_ratio, sppo_sq
-from burnish.algorithms.losses.view import view_of
+from burnish.algorithms.losses.loss_functions import dro, omd_sq, sequence_log_ratio, sppo_sq
+from burnish.algorithms.losses.loss_view import loss_view
 from burnish.core.batch import Batch
 
 R = torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)
@@ -35,7 +35,7 @@ def close(got: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
 
 
 def test_the_log_ratio_of_a_sequence_is_a_sum(f1: Batch) -> None:
-    view = view_of(f1, f1.token["new"][f1.loss_mask])
+    view = loss_view(f1, f1.token["new"][f1.loss_mask])
     close(sequence_log_ratio(view, view.column("old_logp")), Z, atol=1e-12)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.losses.sequence_losses import nll
+from burnish.algorithms.losses.loss_functions import nll
 from burnish.core.batch import Batch
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.algorithms.losses.loss_view import LossView, loss_view
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.losses.view import View, view_of
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
@@ -21,7 +21,7 @@ from burnish.core.segments import offsets_from_lengths
 class Seen:
     """A view, and the leaf under its log-probs: [N], so that gradients of different views can be compared."""
 
-    view: View
+    view: LossView
     theta: Tensor
 
     def gradient(self, loss: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def make(batch: Batch, mode: str | None = "token-mean", theta: Tensor | None = N
     theta = batch.token["new"].clone().requires_grad_() if theta is None else theta
     logp = theta[batch.token["index"][batch.loss_mask]]
     entropy = batch.token["entropy"][batch.loss_mask] if "entropy" in batch.token else torch.zeros_like(logp)
-    return Seen(view_of(batch, logp, entropy), theta)
+    return Seen(loss_view(batch, logp, entropy), theta)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import clip_cov, covariances, kl_cov, token
+from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.policy.ratios_and_clips import covariance_clip, covariance_kl, covariances, token_ratio
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]
@@ -22,19 +22,21 @@ def cov(clip: str, **options: Any) -> dict[str, Any]:
     return {"clip": clip, "clip_options": options, "scope": "batch"}
 
 
-def drawn(view: View, **options: float) -> set[tuple[int, int]]:
+def drawn(view: LossView, **options: float) -> set[tuple[int, int]]:
     """(key, position) of the tokens Clip-Cov draws."""
     anchor = view.column("old_logp")
-    _, marks = clip_cov(view, token(view, anchor), view.column("advantages"), anchor, **{**BAND, **options})
+    _, marks = covariance_clip(
+        view, token_ratio(view, anchor), view.column("advantages"), anchor, **{**BAND, **options}
+    )
     mask = marks["pg_clipfrac"]
     return set(zip(view.column("key")[mask].tolist(), view.column("position")[mask].tolist(), strict=True))
 
 
-def penalised(view: View, **options: float) -> set[tuple[int, int]]:
+def penalised(view: LossView, **options: float) -> set[tuple[int, int]]:
     """(key, position) of the tokens KL-Cov penalises: those where the coefficient matters."""
     anchor = view.column("old_logp")
-    ratio, advantages = token(view, anchor), view.column("advantages")
-    mask = kl_cov(view, ratio, advantages, anchor, **options)[0] != -advantages * ratio
+    ratio, advantages = token_ratio(view, anchor), view.column("advantages")
+    mask = covariance_kl(view, ratio, advantages, anchor, **options)[0] != -advantages * ratio
     return set(zip(view.column("key")[mask].tolist(), view.column("position")[mask].tolist(), strict=True))
 
 

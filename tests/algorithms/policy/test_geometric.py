@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import log_geo
+from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.policy.ratios_and_clips import log_geo_clip
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 
@@ -31,7 +31,7 @@ def test_gmpo(f1: Batch, look: Look) -> None:
 def test_each_sequence_has_its_clipped_geometric_mean(f1: Batch, look: Look) -> None:
     view = look(f1).view
     anchor = view.column("old_logp")
-    loss, _ = log_geo(view, torch.full_like(anchor, torch.nan), view.column("advantages"), anchor)
+    loss, _ = log_geo_clip(view, torch.full_like(anchor, torch.nan), view.column("advantages"), anchor)
     rho = [1.051271, 1.221403, 1.491825, 1.051271]
     expected = [-a * r for a, r in zip((1.0, -1.0, -0.8, 0.6), rho, strict=True)]
     assert loss[[0, 4, 6, 9]].tolist() == pytest.approx(expected, abs=1e-6)
@@ -42,9 +42,9 @@ def one(
     log_ratios: list[float], advantages: list[float], **options: float
 ) -> tuple[float, list[float], dict[str, Any]]:
     logp = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
-    view = View(offsets_from_lengths(torch.tensor([len(log_ratios)])), {}, {}, logp)
+    view = LossView(offsets_from_lengths(torch.tensor([len(log_ratios)])), {}, {}, logp)
     a = torch.tensor(advantages, dtype=torch.float64)
-    loss, marks = log_geo(view, logp, a, torch.zeros_like(a), **options)
+    loss, marks = log_geo_clip(view, logp, a, torch.zeros_like(a), **options)
     return loss[0].item(), torch.autograd.grad(loss[0], logp)[0].tolist(), {k: v.tolist() for k, v in marks.items()}
 
 

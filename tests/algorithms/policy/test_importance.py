@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import dppo_kl, dppo_tv, is_weight, token
+from burnish.algorithms.policy.ratios_and_clips import dppo_kl_clip, dppo_tv_clip, is_weight_clip, token_ratio
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]
@@ -25,14 +25,14 @@ def sg(clip: str, ratio: str = "token", **options: Any) -> dict[str, Any]:
     return {"ratio": ratio, "clip": clip, "clip_options": options, "loss": "sg_logprob"}
 
 
-def weight_of(view: View, function: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def weight_of(view: LossView, function: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     anchor = view.column("old_logp")
-    return function(view, token(view, anchor), view.column("advantages"), anchor, **options)
+    return function(view, token_ratio(view, anchor), view.column("advantages"), anchor, **options)
 
 
-def one(new: float, old: float, advantage: float) -> View:
+def one(new: float, old: float, advantage: float) -> LossView:
     columns = {k: torch.tensor([v], dtype=torch.float64) for k, v in (("old_logp", old), ("advantages", advantage))}
-    return View(torch.tensor([0, 1]), columns, {}, torch.tensor([new], dtype=torch.float64, requires_grad=True))
+    return LossView(torch.tensor([0, 1]), columns, {}, torch.tensor([new], dtype=torch.float64, requires_grad=True))
 
 
 # --- CISPO -----------------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def test_cispo(f1: Batch, look: Look) -> None:
 def test_cispo_without_its_stop_gradient_fails_the_oracle(f1: Batch, look: Look) -> None:
     seen = look(f1)
     view = seen.view
-    r = token(view, view.column("old_logp")).clamp(max=1.2)
+    r = token_ratio(view, view.column("old_logp")).clamp(max=1.2)
     loss = (-r * view.column("advantages") * view.logp).mean()
     gradient = seen.gradient(loss)[view.token["index"]].tolist()
     assert loss.item() == pytest.approx(0.143066, abs=1e-6)
@@ -57,7 +57,7 @@ def test_cispo_without_its_stop_gradient_fails_the_oracle(f1: Batch, look: Look)
     assert gradient != pytest.approx(CISPO, abs=1e-3)
 
 
-@pytest.mark.parametrize("function", [is_weight, dppo_tv, dppo_kl])
+@pytest.mark.parametrize("function", [is_weight_clip, dppo_tv_clip, dppo_kl_clip])
 def test_weights_carry_no_gradient(f1: Batch, look: Look, function: Any) -> None:
     view = look(f1).view
     assert view.logp.requires_grad
@@ -65,7 +65,7 @@ def test_weights_carry_no_gradient(f1: Batch, look: Look, function: Any) -> None
 
 
 def test_the_lower_bound_of_the_weight(f1: Batch, look: Look) -> None:
-    weight, marks = weight_of(look(f1).view, is_weight, low=0.2)
+    weight, marks = weight_of(look(f1).view, is_weight_clip, low=0.2)
     expected = [1.2, 0.8, 1.2, 1, 0.818731, 1.2, 1.2, 0.8, 1.2, 1.2, 1, 1.105171, 0.8]
     assert weight.tolist() == pytest.approx(expected, abs=1e-6)
     assert int(marks["pg_clipfrac"].sum()) == 9
@@ -88,12 +88,12 @@ def test_the_ratio_of_whole_sequences_truncated(f1: Batch, look: Look) -> None:
 
 @pytest.mark.parametrize(
     ("name", "function", "bound", "kept", "expected"),
-    [("dppo_tv", dppo_tv, 0.2, TV_KEPT, 0.057971), ("dppo_kl", dppo_kl, 0.02, KL_KEPT, -0.132266)],
+    [("dppo_tv", dppo_tv_clip, 0.2, TV_KEPT, 0.057971), ("dppo_kl", dppo_kl_clip, 0.02, KL_KEPT, -0.132266)],
 )
 def test_dppo(f1: Batch, look: Look, name: str, function: Any, bound: float, kept: list[int], expected: float) -> None:
     seen = look(f1)
     weight, marks = weight_of(seen.view, function, low=bound, high=bound)
-    ratio = token(seen.view, seen.view.column("old_logp")).tolist()
+    ratio = token_ratio(seen.view, seen.view.column("old_logp")).tolist()
     assert weight.tolist() == pytest.approx([r * k for r, k in zip(ratio, kept, strict=True)], abs=1e-12)
     assert marks["pg_clipfrac"].tolist() == [not k for k in kept]
     loss, gradient, metrics = seen.run(**sg(name, low=bound, high=bound))
@@ -104,20 +104,20 @@ def test_dppo(f1: Batch, look: Look, name: str, function: Any, bound: float, kep
 
 
 def test_the_cap_of_a_kept_ratio(f1: Batch, look: Look) -> None:
-    weight, marks = weight_of(look(f1).view, dppo_tv, cap=1.5)
+    weight, marks = weight_of(look(f1).view, dppo_tv_clip, cap=1.5)
     assert float(weight.max()) == 1.5
     # Rows 0 and 1 have a kept ratio above 1.5 each, row 2 another; that of row 3 is not kept.
     assert marks["pg_clipfrac_lower"].nonzero().squeeze(1).tolist() == [2, 5, 6]
 
 
-@pytest.mark.parametrize("function", [dppo_tv, dppo_kl])
+@pytest.mark.parametrize("function", [dppo_tv_clip, dppo_kl_clip])
 @pytest.mark.parametrize(("advantage", "far", "kept"), [(1, 0.95, 0), (1, 0.05, 1), (-1, 0.05, 0), (-1, 0.95, 1)])
 def test_only_moving_further_away_is_stopped(function: Any, advantage: float, far: float, kept: float) -> None:
     view = one(math.log(far), math.log(0.5), advantage)
     assert float(weight_of(view, function)[0] > 0) == kept
 
 
-@pytest.mark.parametrize("function", [dppo_tv, dppo_kl])
+@pytest.mark.parametrize("function", [dppo_tv_clip, dppo_kl_clip])
 def test_each_side_has_its_own_bound(function: Any) -> None:
     up, down = one(math.log(0.9), math.log(0.5), 1.0), one(math.log(0.1), math.log(0.5), -1.0)
     kept = [float(weight_of(v, function, low=lo, high=hi)[0] > 0) for lo, hi in ((0, 9), (9, 0)) for v in (up, down)]
@@ -126,27 +126,27 @@ def test_each_side_has_its_own_bound(function: Any) -> None:
 
 def test_a_rare_token_may_move_by_a_large_ratio() -> None:
     view = one(math.log(0.01), math.log(0.0001), 1.0)
-    assert float(weight_of(view, dppo_tv)[0]) == pytest.approx(20)  # r = 100 is kept, at the cap
+    assert float(weight_of(view, dppo_tv_clip)[0]) == pytest.approx(20)  # r = 100 is kept, at the cap
     assert PolicyLoss(clip_options={"low": 0.2})(with_terms(view))[0].item() == pytest.approx(-1.2)
 
 
-def with_terms(view: View) -> View:
-    return View(view.offsets, {**view.token, "weight": torch.ones(1)}, {}, view.logp, torch.zeros(1))
+def with_terms(view: LossView) -> LossView:
+    return LossView(view.offsets, {**view.token, "weight": torch.ones(1)}, {}, view.logp, torch.zeros(1))
 
 
 @pytest.mark.parametrize("new", [0.0, -1e-12, -60.0])
 @pytest.mark.parametrize("old", [0.0, -1e-12, -60.0])
-@pytest.mark.parametrize("function", [dppo_tv, dppo_kl])
+@pytest.mark.parametrize("function", [dppo_tv_clip, dppo_kl_clip])
 def test_certain_and_impossible_tokens_stay_finite(function: Any, new: float, old: float) -> None:
     for dtype in (torch.float32, torch.float64):
         view = one(new, old, 1.0)
         columns = {k: v.to(dtype) for k, v in view.token.items()}
         assert view.logp is not None
-        weight, _ = weight_of(View(view.offsets, columns, {}, view.logp.to(dtype)), function)
+        weight, _ = weight_of(LossView(view.offsets, columns, {}, view.logp.to(dtype)), function)
         assert bool(torch.isfinite(weight).all())
         assert float(weight) <= 20
 
 
 def test_a_log_prob_that_rounds_above_zero_is_a_certain_token() -> None:
     view = one(1e-6, -1e-3, 1.0)
-    assert float(weight_of(view, dppo_kl)[0]) == pytest.approx(1.001, abs=1e-3)
+    assert float(weight_of(view, dppo_kl_clip)[0]) == pytest.approx(1.001, abs=1e-3)

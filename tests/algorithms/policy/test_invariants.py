@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.algorithms.losses.loss_view import LossView, loss_view
 from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
-from burnish.algorithms.losses.view import View, view_of
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_finite_differences(ragged: Ragged, look: Look, n
     record = PolicyLoss(**EVERYTHING[name])
 
     def loss(logp: Tensor, entropy: Tensor) -> Tensor:
-        return record(view_of(batch, logp, entropy))[0]
+        return record(loss_view(batch, logp, entropy))[0]
 
     leaves = [batch.token[k][batch.loss_mask].clone().requires_grad_() for k in ("new", "entropy")]
     assert torch.autograd.gradcheck(loss, leaves, atol=1e-7)
@@ -159,7 +159,7 @@ def test_a_view_without_a_token_adds_exactly_nothing(name: str, dtype: torch.dty
     empty = torch.zeros(0, dtype=dtype, requires_grad=True)
     columns = {k: empty.detach() for k in ("weight", "advantages", "old_logp", "ref_logp", "nll_weight")}
     columns["position"] = torch.zeros(0, dtype=torch.int64)
-    view = View(torch.tensor([0, 0, 0]), columns, {"key": torch.tensor([1, 2])}, empty, empty)
+    view = LossView(torch.tensor([0, 0, 0]), columns, {"key": torch.tensor([1, 2])}, empty, empty)
     for record in (NllLoss(), PolicyLoss(**EVERYTHING[name])):
         loss, sums = record(view)
         assert loss.item() == 0
@@ -172,7 +172,7 @@ def test_float32_log_probs_give_float32_losses_near_the_exact_ones(ragged: Ragge
     batch = fixed(ragged(4))
     mask = batch.loss_mask
     logp, entropy = (batch.token[k][mask].float().requires_grad_() for k in ("new", "entropy"))
-    loss, _ = PolicyLoss(**EVERYTHING[name])(view_of(batch, logp, entropy))
+    loss, _ = PolicyLoss(**EVERYTHING[name])(loss_view(batch, logp, entropy))
     assert loss.dtype == torch.float32
     exact, _ = PolicyLoss(**EVERYTHING[name])(look(batch, None).view)
     assert loss.item() == pytest.approx(exact.item(), rel=1e-4, abs=1e-5)

@@ -12,15 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import no_clip, ppo, seq_token, sequence, token
+from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.policy.ratios_and_clips import (
+    no_clip,
+    ppo_clip,
+    sequence_ratio,
+    sequence_token_ratio,
+    token_ratio,
+)
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]
 PPO = [-1.2, -0.67032, -1.2, -1, 0.818731, 1.822119, 2.935437, 0.64, 1.079887, -0.72, -0.6, -0.663103, -0.444491]
 
 
-def clip_of(view: View, function: Any = ppo, ratio: Any = token, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def clip_of(
+    view: LossView, function: Any = ppo_clip, ratio: Any = token_ratio, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     anchor = view.column("old_logp")
     loss, marks = function(view, ratio(view, anchor), view.column("advantages"), anchor, **options)
     return loss.detach(), marks
@@ -78,11 +86,13 @@ def test_clip_higher(f1: Batch, look: Look) -> None:
 def test_dual_clip_is_the_two_sided_clip(log_ratio: float, advantage: float, bound: float) -> None:
     """INTELLECT-2 replaces r by min(r, delta): the same function with dual = delta when delta >= 1 + high."""
     logp = torch.tensor([log_ratio], dtype=torch.float64)
-    view = View(torch.tensor([0, 1]), {}, {}, logp)
+    view = LossView(torch.tensor([0, 1]), {}, {}, logp)
     r, a = logp.exp(), torch.tensor([advantage], dtype=torch.float64)
     ratio = math.exp(log_ratio)
     two_sided = max(-advantage * min(ratio, bound), -advantage * min(max(ratio, 0.8), 1.2))
-    assert float(ppo(view, r, a, torch.zeros_like(r), dual=bound)[0]) == pytest.approx(two_sided, rel=1e-12, abs=1e-12)
+    assert float(ppo_clip(view, r, a, torch.zeros_like(r), dual=bound)[0]) == pytest.approx(
+        two_sided, rel=1e-12, abs=1e-12
+    )
 
 
 def test_no_clip_is_the_plain_surrogate(f1: Batch, look: Look) -> None:
@@ -170,9 +180,9 @@ def test_gspo_token_is_gspo_when_advantages_are_constant(ragged: Callable[[int],
 def test_gspo_token_without_its_stop_gradient_fails_the_oracle(f1: Batch, look: Look) -> None:
     seen = look(f1, "seq-mean-token-mean")
     view, anchor = seen.view, seen.view.column("old_logp")
-    leaky = sequence(view, anchor) * (view.logp - view.logp.detach()).exp()
-    torch.testing.assert_close(leaky, seq_token(view, anchor))
-    loss, _ = ppo(view, leaky, view.column("advantages"), anchor, low=0.2, high=0.28)
+    leaky = sequence_ratio(view, anchor) * (view.logp - view.logp.detach()).exp()
+    torch.testing.assert_close(leaky, sequence_token_ratio(view, anchor))
+    loss, _ = ppo_clip(view, leaky, view.column("advantages"), anchor, low=0.2, high=0.28)
     gradient = seen.gradient((view.column("weight") * loss).sum())[view.token["index"]]
     close(gradient, [2 * g for g in GSPO_GRADIENT], atol=2e-6)
 

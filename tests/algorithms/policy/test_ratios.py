@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import RATIOS, seq_prod, seq_token, sequence, token
+from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.policy.ratios_and_clips import (
+    RATIOS,
+    sequence_product_ratio,
+    sequence_ratio,
+    sequence_token_ratio,
+    token_ratio,
+)
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 
@@ -22,10 +28,10 @@ def close(got: Tensor, expected: list[float], atol: float = 1e-6) -> None:
     torch.testing.assert_close(got.detach(), torch.tensor(expected, dtype=torch.float64), atol=atol, rtol=0)
 
 
-def of_log_ratios(rows: list[list[float]]) -> tuple[View, Tensor]:
+def of_log_ratios(rows: list[list[float]]) -> tuple[LossView, Tensor]:
     """A view whose log-ratios are these, and the leaf under its log-probs; the anchor is 0."""
     logp = torch.tensor([x for row in rows for x in row], dtype=torch.float64, requires_grad=True)
-    return View(offsets_from_lengths(torch.tensor([len(row) for row in rows])), {}, {}, logp), logp
+    return LossView(offsets_from_lengths(torch.tensor([len(row) for row in rows])), {}, {}, logp), logp
 
 
 def ratio_and_gradient(name: str, rows: list[list[float]]) -> tuple[list[float], list[float]]:
@@ -39,10 +45,10 @@ def ratio_and_gradient(name: str, rows: list[list[float]]) -> tuple[list[float],
 def test_token_ratios(f1: Batch, look: Look) -> None:
     view = look(f1).view
     expected = [1.221403, 0.67032, 1.648721, 1, 0.818731, 1.822119, 3.669297, 0.22313, 1.349859, 3.320117, 1, 1.105171, 0.740818]  # fmt: skip
-    close(token(view, view.column("old_logp")), expected)
+    close(token_ratio(view, view.column("old_logp")), expected)
 
 
-@pytest.mark.parametrize("function", [sequence, seq_token])
+@pytest.mark.parametrize("function", [sequence_ratio, sequence_token_ratio])
 def test_a_sequence_has_the_geometric_mean_of_its_ratios(f1: Batch, look: Look, function: Any) -> None:
     view = look(f1).view
     a, b, c, d = 1.077884, 1.221403, 1.033895, 1.284025
@@ -52,7 +58,7 @@ def test_a_sequence_has_the_geometric_mean_of_its_ratios(f1: Batch, look: Look, 
 def test_a_sequence_product_has_the_sum_of_log_ratios(f1: Batch, look: Look) -> None:
     view = look(f1).view
     a, b, c, d = (math.exp(x) for x in (0.3, 0.4, 0.1, 1))
-    close(seq_prod(view, view.column("old_logp")), [a] * 4 + [b] * 2 + [c] * 3 + [d] * 4, atol=1e-12)
+    close(sequence_product_ratio(view, view.column("old_logp")), [a] * 4 + [b] * 2 + [c] * 3 + [d] * 4, atol=1e-12)
 
 
 def test_where_the_gradient_of_a_sequence_ratio_goes() -> None:
@@ -62,13 +68,13 @@ def test_where_the_gradient_of_a_sequence_ratio_goes() -> None:
     assert ratio_and_gradient("seq_token", [[0.2, 0.4]])[1] == pytest.approx([s, s])
     assert ratio_and_gradient("seq_prod", [[0.2, 0.4]])[1] == pytest.approx([2 * math.exp(0.6)] * 2)
     view, logp = of_log_ratios([[0.2, 0.4]])
-    first = torch.autograd.grad(seq_token(view, torch.zeros_like(logp))[0], logp)[0]
+    first = torch.autograd.grad(sequence_token_ratio(view, torch.zeros_like(logp))[0], logp)[0]
     assert first.tolist() == pytest.approx([s, 0.0])
 
 
 def test_without_its_stop_gradient_seq_token_would_have_twice_the_gradient() -> None:
     view, logp = of_log_ratios([[0.2, 0.4]])
-    leaky = sequence(view, torch.zeros_like(logp)) * (logp - logp.detach()).exp()
+    leaky = sequence_ratio(view, torch.zeros_like(logp)) * (logp - logp.detach()).exp()
     right = ratio_and_gradient("seq_token", [[0.2, 0.4]])[1]
     assert torch.autograd.grad(leaky.sum(), logp)[0].tolist() == pytest.approx([2 * x for x in right])
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.losses.view import View
-from burnish.algorithms.policy.ratios_and_clips import soft
+from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.policy.ratios_and_clips import soft_clip
 from burnish.core.batch import Batch
 
 Look = Callable[..., Any]
@@ -20,7 +20,7 @@ def gate(ratio: float, advantage: float, **options: float) -> tuple[float, float
     """The gate and its slope."""
     r = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
     a = torch.tensor([advantage], dtype=torch.float64)
-    loss, marks = soft(View(torch.tensor([0, 1]), {}, {}, r), r, a, torch.zeros_like(a), **options)
+    loss, marks = soft_clip(LossView(torch.tensor([0, 1]), {}, {}, r), r, a, torch.zeros_like(a), **options)
     assert marks == {}
     return (-loss / a).item(), float(torch.autograd.grad(-(loss / a).sum(), r)[0])
 

@@ -80,8 +80,8 @@ def test_every_shaper_says_whether_it_is_dense_and_changes_nothing_it_was_given(
         "soft_overlong": {"max_tokens": 8, "cache": 4},
         "cosine": {"max_tokens": 9},
     }
-    assert [r.model_fields["name"].default for r in records.SHAPERS] == list(SHAPERS)
-    for record in records.SHAPERS:
+    assert [r.model_fields["name"].default for r in records.SHAPER_RECORDS] == list(SHAPERS)
+    for record in records.SHAPER_RECORDS:
         name = record.model_fields["name"].default
         result = SHAPERS[name](batch, 1, **required.get(name, {}))
         assert result.dtype == torch.float64

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.shaping.shapers import in_repeats, repeat_share, repetition, repetition_dense, window_hashes
+from burnish.algorithms.shaping.shapers import (
+    ngram_hashes,
+    repeated_ngram_share,
+    repeated_ngram_tokens,
+    repetition,
+    repetition_dense,
+)
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 
@@ -51,7 +57,7 @@ def test_the_share_is_that_of_a_python_set(rows: list[list[int]], ngram: int) ->
     for row in rows:
         grams = [tuple(row[i : i + ngram]) for i in range(len(row) - ngram + 1)]
         expected.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
-    close(repeat_share(written(rows), ngram), expected)
+    close(repeated_ngram_share(written(rows), ngram), expected)
 
 
 def test_hashes_of_long_windows_are_equal_exactly_where_the_windows_are() -> None:
@@ -59,7 +65,7 @@ def test_hashes_of_long_windows_are_equal_exactly_where_the_windows_are() -> Non
     tokens = torch.cat([tokens, tokens[:500]])
     for ngram in (9, 40, 64):
         grams = [tuple(w) for w in tokens.unfold(0, ngram, 1).tolist()]
-        hashes = window_hashes(tokens, ngram).tolist()
+        hashes = ngram_hashes(tokens, ngram).tolist()
         assert len(hashes) == len(grams)
         assert len(set(zip(grams, hashes, strict=True))) == len(set(hashes)) == len(set(grams))
 
@@ -67,7 +73,7 @@ def test_hashes_of_long_windows_are_equal_exactly_where_the_windows_are() -> Non
 def test_texts_that_break_polynomial_hashes_are_told_apart() -> None:
     bits = torch.tensor([bin(i).count("1") % 2 for i in range(2048)])  # Thue and Morse
     both = torch.cat([bits, 1 - bits])
-    first, last = window_hashes(both, 2048)[[0, -1]].tolist()
+    first, last = ngram_hashes(both, 2048)[[0, -1]].tolist()
     assert first != last
 
 
@@ -75,18 +81,18 @@ def test_tool_results_inside_a_text_take_no_place_in_its_windows() -> None:
     batch = written([[1, 2, 9, 1, 2, 9, 9, 1, 2]])
     tool = torch.tensor([False, False, False, True, False, False, True, True, False, False])
     seen = batch.with_token(action_mask=batch.action_mask & ~tool)
-    close(repeat_share(seen, 2), repeat_share(written([[1, 2, 1, 2, 1, 2]]), 2).tolist())
+    close(repeated_ngram_share(seen, 2), repeated_ngram_share(written([[1, 2, 1, 2, 1, 2]]), 2).tolist())
 
 
 def test_windows_do_not_cross_sequences_but_repeats_count_over_the_trajectory() -> None:
     batch = written([[1, 2], [1, 2], [2, 1]])
-    close(repeat_share(batch, 2), [0, 0, 0])
+    close(repeated_ngram_share(batch, 2), [0, 0, 0])
     joined = batch.with_sequence(trajectory_ids=torch.tensor([4, 4, 1]))
-    close(repeat_share(joined, 2), [0.5, 0.5, 0])
+    close(repeated_ngram_share(joined, 2), [0.5, 0.5, 0])
 
 
 def test_a_batch_with_nothing_written_has_no_repeats() -> None:
-    close(repeat_share(written([[], []]), 3), [0, 0])
+    close(repeated_ngram_share(written([[], []]), 3), [0, 0])
     assert repetition_dense(written([[], []]), 1, ngram=3).tolist() == [0, 0]
 
 
@@ -94,7 +100,7 @@ def test_a_batch_with_nothing_written_has_no_repeats() -> None:
 
 
 def test_every_token_of_an_n_gram_seen_before_is_marked() -> None:
-    found = in_repeats(written([[1, 2, 3, 1, 2, 3, 4]]), 2)
+    found = repeated_ngram_tokens(written([[1, 2, 3, 1, 2, 3, 4]]), 2)
     close(-0.05 * found.double(), [0, 0, 0, 0, -0.05, -0.05, -0.05, 0])
 
 
@@ -110,7 +116,7 @@ def test_marked_tokens_are_those_a_plain_loop_marks(rows: list[list[int]], ngram
                 marks[i : i + ngram] = [True] * ngram
             seen.add(gram)
         expected += [False, *marks]
-    assert in_repeats(written(rows), ngram).tolist() == expected
+    assert repeated_ngram_tokens(written(rows), ngram).tolist() == expected
 
 
 @given(texts, st.integers(1, 3), st.sampled_from([0.0, 0.5, 0.99, 1.0]))
@@ -119,7 +125,7 @@ def test_the_plain_return_of_the_dense_rewards_is_the_discounted_return_of_the_p
 ) -> None:
     batch = written(rows)
     rewards = repetition_dense(batch, 1, ngram=ngram, gamma=gamma)
-    penalties = -0.05 * in_repeats(batch, ngram).double()
+    penalties = -0.05 * repeated_ngram_tokens(batch, ngram).double()
     for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
         plain = discounted = 0.0
         for t in range(end - 1, start, -1):

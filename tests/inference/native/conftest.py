@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.core.random_keys import fold, signed, uniforms
+from burnish.core.random_keys import fold, to_int64, uniforms
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.inference.native.row_engine import NativeEngine
 from burnish.models.decoder import Decoder
 
 SAMPLINGS = [
@@ -58,7 +58,7 @@ def native() -> Native:
     return Native(mixed_requests, full_forward, learner_logp, agree, same, no_page_is_held, pool, play, spell)
 
 
-@pytest.fixture(params=[NativeEngine, PagedEngine], ids=["dense", "paged"])
+@pytest.fixture(params=[DenseEngine, PagedEngine], ids=["dense", "paged"])
 def make(request: pytest.FixtureRequest) -> Any:
     """Each of the engines: what holds for both is a test of the contract."""
     return request.param
@@ -116,7 +116,7 @@ def agree(tools: Any, model: Decoder, got: Mapping[str, Completion], wanted: Ite
         tokens = completion.tokens.tolist()
         logits = _all_logits(model, [*request.tokens, *tokens])[len(request.tokens) - 1 : -1]
         noise = uniforms(
-            torch.full((len(tokens),), signed(request.key)), request.generated + torch.arange(len(tokens))
+            torch.full((len(tokens),), to_int64(request.key)), request.generated + torch.arange(len(tokens))
         ).tolist()
         p = [tools.distribution(line, options) for line in logits]
         drawn = [

@@ -10,7 +10,7 @@ import torch
 
 from burnish.inference.sglang.sglang_engine import SglangEngine
 from burnish.models.decoder import Decoder
-from tests.inference.sglang.server import Behaviour, SglangServer
+from tests.inference.sglang.fake_sglang_server import Behaviour, SglangServer
 
 VOCAB = 13
 

@@ -16,7 +16,7 @@ from burnish.core.engine import Engine
 from burnish.models.lora.adapters import add_lora
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
-from tests.inference.contract import LETTERS, Subject
+from tests.inference.engine_contract import LETTERS, Subject
 
 ROWS = 4
 SIZES = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_size": 96, "max_positions": 256}

@@ -57,7 +57,7 @@ def test_output_and_gradients_equal_a_naive_softmax(
     short: int, lengths: list[int], kv_heads: int, window: int | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "SHORT", short)
+        patch.setattr(attention, "EXPLICIT_SCORES_LENGTH", short)
         check(lengths, 4, kv_heads, window)
 
 
@@ -66,7 +66,7 @@ def test_output_and_gradients_equal_a_naive_softmax(
 def test_equal_lengths_take_the_path_without_buckets_and_agree(
     monkeypatch: pytest.MonkeyPatch, short: int, window: int | None
 ) -> None:
-    monkeypatch.setattr(attention, "SHORT", short)
+    monkeypatch.setattr(attention, "EXPLICIT_SCORES_LENGTH", short)
     check([9, 9, 9], 4, 2, window)
     assert PackedAttention(torch.tensor([0, 9, 18, 27]), window).buckets == []
 

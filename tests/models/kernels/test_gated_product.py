@@ -7,20 +7,20 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from burnish.models.decoder import GATES
-from burnish.models.kernels import linear
+from burnish.models.decoder import GATED_ACTIVATIONS
+from burnish.models.kernels import inference_ops
 from burnish.models.kernels.cuda.hopper import (
-    GROUPS,
-    REGISTERS,
-    WIDTHS,
+    REGISTERS_PER_THREAD,
+    TILE_WIDTHS,
+    WARP_GROUPS,
     Tile,
+    all_tiles,
+    choose_tile,
     gated_product,
     gated_source,
     has_gated_product,
-    tile_of,
-    tiles_of,
 )
-from burnish.models.kernels.linear import gated_linear, has_one_kernel
+from burnish.models.kernels.inference_ops import gated_linear, has_gated_kernel
 from tests.kernels import error, on_hopper
 
 PROCESSORS = 132
@@ -29,7 +29,7 @@ TRUTHS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, app
 
 @pytest.mark.parametrize(("rows", "outputs", "waves"), [(256, 8960, 1), (256, 18944, 2), (192, 8960, 1), (8, 4864, 1)])
 def test_the_tiles_of_known_layers_end_together(rows: int, outputs: int, waves: int) -> None:
-    tile = tile_of(rows, outputs, PROCESSORS)
+    tile = choose_tile(rows, outputs, PROCESSORS)
     tiles = -(-outputs // tile.width)
     assert rows <= tile.rows
     assert -(-tiles // PROCESSORS) == waves
@@ -37,18 +37,18 @@ def test_the_tiles_of_known_layers_end_together(rows: int, outputs: int, waves: 
 
 
 def test_every_tile_fits_into_a_processor() -> None:
-    for rows, (groups, blocks) in GROUPS.items():
+    for rows, (groups, blocks) in WARP_GROUPS.items():
         assert rows == 64 * groups * blocks
         threads = 128 * (groups + 1)
         at_entry = min(65536 // threads // 8 * 8, 232)  # what the compiler gives each thread
-        assert 24 * 128 + REGISTERS[groups] * 128 * groups <= at_entry * threads
-        for width in WIDTHS:
+        assert 24 * 128 + REGISTERS_PER_THREAD[groups] * 128 * groups <= at_entry * threads
+        for width in TILE_WIDTHS:
             tile = Tile(rows, width)
             assert width % 16 == 8  # an odd number of eights
             assert tile.stages >= 4
             # A processor has 228 KiB and keeps one for itself; barriers and the ring's alignment are left room for.
             assert tile.shared_bytes + 2 * 8 * tile.stages + 1024 <= 227 * 1024
-            assert blocks * width + 24 < REGISTERS[groups]
+            assert blocks * width + 24 < REGISTERS_PER_THREAD[groups]
 
 
 def test_a_source_is_complete() -> None:
@@ -59,13 +59,15 @@ def test_a_source_is_complete() -> None:
     assert "#define GELU 0" in gated_source(Tile(256, 72), "silu")
 
 
-@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 def test_without_the_kernel_it_is_a_product_and_an_activation(activation: str) -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(24, 32, bias=False), torch.randn(5, 24)
     with torch.no_grad():
         assert not has_gated_product(x, module.weight, activation)
-        assert torch.equal(gated_linear(module, x, activation, GATES[activation]), GATES[activation](module(x)))
+        assert torch.equal(
+            gated_linear(module, x, activation, GATED_ACTIVATIONS[activation]), GATED_ACTIVATIONS[activation](module(x))
+        )
 
 
 class Adapted(nn.Linear):
@@ -84,19 +86,19 @@ class Adapted(nn.Linear):
 def test_only_a_plain_layer_without_gradient_is_one_kernel(
     module: nn.Linear, has_grad: bool, is_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "has_gated_product", lambda x, weight, activation: True)
+    monkeypatch.setattr(inference_ops, "has_gated_product", lambda x, weight, activation: True)
     with torch.set_grad_enabled(has_grad):
-        assert has_one_kernel(module, torch.zeros(1, 24), "silu") is is_one
+        assert has_gated_kernel(module, torch.zeros(1, 24), "silu") is is_one
 
 
 def test_all_tiles_of_a_run_are_known_before_it() -> None:
-    known = tiles_of(16384, 8960, PROCESSORS)
+    known = all_tiles(16384, 8960, PROCESSORS)
     assert known[0] == Tile(64, 72)
-    assert {tile_of(rows, 8960, PROCESSORS) for rows in (1, 64, 128, 192, 256, 384, 1024, 16384)} <= set(known)
+    assert {choose_tile(rows, 8960, PROCESSORS) for rows in (1, 64, 128, 192, 256, 384, 1024, 16384)} <= set(known)
 
 
 @on_hopper
-@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
     [
@@ -120,7 +122,7 @@ def test_it_gives_what_the_plain_operations_give(rows: int, inputs: int, outputs
     assert has_gated_product(x, weight, activation)
     with torch.no_grad():
         found = gated_product(x, weight, activation)
-        plain = GATES[activation](functional.linear(x, weight))
+        plain = GATED_ACTIVATIONS[activation](functional.linear(x, weight))
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
     truth = TRUTHS[activation](gate) * up
     assert error(found, truth) < 1.02 * error(plain, truth) + 1e-5
@@ -135,9 +137,9 @@ def test_extremes_are_those_of_the_plain_operations() -> None:
     values = torch.tensor([-3e4, -100, -20, -1e-3, 0, 1e-3, 20, 3e4], device="cuda").bfloat16()
     x[:, 0] = 1
     weight[:8, 0], weight[8:, 0] = values, 1
-    for activation in GATES:
+    for activation in GATED_ACTIVATIONS:
         found = gated_product(x, weight, activation)
-        plain = GATES[activation](functional.linear(x, weight))
+        plain = GATED_ACTIVATIONS[activation](functional.linear(x, weight))
         assert found.isfinite().all()
         assert torch.allclose(found.float(), plain.float(), rtol=1e-2, atol=1e-6)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.models.kernels import paged_attention
+from burnish.models.kernels import inference_ops
 from burnish.models.kernels.cuda.hopper import attention_source, decode_attention, has_decode_attention
 from burnish.models.kernels.elementwise import inverse_frequencies, rotation_table
-from burnish.models.kernels.paged_layout import Norms, Placement
+from burnish.models.kernels.paged_cache import HeadNorms, Placement
 from tests.kernels import error, on_hopper
 
 PAGE = 16
@@ -48,7 +48,7 @@ class Case:
             x.cuda() for x in rotation_table(1024, inverse_frequencies(dim, 1e4, None), torch.bfloat16)
         )
         weights = [(torch.rand(dim) + 0.5).bfloat16().cuda() for _ in range(2)]
-        self.norms = Norms(weights[0], weights[1], 1e-6, 1.0, 0.7) if normed else None
+        self.norms = HeadNorms(weights[0], weights[1], 1e-6, 1.0, 0.7) if normed else None
 
     def found(self, window: int | None, splits: int, least: int = 64) -> tuple[Tensor, Tensor]:
         """By the kernel: what is attended to, and the cache afterwards."""
@@ -65,7 +65,7 @@ class Case:
         norms = self.norms and self.norms._replace(query=self.norms.query.double(), key=self.norms.key.double())
         wide = (self.qkv.double(), self.cos.double(), self.sin.double(), self.place, norms)
         with torch.no_grad():
-            return paged_attention.decode_attention(*wide, cache[0], cache[1], window), cache
+            return inference_ops.decode_attention(*wide, cache[0], cache[1], window), cache
 
 
 # A window of 70 has stretches that end within the new token's page, where nothing may be read behind them.
@@ -117,13 +117,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 @on_hopper
 def test_large_scores_do_not_overflow_and_late_ones_count() -> None:
-    from burnish.models.kernels.triton.decode_step import decode_step
+    from burnish.models.kernels.triton.decode_attention import decode_attention
 
     torch.manual_seed(0)
     case = Case((500,), 128, 6, 2)
     case.cache[0] *= 40  # scores in the hundreds: nearly one key has all the weight, wherever it stands
     keys, values = case.cache.clone()
-    by_triton = decode_step(case.qkv, case.cos, case.sin, case.place, None, keys, values, None, 1, 64)
+    by_triton = decode_attention(case.qkv, case.cos, case.sin, case.place, None, keys, values, None, 1, 64)
     found, _ = case.found(None, 1)
     assert found.isfinite().all()
     assert error(found, by_triton.double()) < 3e-2

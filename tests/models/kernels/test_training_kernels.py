@@ -20,16 +20,18 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_the_gated_activation_and_its_gradient() -> None:
-    from burnish.models.kernels.triton import rows
+    from burnish.models.kernels.triton import elementwise_kernels
 
     gate_up, grad = randn(5, 2 * 1300), randn(5, 1300, seed=1)
     wide = gate_up.double().requires_grad_()
     gate, up = wide.chunk(2, -1)
     expected = functional.silu(gate) * up
     expected.backward(grad.double())
-    torch.testing.assert_close(rows.gate(gate_up).double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(elementwise_kernels.swiglu(gate_up).double(), expected.detach(), atol=1e-5, rtol=1e-5)
     assert wide.grad is not None
-    torch.testing.assert_close(rows.gate_backward(grad, gate_up).double(), wide.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        elementwise_kernels.swiglu_backward(grad, gate_up).double(), wide.grad, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -45,7 +47,7 @@ def test_logprobs_entropies_and_the_gradient_of_logits(temperature: float, which
     p = log_p.exp()
     logp = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-    got_logp, total, got_entropy = logprob_head.summarise(logits, targets, temperature, True)
+    got_logp, total, got_entropy = logprob_head.logprob_rows(logits, targets, temperature, True)
     torch.testing.assert_close(got_logp.double(), logp.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got_entropy.double(), entropy.detach(), atol=1e-5, rtol=1e-5)
     of_logp, of_entropy = randn(7, seed=1), randn(7, seed=2)
@@ -55,7 +57,7 @@ def test_logprobs_entropies_and_the_gradient_of_logits(temperature: float, which
     if which != "logp":
         loss = loss + (of_entropy * entropy).sum()
     loss.backward()
-    slopes = logprob_head.slopes_(
+    slopes = logprob_head.logit_gradients_(
         logits.clone(), targets, total, got_entropy,
         of_logp if which != "entropy" else None, of_entropy if which != "logp" else None, temperature,
     )  # fmt: skip
@@ -64,7 +66,7 @@ def test_logprobs_entropies_and_the_gradient_of_logits(temperature: float, which
 
 
 def test_a_row_of_the_exact_linear_layer_does_not_see_its_neighbours() -> None:
-    from burnish.models.kernels.triton import exact as kernel
+    from burnish.models.kernels.triton import exact_kernels as kernel
 
     x, weight, bias = randn(130, 100), randn(150, 100, seed=1), randn(150, seed=2)
     whole = kernel.exact_linear(x, weight, bias)
@@ -76,12 +78,12 @@ def test_a_row_of_the_exact_linear_layer_does_not_see_its_neighbours() -> None:
 
 
 def test_the_score_of_a_token_is_the_log_prob_its_draw_reported() -> None:
-    from burnish.inference.native.device_state import NewRow, RowState
+    from burnish.inference.native.device_state import DeviceRows, NewRow
     from burnish.models.kernels.triton import sampling
 
     logits = 3 * randn(9, 9999)
-    state = RowState(9, 4, torch.device(DEVICE))
+    state = DeviceRows(9, 4, torch.device(DEVICE))
     state.start([NewRow(i, i, 99, 123 + i, i, 0.7, 0, 1.0, 0.0, ()) for i in range(9)])
     every = torch.arange(9, device=DEVICE)
     sampling.draw(logits, every, every, state.temperature, state.ints, state.stop, state.ring_token, state.ring_logp)
-    assert torch.equal(sampling.score(logits, state.ring_token[:, 0].long(), 0.7), state.ring_logp[:, 0])
+    assert torch.equal(sampling.token_logprobs(logits, state.ring_token[:, 0].long(), 0.7), state.ring_logp[:, 0])

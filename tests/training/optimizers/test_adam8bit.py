@@ -10,16 +10,16 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer as Config
-from burnish.training.optimizers.adam8bit import Adam8bit
-from burnish.training.optimizers.rounding import block_size, decode, encode
-from tests.training.optimizers.toys import regression
+from burnish.training.optimizers.stochastic_rounding import block_size, dequantise, quantise
+from burnish.training.optimizers.update_rules import Adam8bit
+from tests.training.optimizers.toy_regression import regression
 
 
 def coded(numbers: Tensor, signed: bool, seed: int = 0) -> Tensor:
-    codes, scales = encode(numbers, signed, torch.Generator().manual_seed(seed))
+    codes, scales = quantise(numbers, signed, torch.Generator().manual_seed(seed))
     assert codes.dtype == torch.uint8
     assert codes.shape == numbers.shape
-    return decode(codes, scales, signed)
+    return dequantise(codes, scales, signed)
 
 
 def spread(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -68,10 +68,10 @@ def test_zeros_stay_zeros_and_a_small_second_moment_does_not_become_one() -> Non
 def test_codes_and_scales_can_be_cut_by_rows() -> None:
     """So a state is divided among ranks, or put together again, as its parameter is."""
     numbers = spread(6, 300)
-    codes, scales = encode(numbers, False, torch.Generator().manual_seed(0))
-    _, above = encode(numbers[:4], False, torch.Generator().manual_seed(0))
+    codes, scales = quantise(numbers, False, torch.Generator().manual_seed(0))
+    _, above = quantise(numbers[:4], False, torch.Generator().manual_seed(0))
     assert torch.equal(scales[:4], above)
-    assert torch.equal(decode(codes[4:], scales[4:], False), decode(codes, scales, False)[4:])
+    assert torch.equal(dequantise(codes[4:], scales[4:], False), dequantise(codes, scales, False)[4:])
 
 
 def test_second_moments_fall_as_well_as_they_rise() -> None:

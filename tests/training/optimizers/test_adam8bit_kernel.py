@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import Optimizer as Config
-from burnish.training.optimizers import adam8bit, rounding
-from burnish.training.optimizers.adam8bit import Adam8bit
-from burnish.training.optimizers.rounding import seed_for
+from burnish.training.optimizers import stochastic_rounding, update_rules
+from burnish.training.optimizers.stochastic_rounding import seed_for
+from burnish.training.optimizers.update_rules import Adam8bit
 from tests.kernels import DEVICE, kernel
 
 pytestmark = kernel
@@ -47,13 +47,13 @@ def trained(shape: tuple[int, int], by_kernel: bool, updates: int, monkeypatch: 
     weight = torch.randn(shape, generator=generator).to(DEVICE)
     spread = torch.exp(2 * torch.randn(shape, generator=generator))
     optimizer = Adam8bit({"w": weight}, Config(name="adam8bit", lr=1.0, weight_decay=0.1))
-    monkeypatch.setattr(adam8bit, "use_kernels", lambda x: by_kernel)
+    monkeypatch.setattr(update_rules, "use_triton", lambda x: by_kernel)
     drawn: list[Tensor] = []
 
     def same_noise(like: Tensor, bits: int, _: torch.Generator) -> Tensor:
         return (drawn.pop(0) & ((1 << bits) - 1)).view(like.shape)
 
-    monkeypatch.setattr(rounding, "noise", same_noise)
+    monkeypatch.setattr(stochastic_rounding, "random_bits", same_noise)
     for update in range(1, updates + 1):
         weight.grad = (spread * torch.randn(shape, generator=generator)).to(DEVICE)
         if not by_kernel:

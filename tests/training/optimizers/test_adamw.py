@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import Optimizer
-from burnish.training.optimizers.adamw import AdamW
+from burnish.training.optimizers.update_rules import AdamW
 
 CONFIG = Optimizer(lr=1e-4)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.training.optimizers import optimizer as optimizer_module
-from tests.training.optimizers.toys import VARIANTS, feed, make, regression, same, saved, stepped, weights
+from burnish.training.optimizers import base_optimizer as optimizer_module
+from tests.training.optimizers.toy_regression import VARIANTS, feed, make, regression, same, saved, stepped, weights
 
 DEVICES = [
     "cpu",
@@ -18,7 +18,7 @@ DEVICES = [
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of these sizes are updated in several parts, and visit the device in several batches."""
-    monkeypatch.setattr(optimizer_module, "PART", 2048)
+    monkeypatch.setattr(optimizer_module, "MAX_PART_SIZE", 2048)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -60,7 +60,7 @@ def test_parts_are_a_matter_of_memory_alone(variant: str, monkeypatch: pytest.Mo
     """Of optimizers that round at random too, but there each part draws its own numbers."""
     dtype, options = VARIANTS[variant]
     cut = stepped(make(dtype, options), range(3))
-    monkeypatch.setattr(optimizer_module, "PART", 1 << 23)
+    monkeypatch.setattr(optimizer_module, "MAX_PART_SIZE", 1 << 23)
     assert same(saved(stepped(make(dtype, options), range(3))), saved(cut))
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer as Config
 from burnish.models.decoder import Decoder
-from burnish.training.optimizers.adamw import MOMENTUM, NEWTON_SCHULZ, AdamW, Muon, orthogonalised
-from burnish.training.optimizers.factory import make_optimizer
-from burnish.training.optimizers.settings import Fused, fused_matrices
+from burnish.training.optimizers.parameter_groups import FusedMatrices, fused_matrices
+from burnish.training.optimizers.update_rules import MOMENTUM, NEWTON_SCHULZ, AdamW, Muon, make_optimizer, orthogonalise
 
 CONFIG = Config(name="muon", lr=0.1)
 
@@ -36,28 +35,28 @@ def by_svd(m: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
 def test_every_singular_value_goes_to_about_one_and_vectors_stay(shape: tuple[int, int]) -> None:
     m = matrix(*shape)
-    found = orthogonalised(m)
+    found = orthogonalise(m)
     torch.testing.assert_close(found, by_svd(m), atol=1e-11, rtol=0)
     values = torch.linalg.svdvals(found)
     assert 0.68 < float(values.min()) <= float(values.max()) < 1.21
-    torch.testing.assert_close(orthogonalised(1e-20 * m), found, atol=1e-11, rtol=0)
+    torch.testing.assert_close(orthogonalise(1e-20 * m), found, atol=1e-11, rtol=0)
 
 
 def test_small_singular_values_are_brought_up_too() -> None:
     q, _ = torch.linalg.qr(matrix(30, 30))
     p, _ = torch.linalg.qr(matrix(30, 30, 1))
-    values = torch.linalg.svdvals(orthogonalised(q @ torch.logspace(-2.5, 0, 30, dtype=torch.float64).diag() @ p))
+    values = torch.linalg.svdvals(orthogonalise(q @ torch.logspace(-2.5, 0, 30, dtype=torch.float64).diag() @ p))
     assert 0.68 < float(values.min()) <= float(values.max()) < 1.21
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
-    assert not orthogonalised(torch.zeros(4, 6)).any()
+    assert not orthogonalise(torch.zeros(4, 6)).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_bfloat16_products_on_a_gpu_are_close_enough() -> None:
     m = matrix(256, 512).float()
-    found = orthogonalised(m.cuda()).cpu()
+    found = orthogonalise(m.cuda()).cpu()
     exact = by_svd(m.double()).float()
     assert float((found - exact).norm() / exact.norm()) < 0.03
 
@@ -82,7 +81,7 @@ def test_fused_matrices_are_orthogonalised_one_by_one_in_any_order_of_rows() -> 
     heights, gradient = [6, 2, 2], matrix(10, 8)
     apart = torch.cat([0.2 * math.sqrt(8) * by_svd(m) for m in gradient.split(heights)])
     order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
-    for fused, rows in ((Fused(heights), torch.arange(10)), (Fused(heights, order), order)):
+    for fused, rows in ((FusedMatrices(heights), torch.arange(10)), (FusedMatrices(heights, order), order)):
         parameter = torch.zeros(10, 8, dtype=torch.float64)
         parameter.grad = gradient[rows].clone()
         Muon({"layers.0.qkv.weight": parameter}, CONFIG, fused={"layers.0.qkv.weight": fused}).step(1.0, 0)

@@ -9,24 +9,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
-from burnish.algorithms.losses.view import View
 from burnish.algorithms.terms.loss_terms import aggregation_weights
-from burnish.config.model import Base, Lora, Optimizer
+from burnish.config.model import Lora, LoraBase, Optimizer
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.families import FAMILIES
 from burnish.models.heads import ValueModel
 from burnish.models.lora.adapters import add_lora
-from burnish.training.forward import AskReference
+from burnish.models.model_families import FAMILIES
+from burnish.training.forward import ReferenceFn
 from burnish.training.learner import Learner
-from burnish.training.parallel.distribute import distribute
-from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 
 VOCAB, STEPS = 13, 10
 TERMS: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.01}
@@ -39,7 +38,7 @@ class InOrder:
     needs = frozenset[str]()
     scope = "batch"
 
-    def __call__(self, view: View) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         assert view.logp is not None
         number = torch.arange(view.num_tokens, dtype=view.logp.dtype)
         return -(view.column("weight") * number * view.logp).sum(), {"number": number.sum()}
@@ -68,7 +67,7 @@ class Case:
     kv_heads: int = 2
     tied: bool = False
     lora: int = 0
-    base: Base = "dtype"
+    base: LoraBase = "dtype"
     optimizer: str = "adamw"
     activations: str = "keep"
     also: bool = False
@@ -201,12 +200,12 @@ def make_batch(case: Case, step: int, seed: int = 0) -> Batch:
     return batch.with_token(weight=aggregation_weights(batch, "token-mean"))
 
 
-def reference_of(case: Case, ranks: Ranks) -> AskReference:
+def reference_of(case: Case, ranks: Ranks) -> ReferenceFn:
     """A model that stays as it is, divided like the policy."""
     model = cast(Decoder, make_model(case)).requires_grad_(False)
     with torch.no_grad():
         model.norm.weight.mul_(0.9)
-    distribute(model, ranks)
+    parallelize_model(model, ranks)
     return lambda piece: model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
 
 

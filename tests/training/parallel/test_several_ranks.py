@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.models.lora.directory import WEIGHTS
-from burnish.models.weight_loading import file_tensors, stored_tensors
-from burnish.run.metrics import MEASURED, read
-from tests.training.parallel import sessions
+from burnish.models.lora.peft_files import ADAPTER_WEIGHTS
+from burnish.models.weight_files import file_tensors, stored_tensors
+from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
+from tests.training.parallel import two_rank_runs
 from tests.training.parallel.cases import CASES
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         while not done.exists() and time.monotonic() < until:
             time.sleep(0.1)
     else:
-        command = [sys.executable, "-m", "tests.training.parallel.worker", str(folder)]
+        command = [sys.executable, "-m", "tests.training.parallel.rank_worker", str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -133,13 +133,13 @@ def test_data_parallel_ranks_have_shares_of_their_own(ranks: int, name: str, rec
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read(path)]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in read_metrics(path)]
 
 
-@pytest.mark.parametrize("name", [*sessions.RUNS, sessions.HANDED_OVER])
+@pytest.mark.parametrize("name", [*two_rank_runs.RUNS, two_rank_runs.HANDED_OVER])
 def test_a_supervised_run_of_two_processes_is_that_of_one(name: str, folders: dict[int, Path]) -> None:
     """Also one that was stopped by a signal to one process, and one that another number of processes goes on with."""
-    folder, twin = folders[2], "plain" if name == sessions.HANDED_OVER else name
+    folder, twin = folders[2], "plain" if name == two_rank_runs.HANDED_OVER else name
     got, expected = (without_times(folder / run / "metrics.jsonl") for run in (name, f"{twin}-alone"))
     assert len(expected) == 6
     for one, other in zip(got, expected, strict=True):
@@ -151,7 +151,7 @@ def test_a_supervised_run_of_two_processes_is_that_of_one(name: str, folders: di
         torch.testing.assert_close(tensor, other[key], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("name", sessions.PREFERENCES)
+@pytest.mark.parametrize("name", two_rank_runs.PREFERENCES)
 def test_a_run_on_preferences_of_two_processes_is_that_of_one(name: str, folders: dict[int, Path]) -> None:
     runs = [folders[2] / run.replace(" ", "_") for run in (name, f"{name}-alone")]
     got, expected = (without_times(run / "metrics.jsonl") for run in runs)
@@ -165,12 +165,12 @@ def test_a_run_on_preferences_of_two_processes_is_that_of_one(name: str, folders
 
 def weights(path: Path) -> dict[str, Tensor]:
     """By Hugging Face's or PEFT's names."""
-    stored = file_tensors(path / WEIGHTS) if (path / WEIGHTS).exists() else stored_tensors(path)
+    stored = file_tensors(path / ADAPTER_WEIGHTS) if (path / ADAPTER_WEIGHTS).exists() else stored_tensors(path)
     return {name: tensor.whole().clone() for name, tensor in stored}
 
 
 def test_only_the_first_process_speaks_and_all_stop_together(folders: dict[int, Path]) -> None:
-    log = (folders[2] / sessions.HANDED_OVER / "log.txt").read_text()
+    log = (folders[2] / two_rank_runs.HANDED_OVER / "log.txt").read_text()
     assert log.count("going on after step 3 of 6") == 1
     assert sum("step 3/6" in line for line in log.splitlines()) == 1
     first = folders[2] / "plain/checkpoints/step-000006"

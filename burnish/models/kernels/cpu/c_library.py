@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from burnish.models.kernels.device import drafted, kept_in
+from burnish.models.kernels.device import atomic_file, kernel_cache_dir
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "BURNISH_CPU_KERNELS"
+C_KERNELS_VARIABLE = "BURNISH_CPU_KERNELS"
 FOLDER = Path(__file__).parent
 FLAGS = (
     "-O3",
@@ -44,11 +44,11 @@ FLAGS = (
 COMPILE_SECONDS = 120
 
 
-class Missing(Exception):
+class CKernelsUnavailable(Exception):
     """Why there are no kernels."""
 
 
-def kernels(x: Tensor, *beside: Tensor) -> ctypes.CDLL | None:
+def c_kernels(x: Tensor, *beside: Tensor) -> ctypes.CDLL | None:
     """The kernels for a tensor and those it is computed with, all of one type; None where torch computes."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or type(x) not in (Tensor, Parameter):
         return None
@@ -61,13 +61,13 @@ def kernels(x: Tensor, *beside: Tensor) -> ctypes.CDLL | None:
     return _library(x.dtype == torch.float64)
 
 
-def expected() -> bool:
+def c_kernels_expected() -> bool:
     """Whether there will be kernels, for who plans ahead: nothing is compiled for the answer."""
     if _has_failed:
         return False
     try:
         _compiler()
-    except Missing:
+    except CKernelsUnavailable:
         return False
     return True
 
@@ -77,11 +77,11 @@ def address(x: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
-def state() -> tuple[bool, str]:
+def c_kernels_status() -> tuple[bool, str]:
     """Whether the kernels are there, and what to say of them."""
     try:
         found = _load(False)
-    except Missing as reason:
+    except CKernelsUnavailable as reason:
         return False, str(reason)
     return True, f"compiled for this processor, {'on the threads of torch' if found.has_threads else 'on one thread'}"
 
@@ -100,48 +100,50 @@ def _library(is_wide: bool) -> ctypes.CDLL | None:
     global _has_failed
     try:
         return _load(is_wide)
-    except Missing as reason:
+    except CKernelsUnavailable as reason:
         _has_failed = True
-        if os.environ.get(SWITCH) != "0":
+        if os.environ.get(C_KERNELS_VARIABLE) != "0":
             logger.warning("no C kernels, torch computes instead: %s", reason)
         return None
 
 
-class _Kernels(ctypes.CDLL):
+class _KernelLibrary(ctypes.CDLL):
     has_threads = False
 
 
 @cache
-def _load(is_wide: bool) -> _Kernels:
+def _load(is_wide: bool) -> _KernelLibrary:
     compiler = _compiler()
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = (*FLAGS, native, *(["-DWIDE"] if is_wide else []))
     name = f"kernels-{_digest(compiler, flags)}.so"
-    folder = kept_in()
+    folder = kernel_cache_dir()
     try:
         if folder is None:
             with tempfile.TemporaryDirectory() as temporary:  # once loaded, it is not needed
-                return _opened(_compile(compiler, flags, Path(temporary) / name))
+                return _open_library(_compile(compiler, flags, Path(temporary) / name))
         path = folder / name
         if path.is_file():
-            with contextlib.suppress(Missing):  # one that cannot be loaded is gone now, and made anew
-                return _opened(path)
-        return _opened(_compile(compiler, flags, path))
+            with contextlib.suppress(CKernelsUnavailable):  # one that cannot be loaded is gone now, and made anew
+                return _open_library(path)
+        return _open_library(_compile(compiler, flags, path))
     except OSError as error:
-        raise Missing(f"what the C compiler makes cannot be written: {error}") from error
+        raise CKernelsUnavailable(f"what the C compiler makes cannot be written: {error}") from error
 
 
 def _compiler() -> list[str]:
     """The command of a C compiler: CC, if that is set."""
-    if os.environ.get(SWITCH) == "0":
-        raise Missing(f"{SWITCH}=0")
+    if os.environ.get(C_KERNELS_VARIABLE) == "0":
+        raise CKernelsUnavailable(f"{C_KERNELS_VARIABLE}=0")
     if sys.platform == "win32":
-        raise Missing("they are not for Windows")
+        raise CKernelsUnavailable("they are not for Windows")
     named = os.environ.get("CC")
     for command in [shlex.split(named)] if named else [["cc"], ["gcc"], ["clang"]]:
         if command and shutil.which(command[0]):
             return command
-    raise Missing(f"CC={named} is no program here" if named else "there is no C compiler (cc, gcc or clang)")
+    raise CKernelsUnavailable(
+        f"CC={named} is no program here" if named else "there is no C compiler (cc, gcc or clang)"
+    )
 
 
 def _digest(compiler: list[str], flags: tuple[str, ...]) -> str:
@@ -166,7 +168,7 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> Path:
-    with drafted(path) as draft:
+    with atomic_file(path) as draft:
         _run([*compiler, *flags, "-o", str(draft), *map(str, _sources("*.c")), "-lm"])
         draft.chmod(0o700)
     return path
@@ -176,21 +178,21 @@ def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Missing(f"{command[0]} did not run: {error}") from error
+        raise CKernelsUnavailable(f"{command[0]} did not run: {error}") from error
     if done.returncode:
-        raise Missing(
+        raise CKernelsUnavailable(
             f"{shlex.join(command)} failed with {done.returncode}:\n{done.stderr[-2000:] or done.stdout[-2000:]}"
         )
     return done.stdout
 
 
-def _opened(path: Path) -> _Kernels:
+def _open_library(path: Path) -> _KernelLibrary:
     try:
-        library = _Kernels(str(path))
+        library = _KernelLibrary(str(path))
         use_threads = library.use_threads
     except (OSError, AttributeError) as error:
         path.unlink(missing_ok=True)  # it would be found again next time
-        raise Missing(f"what the C compiler made cannot be loaded: {error}") from error
+        raise CKernelsUnavailable(f"what the C compiler made cannot be loaded: {error}") from error
     openmp = _openmp()
     if openmp is not None:
         use_threads(openmp.GOMP_parallel, openmp.omp_get_thread_num)
@@ -217,10 +219,10 @@ def _openmp() -> ctypes.CDLL | None:
 _is_forked = False
 
 
-def _forked() -> None:
+def _mark_forked() -> None:
     global _is_forked
     _is_forked = True
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_mark_forked)

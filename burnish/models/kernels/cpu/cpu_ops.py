@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from burnish.models.kernels.cpu.c_library import address, num_threads
-from burnish.models.kernels.shared_prefix import Rows
+from burnish.models.kernels.shared_prefix import ComputedRows
 
-LONGEST = 1024
+MAX_C_ATTENTION_LENGTH = 1024
 """Sequences up to this length: a head's keys stay near the core."""
 
 Pointer, Long = ctypes.c_void_p, ctypes.c_long
 
 
-class _Arguments(ctypes.Structure):
+class _AttentionArguments(ctypes.Structure):
     _fields_ = [
         *((name, Pointer) for name in ("q", "k", "v")),
         *((name, Long) for name in ("q_row", "k_row", "v_row")),
@@ -28,10 +28,10 @@ class _Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Sequences:
+class PackedSequences:
     """Which rows each sequence of a packing has, its own and those it begins with, and which sequences share any."""
 
-    def __init__(self, offsets: Tensor, rows: Rows | None) -> None:
+    def __init__(self, offsets: Tensor, rows: ComputedRows | None) -> None:
         offsets = offsets.long()  # as C reads them
         lengths = offsets.diff()
         self.longest = int(lengths.max()) if lengths.numel() else 0
@@ -54,8 +54,8 @@ class Sequences:
         return self.groups.shape[0] - 1
 
 
-def attention(
-    library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None
+def c_attention(
+    library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, window: int | None
 ) -> Tensor:
     """Queries [U, heads, D] over keys and values [U, kv_heads, D] of their own sequence; [U, heads, D]."""
     return _Attention.apply(q, k, v, library, sequences, window)
@@ -64,11 +64,11 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, library: ctypes.CDLL, sequences: Sequences, window: int | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, library: ctypes.CDLL, sequences: PackedSequences, window: int | None
     ) -> Tensor:
-        q, k, v = _together(q), _together(k), _together(v)
+        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
         out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
-        _call(library, "forward", q, k, v, sequences, window, out=out, lse=lse)
+        _run_attention(library, "forward", q, k, v, sequences, window, out=out, lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = library, sequences, window
         return out
@@ -79,22 +79,24 @@ class _Attention(torch.autograd.Function):
         library, sequences, window = ctx.plan
         grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
         given = {"out": out, "lse": lse, "grad": grads[0].contiguous()}
-        _call(library, "backward", q, k, v, sequences, window, **given, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
+        _run_attention(
+            library, "backward", q, k, v, sequences, window, **given, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
+        )
         return grad_q, grad_k, grad_v, None, None, None
 
 
-def _together(x: Tensor) -> Tensor:
+def _with_dense_heads(x: Tensor) -> Tensor:
     """The heads of a row side by side; rows may be apart."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _call(
+def _run_attention(
     library: ctypes.CDLL,
     way: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequences: Sequences,
+    sequences: PackedSequences,
     window: int | None,
     **tensors: Tensor,
 ) -> None:
@@ -103,7 +105,7 @@ def _call(
     library.attention_room.restype = Long
     room = library.attention_room(Long(sequences.longest), Long(dim), Long(way == "backward"))
     space = q.new_empty(threads * room)
-    arguments = _Arguments(
+    arguments = _AttentionArguments(
         q=address(q), k=address(k), v=address(v), q_row=q.stride(0), k_row=k.stride(0), v_row=v.stride(0),
         sequences=address(sequences.table), groups=address(sequences.groups),
         heads=heads, kv_heads=kv_heads, dim=dim, window=window or 0,
@@ -117,12 +119,12 @@ def _call(
 # --- Norms, rotations and gated activations of the learner's rows by C kernels (`learner.c`).
 
 CLong, Double = ctypes.c_long, ctypes.c_double
-PER_THREAD = 1 << 14
+ELEMENTS_PER_THREAD = 1 << 14
 """Numbers worth waking a thread for."""
 
 
 def _threads(x: Tensor) -> ctypes.c_long:
-    return CLong(min(num_threads(), -(-x.numel() // PER_THREAD)))
+    return CLong(min(num_threads(), -(-x.numel() // ELEMENTS_PER_THREAD)))
 
 
 def norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:

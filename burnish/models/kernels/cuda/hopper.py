@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.models.kernels.cuda.compiler import Kernel, compiler, tensor_map
-from burnish.models.kernels.paged_layout import Norms, Placement, results_of
+from burnish.models.kernels.cuda.cuda_driver import Kernel, nvrtc_library, tensor_map
+from burnish.models.kernels.paged_cache import HeadNorms, Placement, decode_buffers
 
 PAGE = 16
 DIMS = (64, 128)
 BLOCK = 32
 """Keys a stretch is a multiple of, here, in the kernel and for who joins the stretches."""
-MOST_QUERIES = 8
+MAX_QUERIES = 8
 """Query heads to a key head: the width of a tile of the tensor cores."""
 RING_BYTES = 32 * 1024
 """On its way to a warp at once: two steps of 32 keys with heads of 128."""
 
 
 def has_decode_attention(
-    qkv: Tensor, cos: Tensor, place: Placement, norms: Norms | None, keys: object, values: object
+    qkv: Tensor, cos: Tensor, place: Placement, norms: HeadNorms | None, keys: object, values: object
 ) -> bool:
     """Whether the kernel can attend to these pages."""
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_cuda and qkv.shape[0] > 0):
@@ -40,7 +40,7 @@ def has_decode_attention(
     return (
         page == PAGE
         and dim in DIMS
-        and qkv.shape[1] // dim // kv_heads - 2 <= MOST_QUERIES
+        and qkv.shape[1] // dim // kv_heads - 2 <= MAX_QUERIES
         and values.shape == keys.shape
         and all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (qkv, cos, keys, values, *weights))
         and keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
@@ -49,7 +49,7 @@ def has_decode_attention(
         and place.table.dtype == torch.int32
         and place.table.stride(1) == 1
         and torch.cuda.get_device_capability(qkv.device) == (9, 0)
-        and compiler() is not None
+        and nvrtc_library() is not None
     )
 
 
@@ -58,20 +58,20 @@ def decode_attention(
     cos: Tensor,
     sin: Tensor,
     place: Placement,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     keys: Tensor,
     values: Tensor,
     window: int | None,
     splits: int,
     least: int,
 ) -> Tensor:
-    """[rows, heads * D]: `burnish.models.kernels.paged_attention.decode_attention` where `has_decode_attention`."""
+    """[rows, heads * D]: `burnish.models.kernels.inference_ops.decode_attention` where `has_decode_attention`."""
     pages, kv_heads, page, dim = keys.shape
     rows, columns = qkv.shape
     queries = columns // dim // kv_heads - 2
-    out, sums, joints = results_of(qkv, kv_heads, dim, splits)
+    out, sums, joints = decode_buffers(qkv, kv_heads, dim, splits)
     reach = window if window is not None else 1 << 30
-    q_norm, k_norm, eps, shift, factor = norms or Norms(qkv, qkv, 0.0)
+    q_norm, k_norm, eps, shift, factor = norms or HeadNorms(qkv, qkv, 0.0)
     with torch.cuda.device(qkv.device):
         maps = [  # halves of a line lie nearer than lines do: the copy engine does not mind
             tensor_map(
@@ -91,22 +91,22 @@ def decode_attention(
         kernel = _attention_kernel(dim, queries, norms is not None, qkv.device)
         kernel.launch((rows * kv_heads, splits), 32, arguments)
         if splits > 1:
-            from burnish.models.kernels.triton.decode_step import join
+            from burnish.models.kernels.triton.decode_attention import combine_splits
 
-            join(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, BLOCK)
+            combine_splits(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, BLOCK)
     return out
 
 
-_making = threading.Lock()
+_compile_lock = threading.Lock()
 
 
 def _attention_kernel(*kind: Any) -> Kernel:
-    with _making:  # whole rows and cut ones may ask for it at once
-        return _made(*kind)
+    with _compile_lock:  # whole rows and cut ones may ask for it at once
+        return _compile_attention_kernel(*kind)
 
 
 @cache
-def _made(dim: int, queries: int, is_normed: bool, device: torch.device) -> Kernel:
+def _compile_attention_kernel(dim: int, queries: int, is_normed: bool, device: torch.device) -> Kernel:
     stages = RING_BYTES // (4 * PAGE * dim * 2)
     return Kernel(attention_source(dim, queries, is_normed, stages), "decode_attention", RING_BYTES + 1024)
 
@@ -125,18 +125,18 @@ def attention_source(dim: int, queries: int, is_normed: bool, stages: int) -> st
 # wait for the eight tiles that 140 leave over. Here a tile is as wide as it must be for all processors to end together
 # (`tile_of`).
 
-WIDTHS = (72, 56, 40)
+TILE_WIDTHS = (72, 56, 40)
 """Outputs of a tile: odd numbers of eights, and no more sums than registers."""
-GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
+WARP_GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
 """Rows of a tile: warp groups that multiply, and blocks of 64 rows of each."""
-REGISTERS = {1: 232, 2: 240, 3: 160}
+REGISTERS_PER_THREAD = {1: 232, 2: 240, 3: 160}
 """Of a thread that multiplies, by the number of groups: what the other threads leave of a block's, whose own 24 are enough for them."""
 SHARED_BYTES = 227 * 1024 - 2048
 """For stages and what is stored: a processor's, less what barriers and the ring's alignment take."""
-MOST_STAGES = 8
-FIXED = 24
+MAX_STAGES = 8
+TILE_OVERHEAD = 24
 """What a tile costs beside its columns, in columns: it begins and ends."""
-ACTIVATIONS = ("silu", "gelu_tanh")
+GATED_PRODUCT_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Tile:
     def stages(self) -> int:
         """Stretches of 64 inputs on their way at once: what the shared memory holds beside what is stored."""
         room = SHARED_BYTES - self.strip_bytes
-        return min(MOST_STAGES, room // self.stage_bytes)
+        return min(MAX_STAGES, room // self.stage_bytes)
 
     @property
     def stage_bytes(self) -> int:
@@ -158,7 +158,7 @@ class Tile:
 
     @property
     def strip_bytes(self) -> int:
-        groups, _ = GROUPS[self.rows]
+        groups, _ = WARP_GROUPS[self.rows]
         return groups * 64 * self.width * 2
 
     @property
@@ -167,18 +167,18 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 128 * (GROUPS[self.rows][0] + 1)
+        return 128 * (WARP_GROUPS[self.rows][0] + 1)
 
 
-def tile_of(rows: int, outputs: int, processors: int) -> Tile:
+def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
     """The tile with which all processors end soonest."""
-    height = next((height for height in GROUPS if height >= rows), 256)
+    height = next((height for height in WARP_GROUPS if height >= rows), 256)
 
     def cost(width: int) -> int:
         tiles = -(-rows // height) * -(-outputs // width)
-        return -(-tiles // processors) * (2 * width + FIXED)
+        return -(-tiles // processors) * (2 * width + TILE_OVERHEAD)
 
-    return Tile(height, min(WIDTHS, key=cost))
+    return Tile(height, min(TILE_WIDTHS, key=cost))
 
 
 def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
@@ -186,7 +186,7 @@ def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
-        and activation in ACTIVATIONS
+        and activation in GATED_PRODUCT_ACTIVATIONS
         and x.shape[0] > 0
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -194,7 +194,7 @@ def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
         and weight.shape[0] % 16 == 0
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and compiler() is not None
+        and nvrtc_library() is not None
     )
 
 
@@ -203,7 +203,7 @@ def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     with torch.cuda.device(x.device):
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        tile = tile_of(rows, outputs, processors)
+        tile = choose_tile(rows, outputs, processors)
         out = x.new_empty(rows, outputs)
         row_tiles, column_tiles = -(-rows // tile.rows), -(-outputs // tile.width)
         maps = [
@@ -217,13 +217,13 @@ def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return out
 
 
-def tiles_of(most_rows: int, outputs: int, processors: int) -> list[Tile]:
+def all_tiles(most_rows: int, outputs: int, processors: int) -> list[Tile]:
     """All tiles that products of up to so many rows take."""
-    counts = {*GROUPS, *range(256, most_rows, 256), most_rows}
-    return sorted({tile_of(rows, outputs, processors) for rows in counts}, key=lambda tile: (tile.rows, tile.width))
+    counts = {*WARP_GROUPS, *range(256, most_rows, 256), most_rows}
+    return sorted({choose_tile(rows, outputs, processors) for rows in counts}, key=lambda tile: (tile.rows, tile.width))
 
 
-def prepare(tile: Tile, activation: str, device: torch.device) -> None:
+def compile_gated_kernel(tile: Tile, activation: str, device: torch.device) -> None:
     """Have the kernel of a tile ready."""
     with torch.cuda.device(device):
         _gated_kernel(tile, activation, device)
@@ -236,15 +236,15 @@ def _gated_kernel(tile: Tile, activation: str, device: torch.device) -> Kernel:
 
 def gated_source(tile: Tile, activation: str) -> str:
     """The kernel for a tile."""
-    groups, blocks = GROUPS[tile.rows]
+    groups, blocks = WARP_GROUPS[tile.rows]
     settings = {"ROWS": tile.rows, "WIDTH": tile.width, "STAGES": tile.stages, "GROUPS": groups, "BLOCKS": blocks}
-    settings |= {"MOST": REGISTERS[groups], "GELU": int(activation == "gelu_tanh")}
+    settings |= {"MOST": REGISTERS_PER_THREAD[groups], "GELU": int(activation == "gelu_tanh")}
     text = (Path(__file__).parent / "gated_product.cu").read_text()
     defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
-    return defines + text.replace("//MULTIPLY", _multiply(2 * tile.width))
+    return defines + text.replace("//MULTIPLY", _wgmma_function(2 * tile.width))
 
 
-def _multiply(columns: int) -> str:
+def _wgmma_function(columns: int) -> str:
     """`multiply`: 64 rows x 16 inputs times so many columns, added to a thread's sums unless they begin."""
     registers = columns // 2
     operands = ", ".join(f"%{i}" for i in range(registers))

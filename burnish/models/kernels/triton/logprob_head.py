@@ -11,7 +11,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _summarise(
+def _logprob_rows(
     logits_ptr,
     target_ptr,
     logp_ptr,
@@ -47,7 +47,7 @@ def _summarise(
 
 
 @triton.jit
-def _slopes(
+def _logit_gradients(
     logits_ptr,
     target_ptr,
     total_ptr,
@@ -77,18 +77,20 @@ def _slopes(
     tl.store(at, (slope / temperature).to(logits.dtype), mask=inside)
 
 
-def summarise(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def logprob_rows(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the targets, log of the normaliser and entropies (empty unless asked for) of logits [N, vocab]; float32."""
     rows, vocab = logits.shape
     logp, total = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     entropy = torch.empty(rows if with_entropy else 0, dtype=torch.float32, device=logits.device)
-    _summarise[(rows,)](
+    _logprob_rows[(rows,)](
         logits, targets, logp, total, entropy, temperature, vocab, ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=8
     )
     return logp, total, entropy
 
 
-def slopes_(
+def logit_gradients_(
     logits: Tensor,
     targets: Tensor,
     total: Tensor,
@@ -99,7 +101,7 @@ def slopes_(
 ) -> Tensor:
     """The gradient with respect to the logits, written over them; None is a gradient of 0."""
     rows, vocab = logits.shape
-    _slopes[(rows, triton.cdiv(vocab, BLOCK))](
+    _logit_gradients[(rows, triton.cdiv(vocab, BLOCK))](
         logits,
         targets,
         total,

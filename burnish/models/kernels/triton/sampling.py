@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
-from burnish.models.kernels.triton.truncation import Bias, cut_off, load_logits
+from burnish.models.kernels.triton.truncation import Bias, load_logits, mask_below_cut
 
 CHUNK = 4096
 
 
 @triton.jit
-def _inverse(temperature):
+def _inverse_temperature(temperature):
     """What logits are multiplied by: one division by the rounding of IEEE, since the plain one differs from kernel to kernel."""
     return tl.div_rn(1.0, tl.where(temperature == 0, 1.0, temperature))
 
@@ -62,8 +62,8 @@ def _sum_chunks(
         CHUNK, BIASED, BIASES,
     )  # fmt: skip
     if TRUNCATED:
-        x = cut_off(x, chunk * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
-    x *= _inverse(temperature)
+        x = mask_below_cut(x, chunk * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+    x *= _inverse_temperature(temperature)
     best = tl.max(x, 0)
     total = tl.sum(tl.exp(x - tl.where(best == -float("inf"), 0.0, best)), 0)
     tl.store(best_ptr + index * chunks + chunk, best)
@@ -76,7 +76,7 @@ def _sum_chunks(
 
 
 @triton.jit
-def _joined(best_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
+def _combine_chunks(best_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
     """Of a row's chunks: the largest logit of each, the mass of each beside the largest of all, that largest, all mass."""
     part = tl.arange(0, CHUNKS)
     bests = tl.load(best_ptr + part, mask=part < chunks, other=-float("inf"))
@@ -142,7 +142,9 @@ def _draw(
         temperature = tl.load(temperature_ptr + row).to(tl.float32)
         greedy = temperature == 0
         part = tl.arange(0, CHUNKS)
-        bests, masses, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
+        bests, masses, best, total = _combine_chunks(
+            best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS
+        )
         ends = tl.cumsum(masses, 0)
 
         drawn = tl.load(drawn_at)
@@ -164,8 +166,8 @@ def _draw(
             CHUNK, BIASED, BIASES,
         )  # fmt: skip
         if TRUNCATED:
-            x = cut_off(x, here * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
-        x *= _inverse(temperature)
+            x = mask_below_cut(x, here * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+        x *= _inverse_temperature(temperature)
         running = before + tl.cumsum(tl.exp(x - best).to(tl.float64), 0)
         passed = tl.sum((running < goal).to(tl.int32), 0)
         # Rounding may leave the goal beyond the last sum: then the last token that can be drawn is it.
@@ -180,7 +182,7 @@ def _draw(
         tl.store(ring_token_ptr + slot, token.to(tl.int32))
         tl.store(ring_logp_ptr + slot, chosen - best - tl.log(total).to(tl.float32))
         if RAW:
-            _, _, raw_best, raw_total = _joined(
+            _, _, raw_best, raw_total = _combine_chunks(
                 raw_best_ptr + index * chunks, raw_total_ptr + index * chunks, chunks, CHUNKS
             )
             chosen = tl.sum(tl.where(column == found, raw, 0.0), 0)
@@ -195,7 +197,7 @@ def _draw(
         tl.store(live_at, goes_on.to(tl.int64))
 
 
-def _sums(
+def _chunk_sums(
     logits: Tensor,
     source: Tensor,
     row: Tensor,
@@ -247,7 +249,7 @@ def draw(
     """`burnish.inference.native.device_state.RowState.draw` as two kernels; see there. `cut` is of each row of `row`, `bias` of all."""
     count, vocab = source.shape[0], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
-    options, sums = _sums(logits, source, row, temperature, cut, bias, ring_raw is not None)
+    options, sums = _chunk_sums(logits, source, row, temperature, cut, bias, ring_raw is not None)
     _draw[(count,)](
         logits,
         source,
@@ -280,24 +282,24 @@ def draw(
 
 
 @triton.jit
-def _score(logits_ptr, token_ptr, inverse, best_ptr, total_ptr, out_ptr, vocab, chunks, CHUNKS: tl.constexpr):
+def _token_logprobs(logits_ptr, token_ptr, inverse, best_ptr, total_ptr, out_ptr, vocab, chunks, CHUNKS: tl.constexpr):
     index = tl.program_id(0)
-    _, _, best, total = _joined(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
+    _, _, best, total = _combine_chunks(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
     chosen = tl.load(logits_ptr + index.to(tl.int64) * vocab + tl.load(token_ptr + index)).to(tl.float32)
     chosen *= inverse
     tl.store(out_ptr + index, chosen - best - tl.log(total).to(tl.float32))
 
 
-def score(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probs [N] of given tokens under logits [N, vocab], by the same sums in the same order as `draw` reports them."""
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     every = torch.arange(count, device=logits.device)
     heat = torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
-    _, (best, total, _, _) = _sums(logits, every, torch.zeros_like(every), heat)
+    _, (best, total, _, _) = _chunk_sums(logits, every, torch.zeros_like(every), heat)
     out = torch.empty(count, dtype=torch.float32, device=logits.device)
     # As many warps as `_draw` has: a sum's order follows from how its terms lie in them.
-    _score[(count,)](
+    _token_logprobs[(count,)](
         logits,
         tokens,
         float(np.float32(1) / np.float32(temperature or 1.0)),  # as `_inverse` gives it

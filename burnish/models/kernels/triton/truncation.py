@@ -44,7 +44,7 @@ def load_logits(
 
 
 @triton.jit
-def cut_off(x, start, value, last, CHUNK: tl.constexpr):
+def mask_below_cut(x, start, value, last, CHUNK: tl.constexpr):
     """-inf where a logit is below `value`, or equal to it behind the token `last`. What is no number stays none."""
     column = start + tl.arange(0, CHUNK)
     return tl.where((x < value) | ((x == value) & (column > last)), -float("inf"), x)
@@ -73,7 +73,7 @@ def _bounds(
 
 
 @triton.jit
-def _weigh(x, best, scale, MASS: tl.constexpr):
+def _token_weight(x, best, scale, MASS: tl.constexpr):
     """What a token counts for: its probability over that of the likeliest, or 1."""
     weight = tl.where(x > -float("inf"), 1.0, 0.0)
     if MASS:
@@ -91,7 +91,7 @@ def _mass_above(
         _, x = load_logits(
             line_ptr, start, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, CHUNK, BIASED, BIASES
         )
-        total += tl.where(x > value, _weigh(x, best, scale, True), 0.0)
+        total += tl.where(x > value, _token_weight(x, best, scale, True), 0.0)
     return tl.sum(total.to(tl.float64), 0)
 
 
@@ -122,7 +122,7 @@ def _search(
             _, x = load_logits(
                 line_ptr, start, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, CHUNK, BIASED, BIASES
             )
-            weight = _weigh(x, best, scale, MASS)
+            weight = _token_weight(x, best, scale, MASS)
             sum_1 += tl.where(x > pivot_1, weight, 0.0)
             sum_2 += tl.where(x > pivot_2, weight, 0.0)
             sum_3 += tl.where(x > pivot_3, weight, 0.0)
@@ -156,7 +156,7 @@ def _search(
 
 
 @triton.jit
-def _equal(
+def _find_equal(
     line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, value, wanted,
     CHUNK: tl.constexpr, BIASED: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +218,7 @@ def _find_cut(
                 False, CHUNK, BIASED, BIASES,
             )  # fmt: skip
             wanted = tl.minimum(top_k - above, vocab * 1.0)
-            last, equal = _equal(
+            last, equal = _find_equal(
                 line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, value, wanted.to(tl.int32),
                 CHUNK, BIASED, BIASES,
             )  # fmt: skip
@@ -236,7 +236,7 @@ def _find_cut(
             )  # fmt: skip
             each = tl.exp((value - best) / narrow).to(tl.float64)
             wanted = tl.minimum(tl.ceil((goal - above) / each), vocab * 1.0)
-            last, equal = _equal(
+            last, equal = _find_equal(
                 line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, value, wanted.to(tl.int32),
                 CHUNK, BIASED, BIASES,
             )  # fmt: skip

@@ -1,0 +1,117 @@
+"""What a loss sees: the tokens in the loss of a mini-batch, or of a part of it that holds whole sequences.
+
+A loss whose scope is `token` or `sequence` gets one view a micro-batch; one whose scope is `group` or `batch` gets a
+single view of the whole mini-batch, with log-probs as leaves (see `training/learner.py`). Tokens out of the loss are
+not there at all, so nothing needs masking, and a sequence without a token in the loss has length 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from burnish.core.batch import Batch
+from burnish.core.segments import contiguous_broadcast, contiguous_sum, ids_from_offsets
+
+
+@dataclass(frozen=True)
+class LossView:
+    """M tokens of S sequences, in order. `logp`, `entropy`, `value` and `kl` carry the gradient."""
+
+    offsets: Tensor  # [S+1] where each sequence's tokens start among the M
+    token: Mapping[str, Tensor]  # [M] columns
+    sequence: Mapping[str, Tensor]  # [S] columns
+    logp: Tensor | None = None  # [M] of the policy being trained
+    entropy: Tensor | None = None  # [M]
+    value: Tensor | None = None  # [M] of a critic
+    kl: Tensor | None = None  # [M] to the reference, over the whole vocabulary
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def num_sequences(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def lengths(self) -> Tensor:  # [S]
+        return self.offsets.diff()
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """[M] the sequence of each token."""
+        return ids_from_offsets(self.offsets)
+
+    def has(self, name: str) -> bool:
+        """Whether a column is there, per token or per sequence."""
+        return name in self.token or name in self.sequence
+
+    def column(self, name: str) -> Tensor:
+        """[M] a token column, or a sequence column spread over its tokens."""
+        return self.token[name] if name in self.token else self.spread(self.sequence[name])
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[S] to [M]: each sequence's value at all its tokens."""
+        return contiguous_broadcast(values, self.ids, self.offsets)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[M] to [S]: the sum over each sequence's tokens, with gradient; 0 for a sequence that has none."""
+        return contiguous_sum(values, self.offsets)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[M] to [S]: the mean over each sequence's tokens, with gradient; 0 for a sequence that has none."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+
+def loss_view(
+    batch: Batch,
+    logp: Tensor | None = None,
+    entropy: Tensor | None = None,
+    value: Tensor | None = None,
+    kl: Tensor | None = None,
+) -> LossView:
+    """The tokens in the loss of a batch; float columns come in the type of what carries the gradient."""
+    mask = batch.loss_mask
+    carrier = logp if logp is not None else value
+    dtype = carrier.dtype if carrier is not None else torch.float64
+    where = None if bool(mask.all()) else mask.nonzero().squeeze(1)
+    offsets = batch.offsets if where is None else torch.searchsorted(where, batch.offsets)
+    columns = _LazyTokenColumns(batch, dtype, where, offsets), _LazyColumns(batch.sequence, dtype)
+    return LossView(offsets, *columns, logp, entropy, value, kl)
+
+
+class _LazyColumns(Mapping[str, Tensor]):
+    """Columns in the type of a loss, made when asked for: it reads two or three of a dozen."""
+
+    def __init__(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.columns, self.dtype = columns, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        column = self.columns[name]
+        return column.to(self.dtype) if column.is_floating_point() else column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
+class _LazyTokenColumns(_LazyColumns):
+    """Token columns at the places in the loss (None is all), with `position`, that of each in its sequence."""
+
+    def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None, offsets: Tensor) -> None:
+        super().__init__({**batch.token, "position": batch.tokens}, dtype)
+        self.batch, self.where, self.offsets = batch, where, offsets
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.where is None:
+            return self.batch.positions if name == "position" else super().__getitem__(name)
+        if name == "position":
+            return self.where - torch.repeat_interleave(self.batch.offsets[:-1], self.offsets.diff())
+        return super().__getitem__(name).index_select(0, self.where)

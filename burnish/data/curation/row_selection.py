@@ -1,0 +1,372 @@
+"""`burnish data filter`: rows that are too easy, too hard, mislabelled, contradictory, repeated or of the wrong length go.
+
+Every criterion that is asked for is applied in one fixed order, and a row is counted under the first that drops it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.data import Source
+from burnish.config.errors import UserError
+from burnish.data.curation.decontamination import comparable_words
+from burnish.data.curation.output_files import KeptRows, ProgressReport, no_progress, with_progress, write_output
+from burnish.data.curation.pass_rates import (
+    NEVER_SAMPLED,
+    LocatedRow,
+    PassCount,
+    completion_pass_counts,
+    match_pass_counts,
+    pass_count_files,
+    read_located_rows,
+    rows_with_pass_counts,
+    run_sources,
+)
+from burnish.data.files import find_files
+from burnish.data.published_datasets import strip_format_request
+from burnish.data.row import Row
+from burnish.run.durable_files import checksums
+from burnish.run.run import PromptVisit, read_visits
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What a row must be like; None asks for nothing."""
+
+    pass_rate: tuple[float, float] | None = None
+    """Lowest and highest share of right answers, both included (DAPO and Kimi k1.5 leave out what is never or always right)."""
+    agree: int | None = None
+    """So many samples at least must give the row's answer: none says that the label is probably wrong (2502.03373)."""
+    contradictions: bool = False
+    """Drop every row whose question stands in the file with another answer."""
+    duplicates: bool = False
+    """Of rows that ask the same keep the first."""
+    words: tuple[int, int] | None = None
+    """Fewest and most words of the question."""
+    answer_chars: int | None = None
+    """Most characters of the answer: short ones can be checked."""
+    keep_unseen: bool = False
+    """Keep rows that were never sampled, which are dropped otherwise where pass_rate or agree asks."""
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.pass_rate is not None or self.agree is not None
+
+
+def filter_rows(
+    file: Path,
+    out: Path,
+    criteria: Criteria,
+    scores: Path | None = None,
+    guesses: Path | None = None,
+    force: bool = False,
+    report: ProgressReport = no_progress,
+) -> tuple[dict[str, Any], bool]:
+    """Write the rows that meet the criteria; `guesses` are completions without reasoning, none of which may be right."""
+    _check_criteria(criteria, scores, guesses)
+    given = {"scores": scores, "guesses": guesses}
+    used = {name: checksums(pass_count_files(path)) for name, path in given.items() if path is not None}
+    asked = {"command": "filter", **asdict(criteria), "source": checksums(find_files(str(file))), **used}
+    return write_output(out, asked, lambda say: _filtered(file, criteria, scores, guesses, say), force, report)
+
+
+def _check_criteria(criteria: Criteria, scores: Path | None, guesses: Path | None) -> None:
+    """Refuse what would have no effect."""
+    if criteria.needs_scores and scores is None:
+        raise UserError("--pass-rate and --agree need --scores: a run, or completions of `burnish eval --n K`")
+    if scores is not None and not criteria.needs_scores:
+        raise UserError("--scores has no effect without --pass-rate or --agree")
+    if criteria.keep_unseen and not criteria.needs_scores:
+        raise UserError("--keep-unseen has no effect without --pass-rate or --agree")
+    asked = [value for name, value in asdict(criteria).items() if name != "keep_unseen"]
+    if guesses is None and all(value is None or value is False for value in asked):
+        raise UserError("nothing to filter by; see `burnish data filter --help`")
+    if criteria.agree is not None and criteria.agree < 1:
+        raise UserError(f"--agree {criteria.agree}: expected 1 or more")
+    if criteria.pass_rate is not None and not all(0 <= rate <= 1 for rate in criteria.pass_rate):
+        raise UserError(f"--pass-rate {criteria.pass_rate[0]:g} {criteria.pass_rate[1]:g}: expected shares in 0..1")
+    for name, span in (("--pass-rate", criteria.pass_rate), ("--words", criteria.words)):
+        if span is not None and span[0] > span[1]:
+            raise UserError(f"{name} {span[0]} {span[1]}: the first is the lowest, the second the highest")
+
+
+def _filtered(
+    file: Path, criteria: Criteria, scores: Path | None, guesses: Path | None, report: ProgressReport
+) -> KeptRows:
+    tallies: list[PassCount | None]
+    if scores is not None:
+        items, tallies = rows_with_pass_counts(file, scores)
+    else:
+        items = read_located_rows(Source(path=str(file)))
+        tallies = [None] * len(items)
+    guessed = (
+        [None] * len(items) if guesses is None else match_pass_counts(items, completion_pass_counts(guesses), guesses)
+    )
+    asked = [comparable_question(item.row) for item in items]
+    disputed = _contradicted_questions(items, asked) if criteria.contradictions else set()
+    seen: set[str] = set()
+    kept = KeptRows([], facts={"rows_read": len(items)})
+    rows = list(zip(items, tallies, guessed, asked, strict=True))
+    for item, tally, guess, question in with_progress(rows, "rows", report):
+        reason = next(_drop_reasons(item, tally, guess, question, criteria, disputed, seen), None)
+        if reason is not None:
+            kept.drop(reason, item.where)
+            continue
+        seen.add(question)
+        kept.records.append(item.record)
+    if scores is not None:
+        kept.facts["pass_rates"] = pass_rate_histogram([tally.rate for tally in tallies if tally is not None])
+    return kept
+
+
+def _drop_reasons(
+    item: LocatedRow,
+    tally: PassCount | None,
+    guess: PassCount | None,
+    question: str,
+    criteria: Criteria,
+    disputed: set[str],
+    seen: set[str],
+) -> Iterator[str]:
+    """Why a row goes, the first reason first."""
+    if question in disputed:
+        yield "its question has several answers"
+    if criteria.duplicates and question in seen:
+        yield "repeated question"
+    if criteria.words is not None:
+        low, high = criteria.words
+        if not low <= len(question.split()) <= high:
+            yield f"question not of {low} to {high} words"
+    if criteria.answer_chars is not None and len(str(item.row.answer)) > criteria.answer_chars:
+        yield f"answer longer than {criteria.answer_chars} characters"
+    if guess is not None and guess.right > 0:
+        yield "guessed without reasoning"
+    if criteria.needs_scores and tally is None and not criteria.keep_unseen:
+        yield NEVER_SAMPLED
+    if tally is not None and criteria.agree is not None and tally.right < criteria.agree:
+        yield f"fewer than {criteria.agree} samples agree with its answer"
+    if tally is not None and criteria.pass_rate is not None:
+        low_rate, high_rate = criteria.pass_rate
+        if tally.rate < low_rate:
+            yield f"pass rate below {low_rate:g}"
+        if tally.rate > high_rate:
+            yield f"pass rate above {high_rate:g}"
+
+
+def comparable_question(row: Row) -> str:
+    """The question of a row as it is compared: its words, without what asks for a format."""
+    stated = row.extra.get("question")
+    if not isinstance(stated, str):
+        said = row.prompt
+        if not isinstance(said, str):
+            said = "\n".join(str(message["content"]) for message in said if message["role"] == "user")
+        stated = strip_format_request(said)
+    return " ".join(comparable_words(stated)) or stated.strip()
+
+
+def _contradicted_questions(items: list[LocatedRow], questions: list[str]) -> set[str]:
+    answers: dict[str, set[str]] = {}
+    for item, question in zip(items, questions, strict=True):
+        answers.setdefault(question, set()).add(str(item.row.answer).strip())
+    return {question for question, given in answers.items() if len(given) > 1}
+
+
+def pass_rate_histogram(rates: list[float]) -> list[int]:
+    """How many rates are 0, in each tenth between, and 1: twelve counts."""
+    counts = [0] * 12
+    for rate in rates:
+        counts[0 if rate <= 0 else 11 if rate >= 1 else 1 + min(9, int(rate * 10))] += 1
+    return counts
+
+
+# --- `burnish data impact`: the rows of a run's training data whose rewards followed the run's own learning curve.
+#
+# Every epoch gives a prompt one number, the mean of its samples; a prompt whose numbers move as the average of all
+# prompts does taught the policy something. Scores and threshold are those of LIMR (Li et al. 2025, 2502.11886).
+
+IMPACT_COLUMN = "impact"
+IMPACT_THRESHOLD = 0.6
+IMPACT_BINS = (-math.inf, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+@dataclass(frozen=True)
+class ImpactOptions:
+    """What to select by."""
+
+    threshold: float = IMPACT_THRESHOLD
+    by: str | None = None
+    """`accuracy` or `reward`; None means accuracy where every visit was judged."""
+    epochs: int | None = None
+    """How many epochs count; None means all that were finished."""
+
+
+def select_by_impact(
+    run: Path,
+    out: Path,
+    options: ImpactOptions,
+    data: Path | None = None,
+    force: bool = False,
+    report: ProgressReport = no_progress,
+) -> tuple[dict[str, Any], bool]:
+    """Write the rows worth training on, with their score in the column `impact`; the manifest and whether it is new."""
+    sources, seed = run_sources(run, data, "--data")
+    files = [file for source in sources if source.path is not None for file in find_files(source.path)]
+    asked = {
+        "command": "impact",
+        **asdict(options),
+        "source": checksums(files),
+        "scores": checksums(pass_count_files(run)),
+    }
+    return write_output(out, asked, lambda say: _rows_by_impact(run, sources, seed, options, say), force, report)
+
+
+def _rows_by_impact(
+    run: Path, sources: Sequence[Source], seed: int, options: ImpactOptions, report: ProgressReport
+) -> KeptRows:
+    curves, by = reward_curves(read_visits(run), options)
+    scores, average = impact_scores(curves)
+    items = [item for source in sources for item in read_located_rows(source, seed)]
+    kept = KeptRows([])
+    for item in with_progress(items, "rows", report):
+        _keep_or_drop(kept, item, scores.get(item.row.id), options.threshold)
+    known = sorted(score for score in scores.values() if math.isfinite(score))
+    kept.facts = {
+        "rows_read": len(items),
+        "measured_by": by,
+        "epochs": len(average),
+        "prompts_scored": len(known),
+        "average_curve": average,
+        "histogram": _impact_histogram(known),
+    }
+    return kept
+
+
+def _keep_or_drop(kept: KeptRows, item: LocatedRow, score: float | None, threshold: float) -> None:
+    if score is None:
+        kept.drop(NEVER_SAMPLED, item.where)
+    elif not math.isfinite(score):
+        kept.drop("no reward in the last epoch to fill a gap with, or nothing was left to learn", item.where)
+    elif score < threshold:
+        kept.drop(f"impact below {threshold:g}", item.where)
+    else:
+        kept.records.append({**item.record, IMPACT_COLUMN: score})
+
+
+def _impact_histogram(scores: Sequence[float]) -> list[list[Any]]:
+    """[where a bin begins, how many scores it holds], the lowest first."""
+    return [
+        [
+            low if math.isfinite(low) else None,
+            sum(low <= score and (score < high or high == IMPACT_BINS[-1]) for score in scores),
+        ]
+        for low, high in zip(IMPACT_BINS, IMPACT_BINS[1:], strict=False)
+    ]
+
+
+# --- curves --------------------------------------------------------------------------------------------------------------
+
+
+def reward_curves(visits: Sequence[PromptVisit], options: ImpactOptions) -> tuple[dict[str, list[float]], str]:
+    """Of each prompt the mean of its samples in each epoch, nan where it has none; and what it is the mean of.
+
+    The epochs are the visits that every prompt drawn so far has had: an epoch that the run did not finish says nothing
+    of the prompts it did not reach.
+    """
+    by = options.by or ("accuracy" if all(v.judged == v.scored for v in visits) else "reward")
+    num = _num_epochs(visits, options.epochs)
+    curves = {visit.prompt_id: [math.nan] * num for visit in visits}
+    for visit in visits:
+        count, total = (visit.judged, visit.right) if by == "accuracy" else (visit.scored, visit.reward)
+        if visit.visit < num and count:
+            curves[visit.prompt_id][visit.visit] = total / count
+    best = max((value for curve in curves.values() for value in curve if not math.isnan(value)), default=math.nan)
+    if math.isnan(best):
+        raise UserError(f"no sample has {'an' if by == 'accuracy' else 'a'} {by}, so no prompt has a curve")
+    if best > 1:
+        raise UserError(
+            f"a prompt has a mean reward of {best:g}, and learning impact takes 1 for the best there is: use --by accuracy"
+        )
+    return curves, by
+
+
+def _num_epochs(visits: Sequence[PromptVisit], wanted: int | None) -> int:
+    seen: dict[str, int] = {}
+    for visit in visits:
+        seen[visit.prompt_id] = max(seen.get(visit.prompt_id, 0), visit.visit + 1)
+    finished = min(seen.values())
+    if finished < 2:
+        raise UserError("the run has not seen all its prompts twice; a learning curve takes two epochs at least")
+    if wanted is not None and not 2 <= wanted <= finished:
+        raise UserError(f"--epochs {wanted}: the run has finished {finished}, and a curve takes two at least")
+    return wanted or finished
+
+
+def impact_scores(curves: dict[str, list[float]]) -> tuple[dict[str, float], list[float]]:
+    """LIMR's score of each prompt, -inf for one that cannot be scored; and the average curve they are held to."""
+    import torch
+
+    from burnish.algorithms.curriculum.prompt_selection import backfill_nan, limr_scores
+
+    rewards = torch.tensor(list(curves.values()), dtype=torch.float64)
+    filled = backfill_nan(rewards)
+    average = filled[~filled.isnan().any(1)].mean(0)
+    return dict(zip(curves, limr_scores(rewards).tolist(), strict=True)), average.tolist()
+
+
+# --- `burnish data bucket`: how hard each row is, as a column of numbers that `curriculum: easy_to_hard` reads.
+
+DIFFICULTY_COLUMN = "difficulty"
+BUCKET_COLUMN = "bucket"
+
+
+def bucket_rows(
+    file: Path,
+    out: Path,
+    scores: Path,
+    buckets: int = 4,
+    column: str = DIFFICULTY_COLUMN,
+    force: bool = False,
+    report: ProgressReport = no_progress,
+) -> tuple[dict[str, Any], bool]:
+    """Write the rows that were sampled, each with 1 - its pass rate in `column` and its place among the buckets in `bucket`.
+
+    Buckets are equally large, 0 the easiest (Kimi k1.5, 2501.12599, curriculum sampling).
+    """
+    if buckets < 2:
+        raise UserError(f"--buckets {buckets}: expected 2 or more")
+    asked = {"command": "bucket", "buckets": buckets, "column": column, "source": checksums(find_files(str(file)))}
+    asked["scores"] = checksums(pass_count_files(scores))
+    return write_output(out, asked, lambda say: _rows_with_buckets(file, scores, buckets, column, say), force, report)
+
+
+def _rows_with_buckets(file: Path, scores: Path, buckets: int, column: str, report: ProgressReport) -> KeptRows:
+    import torch
+
+    from burnish.algorithms.curriculum.prompt_selection import difficulty_buckets
+
+    items, tallies = rows_with_pass_counts(file, scores)
+    kept = KeptRows([], facts={"rows_read": len(items)})
+    taken = [name for name in (column, BUCKET_COLUMN) if any(name in item.record for item in items)]
+    if taken:
+        raise UserError(f"{items[0].where}: there is a column {taken[0]!r} already; name another with --column")
+    for item, tally in with_progress(list(zip(items, tallies, strict=True)), "rows", report):
+        if tally is None:
+            kept.drop(NEVER_SAMPLED, item.where)
+        else:
+            kept.records.append({**item.record, column: 1 - tally.rate})
+    if len(kept.records) < buckets:
+        raise UserError(f"{scores}: {len(kept.records)} rows of {file} were sampled, too few for {buckets} buckets")
+    hardness = [record[column] for record in kept.records]
+    places = difficulty_buckets(torch.tensor(hardness, dtype=torch.float64), buckets).tolist()
+    kept.records = [{**record, BUCKET_COLUMN: place} for record, place in zip(kept.records, places, strict=True)]
+    kept.facts["buckets"] = [_bucket_summary(kept.records, place, column) for place in range(buckets)]
+    return kept
+
+
+def _bucket_summary(records: list[dict[str, Any]], place: int, column: str) -> dict[str, Any]:
+    rates = [1 - record[column] for record in records if record[BUCKET_COLUMN] == place]
+    return {"bucket": place, "rows": len(rates), "highest_pass_rate": max(rates), "lowest_pass_rate": min(rates)}

@@ -1,0 +1,336 @@
+"""The worker that trains: one rank of the processes that hold the policy, its reference, its critic and its process reward model,
+or of those that hold one of them.
+
+It is made from a run's config and knows nothing of the controller, which calls the marked methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.algorithms.losses.policy_loss import Loss
+from burnish.config.placement import ACTOR, CRITIC, REFERENCE, ROLLOUT, RayPlacement
+from burnish.config.plugins import load_plugin
+from burnish.config.records import Plugin
+from burnish.config.schema import TrainConfig
+from burnish.core.batch import Batch
+from burnish.core.dispatch import InProcessStore, ObjectStore, dispatch
+from burnish.core.engine import Completion, Engine
+from burnish.distributed import roles
+from burnish.distributed.roles import build_process_reward_model
+from burnish.inference import weight_sync
+from burnish.inference.request_arrays import PackedCompletions, PackedRequests, pack_completions, unpack_requests
+from burnish.inference.threaded_engine import EngineThread
+from burnish.inference.weight_sync import EngineReport, Publication, Publisher, checksum, digest, probe_request
+from burnish.models.nf4 import quantised_tensors
+from burnish.models.policy import PolicyModel, resolve_device
+from burnish.run.checkpoint.saver import HostCopy, keep_in_place, wait_for_devices
+from burnish.run.checkpoint.snapshot import Checksums, Content, write_contents, writer_rank_of
+from burnish.training.forward import Needs, batch_outputs
+from burnish.training.learner import Learner, Update
+from burnish.training.meter import MeterReading, memory_metrics, reset_peak_memory
+from burnish.training.parallel.fsdp import full_parameters
+from burnish.training.parallel.ranks import SOLO, is_launched, join_process_group, parallelize_model
+
+PROCESS, POLICY = "process", "policy"
+"""What else has a learner, and what else a checkpoint holds."""
+TRAINING_ROLES = (ACTOR, REFERENCE, CRITIC, PROCESS)
+"""What a worker that trains may have."""
+
+
+class TrainingWorker:
+    """One rank of those that train. With `weights`, a saved model directory, the run starts from those. `parts` are what it has; the
+    first names its pool."""
+
+    store: ObjectStore = InProcessStore()
+
+    def __init__(
+        self, config: TrainConfig, base: Path | None, weights: Path | None, parts: Sequence[str] = TRAINING_ROLES
+    ) -> None:
+        assert isinstance(config.placement, RayPlacement)
+        self.parts = parts
+        torch.set_num_threads(config.placement.cpus_of(parts[0]))
+        on_gpu = resolve_device(config.model.device).type == "cuda"
+        self.ranks = join_process_group(config.parallel, on_gpu) if is_launched() else SOLO
+        # What is divided goes to its device piece by piece: no device has room for all of a model that needs several.
+        model = config.model if self.ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
+        sources = [*config.data.train, *config.data.validation]
+        policy = roles.build_policy(model, sources, config.seed, base)
+        if weights is not None:
+            policy.load_weights(weights)
+        self._build(config, base, policy, parts)
+        if isinstance(
+            config.algorithm.loss, Plugin
+        ):  # a loss that arrives names the module it is of, which must be here
+            load_plugin(config.algorithm.loss.name, base)
+        self._delta, self._overlaps = config.placement.sync == "delta", config.rollout.source.name != "sync"
+        self._publisher: Publisher | None = None
+        self._staged: dict[str, list[Content]] = {}
+
+    def _build(self, config: TrainConfig, base: Path | None, policy: PolicyModel, parts: Collection[str]) -> None:
+        """Make the parts, all from the policy as it is at the start; without the actor it is not kept."""
+        self.reference = roles.build_reference(config, policy, base, self.ranks) if REFERENCE in parts else None
+        self.critic = roles.build_critic(config, policy, self.ranks) if CRITIC in parts else None
+        self.process = build_process_reward_model(config, policy, base, self.ranks) if PROCESS in parts else None
+        if ACTOR in parts:
+            self.policy, self.learner = policy, roles.build_learner(config, policy, self.ranks)
+            if self.reference is not None and config.algorithm.kl.loss.estimator == "full":
+                self.learner.reference = self.reference.distribution
+        own = policy if ACTOR in parts else self.critic or self.reference
+        assert own is not None, "a pool has no role that the run does not have"
+        if own is self.reference and self.reference.model is policy.module:  # below adapters, and nobody divides it
+            parallelize_model(policy.module, self.ranks, config.parallel.offload)
+        self._parameters = list((own.module if isinstance(own, PolicyModel) else own.model).parameters())
+        self.device = self.ranks.device or self._parameters[0].device
+
+    def _learner(self, role: str) -> Learner:
+        if role == ACTOR:
+            return self.learner
+        part = self.critic if role == CRITIC else self.process
+        assert part is not None
+        return part.learner
+
+    # --- the learners ----------------------------------------------------------------------------------------------------
+
+    @dispatch("broadcast", "list")
+    def place(self) -> int:
+        """Which share of a batch this rank has."""
+        return self.ranks.index
+
+    @dispatch("broadcast", "first")
+    def about(self) -> dict[str, Any]:
+        """What the controller must know of the roles."""
+        return {
+            "dtype": self.learner.dtype if ACTOR in self.parts else None,
+            "restarts": self.reference is not None and self.reference.restarts,
+            "is_policy": self.reference is not None and self.reference.is_policy,
+        }
+
+    @dispatch("sequences", "sequences")
+    def outputs(self, role: str, batch: Batch, needs: Needs, mask: str) -> dict[str, Tensor]:
+        """Log-probs, or a critic's values, under the current weights."""
+        return self._learner(role).outputs(batch.to(self.device), needs, mask)
+
+    @dispatch("sequences", "sequences")
+    def update(
+        self, role: str, batch: Batch, loss: Loss, lr_scale: float, also: tuple[Batch, Loss] | None, columns: bool
+    ) -> Update:
+        """One optimizer step."""
+        second = None if also is None else (also[0].to(self.device), also[1])
+        return self._learner(role).update(batch.to(self.device), loss, lr_scale, second, columns)
+
+    @dispatch("broadcast", "list")
+    def release(self, role: str) -> tuple[MeterReading, dict[str, float]]:
+        """Let go of the gradients, and tell what the learner did."""
+        self._learner(role).release()
+        return self.read(role)
+
+    @dispatch("broadcast", "nothing")
+    def reset_optimizer(self, role: str) -> None:
+        """Forget the optimizer's moments."""
+        self._learner(role).reset_optimizer()
+
+    @dispatch("broadcast", "list")
+    def read(self, role: str) -> tuple[MeterReading, dict[str, float]]:
+        """What the learner did and holds, since the last time it was asked."""
+        found = self._learner(role).meter.read(), memory_metrics(self.device)
+        reset_peak_memory(self.device)
+        return found
+
+    # --- the reference ---------------------------------------------------------------------------------------------------
+
+    @dispatch("sequences", "sequences")
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """Log-probs under the reference."""
+        assert self.reference is not None
+        return self.reference.logprobs(batch.to(self.device))
+
+    @dispatch("broadcast", "nothing")
+    def after_update(self) -> None:
+        """Let the reference follow an update."""
+        assert self.reference is not None
+        self.reference.after_update(self.learner.model)
+
+    @dispatch("broadcast", "first")
+    def after_step(self, step: int) -> bool:
+        """Let the reference follow a step."""
+        assert self.reference is not None
+        return self.reference.after_step(self.learner.model, step)
+
+    # --- the process reward model ----------------------------------------------------------------------------------------
+
+    @dispatch("sequences", "sequences")
+    def process_prior(self, batch: Batch) -> Tensor:
+        """Log-probs under the start of the process reward model."""
+        assert self.process is not None
+        return self.process.prior(batch.to(self.device))
+
+    # --- weights for engines ---------------------------------------------------------------------------------------------
+
+    @dispatch("broadcast", "first")
+    def publish(self, version: int, complete: bool) -> Publication | None:
+        """Gather the weights and leave them in the store; the first rank has the list of them."""
+        tensors = self._tensors(None if complete else self.learner.names.keys(), complete)
+        if not self._is_publisher(tensors):
+            return None
+        trained = self.learner.names.keys()
+        if self._publisher is None:
+            self._publisher = Publisher(self.store.put, trained, self._delta, holds=self._overlaps and not self._delta)
+        return self._publisher.publish(version, tensors, as_delta=not complete, complete=complete)
+
+    @dispatch("broadcast", "first")
+    def publish_again(self) -> Publication | None:
+        """Leave everything in the store as it was published last, for an engine that has nothing: here it may be newer."""
+        names = [name for name, _ in self.policy.module.named_parameters()]
+        if (
+            self._delta or self._overlaps
+        ):  # else what is trained has not moved either: engines sample and learners learn in turns
+            names = [name for name in names if name not in self.learner.names]
+        tensors = self._tensors(names, complete=True)
+        if not self._is_publisher(tensors):
+            return None
+        assert self._publisher is not None, "nothing was published"
+        return self._publisher.again(tensors)
+
+    def _tensors(self, names: Collection[str] | None, complete: bool) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of these names, or all, and, where it shall be complete, what is frozen in 4 bits."""
+        yield from full_parameters(self.policy.module, names)
+        yield from quantised_tensors(self.policy.module).items() if complete else ()
+
+    def _is_publisher(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
+        """Whether this rank is the one that publishes; others only help: to gather a tensor takes everyone."""
+        if not self.ranks.is_first:
+            for _ in tensors:
+                pass
+        return self.ranks.is_first
+
+    @dispatch("broadcast", "first")
+    def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Log-probs of tokens after a prompt, at temperature 1."""
+        packed = torch.tensor([*prompt, *tokens], device=self.device)
+        written = torch.arange(len(packed), device=self.device) >= len(prompt)
+        batch = Batch(packed, torch.tensor([0, len(packed)], device=self.device), {"action_mask": written})
+        learner = self.learner
+        found = batch_outputs(learner.model, batch, frozenset(), learner.packing, 1.0, ranks=self.ranks)["logp"]
+        return [float(value) for value in found[written]]
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _part(self, what: str) -> Any:
+        """What a checkpoint holds beside the policy."""
+        part = {REFERENCE: self.reference, CRITIC: self.critic, PROCESS: self.process}.get(what)
+        assert what == ACTOR or part is not None
+        return self.learner if what == ACTOR else part
+
+    @dispatch("broadcast", "list")
+    def stage(self, what: str, in_memory: bool) -> bool:
+        """Take hold of what a checkpoint shall have; whether there was no room for a copy in memory."""
+        stage = HostCopy() if in_memory else keep_in_place
+        part: Any = self.policy if what == POLICY else self._part(what)
+        self._staged[what] = part.contents(stage)
+        wait_for_devices()
+        return isinstance(stage, HostCopy) and stage.is_short
+
+    @dispatch("broadcast", "list", lane="side")
+    def write(self, what: str, folder: Path) -> Checksums:
+        """Write what was staged into a checkpoint's folder."""
+        contents = self._staged.pop(what)
+        # Where every rank has all of a model, the first one's files are everyone's.
+        is_divided = writer_rank_of(self._parameters).count > 1
+        return write_contents(folder, contents) if is_divided or self.ranks.is_first else {}
+
+    @dispatch("broadcast", "list")
+    def load(self, what: str, folder: Path) -> int:
+        """Take back what a checkpoint has; the updates made until then."""
+        if what == POLICY:
+            self.policy.load_weights(folder)
+            return 0
+        part = self._part(what)
+        part.load(folder)
+        return self._learner(what).updates if what != REFERENCE else 0
+
+
+# --- The worker that samples: an engine in a process of its own.
+#
+# It is made from a run's config and knows nothing of the controller, which calls the marked methods.
+
+
+class RolloutWorker:
+    """An engine on a copy of the weights, which come from the trainer before anything is sampled."""
+
+    store: ObjectStore = InProcessStore()
+
+    def __init__(self, config: TrainConfig, base: Path | None) -> None:
+        assert isinstance(config.placement, RayPlacement)
+        torch.set_num_threads(config.placement.cpus_of(ROLLOUT))
+        sources = [*config.data.train, *config.data.validation]
+        self.policy = roles.build_policy(config.model, sources, config.seed, base)
+        self.policy.module.requires_grad_(False)
+        self.thread = EngineThread(roles.build_engine(self.policy, config.rollout))
+        self.probe = probe_request(self.policy.tokenizer.vocab_size, self.policy.max_positions)
+        self.version: int | None = None
+        self._taken: list[str] = []
+
+    @dispatch("each", "nothing")
+    def submit(self, requests: PackedRequests) -> None:
+        """Queue requests."""
+        self.thread.submit(unpack_requests(requests))
+
+    @dispatch("each", "list", lane="side")
+    def collect(self, at_least: int, wait_s: float) -> PackedCompletions:
+        """Hand over completions."""
+        return pack_completions(self.thread.collect(at_least, wait_s))
+
+    @dispatch("each", "list")
+    def abort(self, numbers: Sequence[int]) -> PackedCompletions:
+        """Stop requests."""
+        return pack_completions(self.thread.abort([str(number) for number in numbers]))
+
+    @dispatch("broadcast", "list")
+    def take(self, publication: Publication) -> EngineReport:
+        """Take new weights and show that they are there."""
+        if publication.base is not None and publication.base != self.version:
+            raise RuntimeError(
+                f"what changed since version {publication.base} is of no use to an engine with version {self.version}"
+            )
+        weights = self._weights()
+
+        def write(engine: Engine) -> None:
+            weight_sync.apply_publication(publication, weights, self.store.get)
+            engine.load(publication.version, ())
+
+        def show(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
+            engine.submit([self.probe])
+            done: list[Completion] = []
+            while not done:  # a stream may be interrupted
+                done = list(engine.stream())
+            return tuple(done[0].tokens.tolist()), done[0].logp
+
+        self.thread.do(write)
+        self.version = publication.version
+        self._taken = list(weights if publication.is_complete else publication.checksums)
+        shown = self.thread.begin(show)
+        found = digest(self.checksums())  # while the engine is at the probe
+        return EngineReport(self.version, found, *self.thread.wait(shown))
+
+    @dispatch("broadcast", "list")
+    def checksums(self) -> dict[str, int]:
+        """Tell the checksums of the tensors that were taken last."""
+        weights = self._weights()
+        return {name: checksum(weights[name]) for name in self._taken}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All that the engine multiplies by, in whatever type, by name."""
+        module = self.policy.module
+        return dict[str, Tensor](module.named_parameters()) | quantised_tensors(module)
+
+    @dispatch("broadcast", "list")
+    def sleep(self) -> None:
+        """Give the engine's memory back until its next request."""
+        self.thread.do(lambda engine: engine.sleep())

@@ -1,0 +1,234 @@
+"""CUDA kernels: compiled by NVIDIA's run-time compiler, which comes with torch, and kept for the next time.
+
+A file is known by its source and by what the compiler is. Where there is no compiler that works, or with BURNISH_CUDA_KERNELS=0,
+there are no such kernels, and the operations they stand for run instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import hashlib
+import logging
+import os
+import sys
+import threading
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.models.kernels.device import atomic_file, kernel_cache_dir
+
+# --- Calls of the CUDA driver that torch has no function for.
+
+
+@cache
+def _cuda_library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call_driver(name: str, *arguments: Any) -> None:
+    """Call a function of the driver; raise with its own words when it fails."""
+    code = getattr(_cuda_library(), name)(*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        _cuda_library().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{name} failed: {text.value.decode() if text.value else code}")
+
+
+_entered = threading.local()
+
+
+def enter_device(device: int) -> None:
+    """Let this thread call the driver for a device, with the context that torch uses: a new thread has none before torch has worked in it."""
+    if device in getattr(_entered, "devices", ()):
+        return
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    call_driver("cuDeviceGet", ctypes.byref(handle), device)
+    call_driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    call_driver("cuCtxSetCurrent", context)
+    _entered.devices = {*getattr(_entered, "devices", ()), device}
+
+
+logger = logging.getLogger(__name__)
+
+CUDA_KERNELS_VARIABLE = "BURNISH_CUDA_KERNELS"
+NVRTC_OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17")
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_ELF_MAGIC = b"\x7fELF"
+
+
+class CudaKernelsUnavailable(Exception):
+    """Why there are no kernels."""
+
+
+@cache
+def nvrtc_library() -> ctypes.CDLL | None:
+    """The run-time compiler of torch's CUDA; None, with a word, where there is none that works."""
+    try:
+        return _working_nvrtc()
+    except CudaKernelsUnavailable as reason:
+        if os.environ.get(CUDA_KERNELS_VARIABLE) != "0":
+            logger.warning("no CUDA kernels, torch and Triton compute instead: %s", reason)
+        return None
+
+
+def cuda_kernels_status() -> tuple[bool, str]:
+    """Whether kernels can be compiled, and what to say of it."""
+    try:
+        _working_nvrtc()
+    except CudaKernelsUnavailable as reason:
+        return False, str(reason)
+    return True, "compiled when first needed"
+
+
+def _working_nvrtc() -> ctypes.CDLL:
+    if os.environ.get(CUDA_KERNELS_VARIABLE) == "0":
+        raise CudaKernelsUnavailable(f"{CUDA_KERNELS_VARIABLE}=0")
+    major = (torch.version.cuda or "").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    beside = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
+    for path in (name, *beside):
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(path)
+            break
+    else:
+        raise CudaKernelsUnavailable(f"there is no {name}, which comes with torch for CUDA")
+    try:  # it loads without the library of its built-in functions, and then compiles nothing
+        compile_source(library, 'extern "C" __global__ void nothing() {}')
+    except RuntimeError as error:
+        raise CudaKernelsUnavailable(str(error)) from error
+    return library
+
+
+class Kernel:
+    """A function of a source on the current device; `shared_bytes` of memory for each of its blocks."""
+
+    def __init__(self, source: str, name: str, shared_bytes: int) -> None:
+        library = nvrtc_library()
+        assert library is not None, "asked for before a kernel is made"
+        enter_device(torch.cuda.current_device())
+        path, self.function = _cache_path(library, source), ctypes.c_void_p()
+        module = _load_cached(path)
+        if module is None:
+            binary = compile_source(library, source)
+            module = _load_module(binary)
+            if path is not None:
+                save_cached(path, binary)
+        call_driver("cuModuleGetFunction", ctypes.byref(self.function), module, name.encode())
+        call_driver("cuFuncSetAttribute", self.function, _SHARED_BYTES, shared_bytes)
+        self.shared_bytes = shared_bytes
+
+    def launch(self, blocks: tuple[int, int], threads: int, arguments: list[Any]) -> None:
+        """On torch's stream."""
+        enter_device(torch.cuda.current_device())
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        call_driver(
+            "cuLaunchKernel", self.function, *blocks, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None
+        )
+
+
+def _load_module(binary: bytes) -> ctypes.c_void_p:
+    module = ctypes.c_void_p()
+    call_driver("cuModuleLoadData", ctypes.byref(module), binary)
+    return module
+
+
+def _load_cached(path: Path | None) -> ctypes.c_void_p | None:
+    """What a file holds; None, with a word, where it is of no use."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        binary = path.read_bytes()
+        if binary.startswith(_ELF_MAGIC):  # the driver would take anything else for a text to translate
+            return _load_module(binary)
+        logger.warning("%s holds no machine code, and is made anew", path)
+        return None
+    except (OSError, RuntimeError) as error:
+        logger.warning("%s is made anew: %s", path, error)
+        return None
+
+
+def _cache_path(library: ctypes.CDLL, source: str) -> Path | None:
+    """Where the machine code of a source is kept."""
+    release = (ctypes.c_int(), ctypes.c_int())
+    library.nvrtcVersion(*map(ctypes.byref, release))
+    known = "\0".join((source, *NVRTC_OPTIONS, str([part.value for part in release]), torch.version.cuda or ""))
+    folder = kernel_cache_dir()
+    return folder / f"cuda-{hashlib.sha256(known.encode()).hexdigest()[:32]}.cubin" if folder is not None else None
+
+
+def save_cached(path: Path, binary: bytes) -> None:
+    """For the next time, if there is room."""
+    try:
+        with atomic_file(path) as draft:
+            draft.write_bytes(binary)
+    except OSError as error:
+        logger.warning("a compiled kernel is not kept, and will be compiled again: %s", error)
+
+
+def compile_source(library: Any, source: str) -> bytes:
+    """The machine code of a source."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def ask(function: str, *arguments: Any) -> None:
+        if code := getattr(library, function)(*arguments):
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            words = library.nvrtcGetErrorString(code)
+            raise RuntimeError(f"{function} failed: {words.decode() if words else code}")
+
+    def text_of(size_of: str, get: str) -> bytes:
+        ask(size_of, program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        ask(get, program, text)
+        return text.raw
+
+    ask("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        options = (ctypes.c_char_p * len(NVRTC_OPTIONS))(*(option.encode() for option in NVRTC_OPTIONS))
+        try:
+            ask("nvrtcCompileProgram", program, len(NVRTC_OPTIONS), options)
+        except RuntimeError as error:
+            log = text_of("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"a CUDA kernel was not compiled: {error}\n{log}".rstrip()) from error
+        return text_of("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
+    finally:
+        ask("nvrtcDestroyProgram", ctypes.byref(program))
+
+
+# --- What the copy engine of a Hopper GPU must know of a tensor in bfloat16 and of the boxes it moves.
+
+_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool
+) -> ctypes.Array[ctypes.c_char]:
+    """The innermost dimension first, which is dense; `strides` of the others are in bytes. What lies outside is read as 0."""
+    memory = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(memory) % 64
+    found = (ctypes.c_char * 128).from_buffer(memory, start)  # which keeps the memory
+    rank = len(shape)
+    call_driver(
+        "cuTensorMapEncodeTiled",
+        found,
+        _BFLOAT16,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        _SWIZZLE if swizzled else 0,
+        _PROMOTION,
+        0,
+    )
+    return found

@@ -1,0 +1,176 @@
+"""One query a row against its paged past, every row computed alike, whatever rows stand beside it.
+
+A program holds the query heads of one token that share a key head and walks over that head's pages with an online softmax,
+in blocks of one size from the first key to the last: no choice by the number of rows, no stretches. A token's result then
+depends on the token and its past alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from burnish.models.kernels.paged_cache import Placement
+
+BLOCK = 64  # keys a step of the loop
+
+
+@triton.jit
+def _exact_attention(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    owner_ptr,
+    position_ptr,
+    out_ptr,
+    scale,
+    table_stride,
+    window,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    pages_ptr = table_ptr + tl.load(owner_ptr + row) * table_stride
+    length = (tl.load(position_ptr + row) + 1).to(tl.int32)  # 0 for a row that is not there
+    first = tl.maximum(0, length - window)
+
+    query = tl.arange(0, QUERIES)
+    dim = tl.arange(0, DIM_BLOCK)
+    real = (query < SHARED)[:, None] & (dim < DIM)[None, :]
+    where = ((row * KV_HEADS + head) * SHARED + query)[:, None] * DIM + dim[None, :]
+    q = tl.load(q_ptr + where, mask=real, other=0.0)
+
+    best = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
+    for begin in range(first, length, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        seen = index < length
+        page = tl.load(pages_ptr + index // PAGE, mask=seen, other=0).to(tl.int64)
+        slot = (page * KV_HEADS + head) * PAGE + index % PAGE
+        at = slot[:, None] * DIM + dim[None, :]
+        inside = seen[:, None] & (dim < DIM)[None, :]
+        k = tl.load(keys_ptr + at, mask=inside, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        top = tl.maximum(best, tl.max(scores, 1))
+        weight = tl.exp2(scores - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(weight, 1)
+        v = tl.load(values_ptr + at, mask=inside, other=0.0).to(q.dtype)
+        sums = sums * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+        best = top
+
+    out = sums / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:
+    """[N, heads, D]: each query against the pages of its row up to its own position."""
+    rows, heads, dim = q.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    shared = heads // kv_heads
+    out = torch.empty_like(q)
+    block = triton.next_power_of_2(dim)
+    _exact_attention[(rows, kv_heads)](
+        q,
+        keys,
+        values,
+        place.table,
+        place.owner,
+        place.position,
+        out,
+        dim**-0.5 * 1.4426950408889634,
+        place.table.stride(0),
+        window if window is not None else 1 << 30,
+        KV_HEADS=kv_heads,
+        SHARED=shared,
+        QUERIES=max(16, triton.next_power_of_2(shared)),
+        DIM=dim,
+        DIM_BLOCK=max(16, block),
+        PAGE=page,
+        BLOCK=BLOCK,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=2,
+        # Heads of 256 fill a processor's shared memory with a stage fewer.
+        num_stages=(3 if q.dtype != torch.float32 else 2) - (block >= 256),
+    )
+    return out
+
+
+# --- A linear layer whose every row is computed alike, whatever rows stand beside it.
+#
+# The tile and the order over the depth are fixed; no split of the depth, no choice by the number of rows. A row's result then
+# depends on the row and the weights alone, bit for bit.
+
+ROWS, COLUMNS, DEPTH = 64, 128, 64
+
+
+@triton.jit
+def _exact_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    size,
+    depth,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # The tiles of one stripe of columns come one after the other: they share its weights in the cache.
+    tall = tl.cdiv(rows, ROWS)
+    row = (tl.program_id(0) % tall) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) // tall) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    x_at = x_ptr + (row % rows).to(tl.int64)[:, None] * depth + k[None, :]
+    weight_at = weight_ptr + (column % size).to(tl.int64)[None, :] * depth + k[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, tl.cdiv(depth, DEPTH)):
+        left = depth - step * DEPTH
+        x = tl.load(x_at, mask=k[None, :] < left, other=0.0)
+        weight = tl.load(weight_at, mask=k[:, None] < left, other=0.0)
+        sums = tl.dot(x, weight, sums, input_precision=PRECISION)
+        x_at += DEPTH
+        weight_at += DEPTH
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
+    at = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(at, sums.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (column < size)[None, :])
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[N, depth] rows through a weight [size, depth]; [N, size]."""
+    rows, depth = x.shape
+    size = weight.shape[0]
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    _exact_linear[(triton.cdiv(rows, ROWS) * triton.cdiv(size, COLUMNS),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        size,
+        depth,
+        HAS_BIAS=bias is not None,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        DEPTH=DEPTH,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=4 if x.dtype != torch.float32 else 2,
+    )
+    return out

@@ -1,0 +1,234 @@
+"""PEFT adapter directories in and out: `adapter_config.json` and `adapter_model.safetensors`, as the `peft` library has them.
+
+An adapter that does something our layers do not (DoRA, ranks that differ between layers, trained embeddings) is refused by
+the name of the key that asks for it; what only says how an adapter was begun or trained is read over. The adapter of a
+scorer has the scorer's head beside it, whole.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import Tensor
+
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.model import PROJECTIONS, Lora, LoraBase
+from burnish.config.yaml_text import read_json_object
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder
+from burnish.models.lora.adapters import adapter_weights
+from burnish.models.weight_files import WeightBlock, block_tensors, file_tensors, load_weight_blocks
+from burnish.models.weight_layout import Projection, lora_targets, row_order_of
+from burnish.run.checkpoint.saver import TensorStaging, keep_in_place
+from burnish.run.checkpoint.snapshot import BytesFile, Content, TensorFile, write_contents
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_FORMAT_FILE = "base_weights.json"
+"""Ours, beside what PEFT knows: how the weights below were kept where not in the model's type, since others are another model."""
+READ_KEYS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "base_model_name_or_path",
+    "init_lora_weights",
+)
+IGNORED_KEYS = (
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+)
+"""Of an adapter's making: the product of A and B is what it is without them."""
+NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "none", {}, [])
+CAUSAL_LM, SEQ_CLS = "CAUSAL_LM", "SEQ_CLS"
+"""Task types: a language model, and a model for sequence classification."""
+HEAD_MODULES, SCORE_TENSOR = ("classifier", "score"), "base_model.model.score.weight"
+"""What peft trains whole of any scorer, by the names a head may have; ours among an adapter's tensors."""
+SUPPORTED_INITS: tuple[Any, ...] = (True, False, None, "gaussian")
+"""Ways to begin an adapter that leave the weights below it alone."""
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds a PEFT adapter."""
+    return (directory / ADAPTER_CONFIG).is_file()
+
+
+def is_score_adapter(directory: Path) -> bool:
+    """Whether a PEFT directory holds the adapter of a scorer, and its head."""
+    return read_json_object(directory / ADAPTER_CONFIG).get("task_type") == SEQ_CLS
+
+
+def read_lora_config(directory: Path, scores: bool = False) -> Lora:
+    """What adapters a directory holds; the error for those our layers cannot be, or that are no scorer's where one `scores`."""
+    if not is_adapter(directory):
+        raise UserError(f"{directory} is not a PEFT adapter directory: it has no {ADAPTER_CONFIG}")
+    config = read_json_object(directory / ADAPTER_CONFIG)
+    where = directory / ADAPTER_CONFIG
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type is {config.get('peft_type')!r}, and only LORA is known here")
+    if is_score_adapter(directory) != scores:
+        raise UserError(_wrong_task_message(directory, scores))
+    whole = config.get("modules_to_save")
+    if scores and isinstance(whole, list) and set(whole) <= set(HEAD_MODULES):
+        config["modules_to_save"] = None  # the head, which is read with the adapters
+    strange = [
+        key for key, value in config.items() if key not in (*READ_KEYS, *IGNORED_KEYS) and value not in NEUTRAL_VALUES
+    ]
+    if strange:
+        raise UserError(f"{where}: {strange[0]}={config[strange[0]]!r} is not supported: merge the adapter with peft")
+    if config.get("init_lora_weights") not in SUPPORTED_INITS:
+        started = config["init_lora_weights"]
+        raise UserError(f"{where}: an adapter begun by {started!r} changes the weights below it: merge it with peft")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise UserError(f"{where}: r={rank!r} and lora_alpha={alpha!r}; expected two numbers above 0")
+    chosen = _read_targets(config.get("target_modules"), where)
+    base = _read_base_format(directory / BASE_FORMAT_FILE)
+    return Lora(rank=rank, alpha=alpha, targets=chosen, rslora=bool(config.get("use_rslora")), base=base)
+
+
+def _wrong_task_message(directory: Path, scores: bool) -> str:
+    if scores:
+        return (
+            f"{directory} is the adapter of a language model, not a reward model: that of a reward model has task_type "
+            f"{SEQ_CLS}, such as a checkpoint of `burnish reward-model`"
+        )
+    return (
+        f"{directory} is the adapter of a reward model (task_type {SEQ_CLS}), which writes no text: it is the path of a reward "
+        "part `model`, and no start of another model"
+    )
+
+
+def _read_base_format(file: Path) -> LoraBase:
+    """How the weights below an adapter were kept."""
+    named = read_json_object(file).get("base") if file.is_file() else "dtype"
+    known: tuple[LoraBase, ...] = get_args(LoraBase)
+    found = next((base for base in known if base == named), None)
+    if found is None:
+        raise UserError(f"{file}: base is {named!r}; expected one of {', '.join(known)}")
+    return found
+
+
+def _read_targets(named: Any, where: Path) -> Any:
+    """`targets` of a config's `target_modules`: names, or whole paths, which peft writes where a model has few layers."""
+    if named == "all-linear":
+        return named
+    if not isinstance(named, list) or not named:
+        raise UserError(f"{where}: target_modules is {named!r}; expected a list of {', '.join(PROJECTIONS)}")
+    names = {str(name).rsplit(".", 1)[-1] for name in named}
+    strange = sorted(names - set(PROJECTIONS))
+    if strange:
+        raise UserError(f"{where}: there is no target {strange[0]!r} here{did_you_mean(strange[0], PROJECTIONS)}")
+    return "all-linear" if names == set(PROJECTIONS) else [name for name in PROJECTIONS if name in names]
+
+
+def base_model_of(directory: Path) -> Path:
+    """The directory of the model an adapter belongs to: absolute, relative to the adapter's own, or else to where we are."""
+    named = read_json_object(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    candidates = [directory / named, Path(named)] if isinstance(named, str) and named else []
+    found = next((path for path in candidates if path.is_dir()), None)
+    if found is None:
+        raise UserError(
+            f"{directory / ADAPTER_CONFIG}: base_model_name_or_path is {named!r}, and there is no such directory here; "
+            "correct it there, or in a recipe give model.path beside model.adapter"
+        )
+    return found
+
+
+def adapter_blocks(arch: Architecture, lora: Lora) -> list[WeightBlock]:
+    """Which rows of our parameters PEFT's tensors are."""
+    table = []
+    for index in range(arch.num_layers):
+        modules: dict[str, list[Projection]] = {}
+        for target in lora_targets(arch, lora):
+            modules.setdefault(target.module, []).append(target)
+        for module, parts in modules.items():
+            ours, row = f"layers.{index}.{module}", 0
+            theirs = [f"base_model.model.model.layers.{index}.{part.path}" for part in parts]
+            for k, name in enumerate(theirs):
+                rows = k * lora.rank, (k + 1) * lora.rank
+                table.append(WeightBlock(f"{name}.lora_A.weight", f"{ours}.lora_a", *rows))
+            for part, name in zip(parts, theirs, strict=True):
+                table.append(WeightBlock(f"{name}.lora_B.weight", f"{ours}.lora_b", row, row + part.num_outputs))
+                row += part.num_outputs
+    return table
+
+
+def _adapter_parameters(model: Decoder, lora: Lora, head: Tensor | None) -> tuple[dict[str, Tensor], list[WeightBlock]]:
+    """What is trained, by name, a scorer's head with it, and which of its rows PEFT's tensors are."""
+    parameters, table = dict[str, Tensor](adapter_weights(model)), adapter_blocks(model.arch, lora)
+    return (
+        (parameters, table)
+        if head is None
+        else (parameters | {"head": head}, [*table, WeightBlock(SCORE_TENSOR, "head")])
+    )
+
+
+def adapter_contents(
+    model: Decoder, stage: TensorStaging, base: Path | None, head: Tensor | None = None
+) -> list[Content]:
+    """The adapters of a model whose frozen weights are those of the directory `base`, as files to be; with a scorer's `head`."""
+    lora = model.lora
+    assert lora is not None, "a model with adapters"
+    config = {
+        "peft_type": "LORA",
+        "task_type": CAUSAL_LM if head is None else SEQ_CLS,
+        "base_model_name_or_path": None if base is None else str(base.resolve()),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": list(lora.projections),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None if head is None else ["score"],
+    }
+    parts = block_tensors(*_adapter_parameters(model, lora, head), partial(row_order_of, model))
+    tensors = {name: stage(tensor) for name, tensor in parts}
+    own = [] if lora.base == "dtype" else [BytesFile(BASE_FORMAT_FILE, json.dumps({"base": lora.base}))]
+    return [
+        TensorFile(ADAPTER_WEIGHTS, tensors, {"format": "pt"}),
+        BytesFile(ADAPTER_CONFIG, json.dumps(config, indent=1)),
+        *own,
+    ]
+
+
+def save_adapter(model: Decoder, directory: Path, base: Path | None) -> None:
+    """The same, written to a directory."""
+    write_contents(directory, adapter_contents(model, keep_in_place, base))
+
+
+def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) -> None:
+    """Copy the adapters of a directory into those of a model, in place; every tensor must be known, fit, and none may miss.
+
+    That of a scorer has its head too.
+    """
+    if model.lora is None:
+        raise UserError(f"{directory} holds an adapter, and the model has none: set model.lora or model.adapter")
+    found, expected = read_lora_config(directory, scores=head is not None), model.lora
+    kinds = [(lora.rank, lora.scale, lora.projections, lora.base) for lora in (found, expected)]
+    if kinds[0] != kinds[1]:
+        raise UserError(
+            f"{directory} has adapters of another kind: {describe_lora(found)}, not {describe_lora(expected)}"
+        )
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        pickled = (directory / "adapter_model.bin").is_file()
+        hint = (
+            "; a pickle can run any code when it is opened: save it again as safetensors with peft" if pickled else ""
+        )
+        raise UserError(f"{directory} has no {ADAPTER_WEIGHTS}{hint}")
+    where, whose = directory / ADAPTER_WEIGHTS, f"the model and {ADAPTER_CONFIG} imply"
+    parameters, table = _adapter_parameters(model, expected, head)
+    load_weight_blocks(parameters, table, file_tensors(where), str(where), whose, partial(row_order_of, model))
+
+
+def describe_lora(lora: Lora) -> str:
+    """`LoRA of rank 16 x 2 on q_proj, v_proj`: the rank and the scale."""
+    which = "all projections" if lora.projections == PROJECTIONS else ", ".join(lora.projections)
+    below = "" if lora.base == "dtype" else f" over weights in 4 bits ({lora.base})"
+    return f"LoRA of rank {lora.rank} x {lora.scale:g} on {which}{below}"

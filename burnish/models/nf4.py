@@ -1,0 +1,314 @@
+"""Frozen matrices in 4 bits: NF4, the quantiles of a normal distribution, in blocks with a scale each (QLoRA, 2305.14314).
+
+A matrix, read row by row, is cut into blocks of 64 numbers. Of each block the largest magnitude is kept as its scale in
+float32, and of each number over it which of 16 values is nearest: 4.5 bits a number. In `double` form the scales are whole
+numbers of 8 bits between the least and the largest of 256 of them: 4.13 bits.
+
+    w = VALUES[code] scale                       (in float32, rounded once to the type of the arithmetic)
+    scale = low + step code                      (double)
+
+There is one dense matrix for a moment where a product needs it, made anew in the forward and in the backward pass, which
+keeps nothing of it. Every product, the learner's and the engine's, is by the same numbers w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.models.decoder import Decoder
+from burnish.models.kernels.device import use_triton
+
+if TYPE_CHECKING:
+    from burnish.config.model import LoraBase
+
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+NF4_BLOCK = 64
+"""Numbers with one scale."""
+SCALES_PER_GROUP = 256
+"""Scales with one range."""
+SCALE_STEPS = 255
+QUANTISE_CHUNK = 1 << 24
+"""Numbers that are quantised at once: what is computed beside them takes several times their memory."""
+
+
+class Nf4(NamedTuple):
+    """A matrix [outputs, inputs] in 4 bits."""
+
+    codes: Tensor
+    """[blocks * 32] bytes: two numbers each, the first in the upper half."""
+    scales: Tensor
+    """[blocks] float32, or bytes where there are ranges."""
+    ranges: Tensor | None
+    """[groups, 2] float32: the least of a group's scales, and the step between two codes."""
+    shape: tuple[int, int]
+
+
+def quantise_nf4(weight: Tensor, double: bool) -> Nf4:
+    """A matrix in 4 bits; what a last block lacks is 0."""
+    flat = weight.detach().reshape(-1)
+    parts = [
+        _quantise_blocks(functional.pad(part, (0, -part.numel() % NF4_BLOCK)).float())
+        for part in flat.split(QUANTISE_CHUNK)
+    ]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    shape = (weight.shape[0], weight.shape[1])
+    if not double:
+        return Nf4(codes, scales, None, shape)
+    groups = functional.pad(scales[None], (0, -scales.numel() % SCALES_PER_GROUP), mode="replicate").view(
+        -1, SCALES_PER_GROUP
+    )
+    low, high = groups.aminmax(dim=1)
+    step = (high - low) / torch.full_like(
+        high, SCALE_STEPS
+    )  # by a plain number a GPU divides otherwise, in the last bit
+    number = (groups - low[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
+    whole = number.round_().to(torch.uint8).view(-1)[: scales.numel()].clone()
+    return Nf4(codes, whole, torch.stack([low, step], 1), shape)
+
+
+def _quantise_blocks(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of whole blocks."""
+    blocks = flat.view(-1, NF4_BLOCK)
+    scales = blocks.abs().amax(1)
+    unit = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+    index = torch.bucketize(unit, _midpoints(flat.device), out_int32=True).to(torch.uint8).view(-1, 2)
+    return index[:, 0].bitwise_left_shift(4).bitwise_or_(index[:, 1]), scales
+
+
+def dequantise_nf4(matrix: Nf4, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs] the numbers that the codes stand for."""
+    is_plain = dtype == torch.float64 or torch.compiler.is_compiling()  # the compiler fuses what is below by itself
+    if use_triton(matrix.codes) and not is_plain:
+        from burnish.models.kernels.triton import elementwise_kernels as kernel
+
+        return kernel.dequantise_nf4(matrix, _value_table(matrix.codes.device), dtype, NF4_BLOCK, SCALES_PER_GROUP)
+    wide = torch.promote_types(dtype, torch.float32)
+    found = functional.embedding(matrix.codes.int(), _byte_values(matrix.codes.device, wide)).view(-1, NF4_BLOCK)
+    found *= block_scales(matrix)[:, None]
+    outputs, inputs = matrix.shape
+    return found.view(-1)[: outputs * inputs].view(outputs, inputs).to(dtype)
+
+
+def block_scales(matrix: Nf4) -> Tensor:
+    """[blocks] the scales in float32."""
+    if matrix.ranges is None:
+        return matrix.scales
+    low, step = matrix.ranges.repeat_interleave(SCALES_PER_GROUP, 0)[: matrix.scales.numel()].unbind(1)
+    return low + step * matrix.scales
+
+
+@cache
+def _value_table(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_VALUES, device=device)
+
+
+@cache
+def _midpoints(device: torch.device) -> Tensor:
+    """[15] where the nearer of two values changes."""
+    wide = torch.tensor(NF4_VALUES, dtype=torch.float64)
+    return ((wide[1:] + wide[:-1]) / 2).float().to(device)
+
+
+@cache
+def _byte_values(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[256, 2] the two numbers of a byte."""
+    values = torch.tensor(NF4_VALUES).to(device, dtype)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)
+
+
+# --- products ------------------------------------------------------------------------------------------------------------
+
+
+class _Nf4LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Nf4, bias: Tensor | None) -> Tensor:
+        ctx.matrix = matrix
+        return functional.linear(x, dequantise_nf4(matrix, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] @ dequantise_nf4(ctx.matrix, grads[0].dtype), None, None
+
+
+def nf4_linear(x: Tensor, matrix: Tensor | Nf4, bias: Tensor | None) -> Tensor:
+    """Rows [N, inputs] to [N, outputs] by a matrix in 4 bits or in the type of x; from 4 bits a gradient goes to x alone."""
+    if isinstance(matrix, Tensor):
+        return functional.linear(x, matrix, bias)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Nf4LinearFunction.apply(x, matrix, bias)
+    return functional.linear(x, dequantise_nf4(matrix, x.dtype), bias)
+
+
+# --- as modules ----------------------------------------------------------------------------------------------------------
+
+
+class Nf4Weight(nn.Module):
+    """What stands where a linear layer has its weight: a matrix in 4 bits, which nothing trains."""
+
+    codes: Tensor
+    scales: Tensor
+    ranges: Tensor | None
+
+    def __init__(self, shape: tuple[int, int], double: bool, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.shape, self.is_double = shape, double
+        blocks = -(-shape[0] * shape[1] // NF4_BLOCK)
+        # Floats lie as whole numbers of as many bits: a module that is given another type would round them.
+        kinds = torch.uint8 if double else torch.int32
+        ranges = torch.empty(-(-blocks // SCALES_PER_GROUP), 2, dtype=torch.int32, device=device) if double else None
+        self.register_buffer("codes", torch.empty(blocks * NF4_BLOCK // 2, dtype=torch.uint8, device=device))
+        self.register_buffer("scales", torch.empty(blocks, dtype=kinds, device=device))
+        self.register_buffer("ranges", ranges)
+
+    @property
+    def matrix(self) -> Nf4:
+        """The matrix."""
+        if self.ranges is None:
+            return Nf4(self.codes, self.scales.view(torch.float32), None, self.shape)
+        return Nf4(self.codes, self.scales, self.ranges.view(torch.float32), self.shape)
+
+    def write(self, weight: Tensor) -> None:
+        """Become the 4 bits of a matrix."""
+        for mine, new in zip(self.matrix[:3], quantise_nf4(weight, self.is_double)[:3], strict=True):
+            if isinstance(mine, Tensor) and isinstance(new, Tensor):
+                mine.copy_(new)
+
+
+class Nf4Linear(nn.Linear):
+    """A linear layer whose weight is in 4 bits; that of `base`, where it has numbers already."""
+
+    weight: Nf4Weight  # type: ignore[assignment]  # torch's Linear declares a tensor; adapters need a Linear
+
+    def __init__(self, base: nn.Linear, double: bool) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
+        self.weight = Nf4Weight((base.out_features, base.in_features), double, base.weight.device)
+        if not base.weight.is_meta:
+            self.weight.write(base.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, in] rows to [N, out]."""
+        return nf4_linear(x, self.weight.matrix, self.bias)
+
+
+def dense_weight(weight: Tensor | Nf4 | Nf4Weight, dtype: torch.dtype) -> Tensor:
+    """A weight as a matrix of plain numbers."""
+    if isinstance(weight, Tensor):
+        return weight
+    return dequantise_nf4(weight.matrix if isinstance(weight, Nf4Weight) else weight, dtype)
+
+
+# --- A decoder whose layers' matrices are in 4 bits (`ops/nf4.py`): made so, filled from plain tensors, read as plain tensors.
+#
+# Embedding, output head, norms and biases stay in the model's type. A matrix in 4 bits is a module of the name its parameter
+# had, so that whoever asks for weights by name finds it.
+
+QUANTISED_MODULES = ("qkv", "out", "gate_up", "down")
+"""The linear layers of a decoder layer."""
+
+
+def quantise_layers(model: Decoder, base: LoraBase) -> None:
+    """Have the matrices of all layers in 4 bits, if `base` says so; those that are already stay as they are."""
+    if base == "dtype":
+        return
+    for layer in model.layers:
+        for name in QUANTISED_MODULES:
+            linear = cast(nn.Linear, getattr(layer, name))
+            if isinstance(linear.weight, Tensor):
+                setattr(layer, name, Nf4Linear(linear, base == "nf4-double"))
+
+
+def quantised_weights(model: nn.Module) -> dict[str, Nf4Weight]:
+    """The matrices in 4 bits by the names their parameters would have."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Weight)}
+
+
+def quantised_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What the matrices in 4 bits lie in, by name: beside the parameters all that the model is."""
+    return {
+        f"{name}.{key}": t for name, weight in quantised_weights(model).items() for key, t in weight.named_buffers()
+    }
+
+
+def num_quantised_parameters(model: nn.Module) -> int:
+    """Numbers that are in 4 bits."""
+    return sum(weight.shape[0] * weight.shape[1] for weight in quantised_weights(model).values())
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a model, in whatever type."""
+    return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+
+
+def dequantise_bytes(model: Decoder, on_gpu: bool) -> int:
+    """Bytes that are there while the largest matrix in 4 bits is made plain for a product: where no kernel does it, indices too."""
+    largest = max((w.shape[0] * w.shape[1] for w in quantised_weights(model).values()), default=0)
+    return largest * (model.embedding.weight.itemsize if on_gpu else 6)
+
+
+def weight_shapes(model: Decoder) -> dict[str, Tensor]:
+    """A tensor of the shape and type of each weight, by name: the parameter, or one without memory."""
+    dtype = model.embedding.weight.dtype
+    without = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in quantised_weights(model).items()}
+    return dict(model.named_parameters()) | without
+
+
+class _WeightsByName(Mapping[str, Tensor]):
+    """Names of a model's weights; what is behind a name is for those who read, or write."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.quantised, self.dtype = quantised_weights(model), model.embedding.weight.dtype
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.parameters
+        yield from self.quantised
+
+    def __len__(self) -> int:
+        return len(self.parameters) + len(self.quantised)
+
+
+class DenseWeights(_WeightsByName):
+    """To read: the parameters, and each matrix in 4 bits as the plain one it stands for, made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return dense_weight(self.quantised[name], self.dtype) if name in self.quantised else self.parameters[name]
+
+
+class WeightsToFill(_WeightsByName):
+    """To write: the parameters, and for each matrix in 4 bits a plain one that lasts until it is full.
+
+    In float32, so that the 4 bits are those of the file's numbers, whatever the model's type.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model)
+        self.waiting: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.quantised:
+            return self.parameters[name]
+        if name not in self.waiting:
+            weight = self.quantised[name]
+            self.waiting[name] = torch.empty(weight.shape, dtype=torch.float32, device=weight.codes.device)
+        return self.waiting[name]
+
+    def filled(self, name: str) -> None:
+        """To be called when all of a weight was written."""
+        if name in self.waiting:
+            self.quantised[name].write(self.waiting.pop(name))
+
+
+# --- Quantised weights and KV caches.

@@ -1,1 +1,0 @@
-"""Quantised weights and KV caches."""

@@ -1,0 +1,444 @@
+"""Hugging Face directories in: safetensors only, checked tensor by tensor (out: `models/weight_files.py`).
+
+Each Hugging Face tensor is a block of rows of one of our parameters (query, key and value are rows of `qkv`), so one
+table serves loading and saving.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.model import LoraBase
+from burnish.config.yaml_text import check_file_name, read_json_object
+from burnish.core.sharded_tensors import (
+    Shard,
+    Slices,
+    at_origin,
+    blocks_of_permuted_rows,
+    full_tensor,
+    local_shard,
+    local_tensor,
+    overlap,
+)
+from burnish.models.architecture import (
+    Architecture,
+    architecture_from_hf,
+    architecture_to_hf,
+    read_config,
+    why_not_native,
+)
+from burnish.models.decoder import Decoder
+from burnish.models.model_families import FAMILIES
+from burnish.models.nf4 import DenseWeights, WeightsToFill, quantise_layers, weight_shapes
+from burnish.models.weight_layout import RowOrder, in_hf_order, row_order_of
+from burnish.run.checkpoint.saver import HostCopy, TensorStaging, keep_in_place
+from burnish.run.checkpoint.snapshot import (
+    BytesFile,
+    Content,
+    TensorBytes,
+    TensorFile,
+    WriterRank,
+    write_contents,
+    writer_rank_of,
+)
+
+# --- Modules with shapes and no memory: for weights that come from elsewhere, and for what follows from shapes alone.
+
+_patch_lock = threading.RLock()
+"""Two threads that put back what they found would leave nothing of it."""
+
+
+@contextmanager
+def on_meta_device() -> Iterator[None]:
+    """Modules made here are on the meta device and draw no first numbers.
+
+    To draw them there is a function in Python, whose first call imports the compiler: two seconds for nothing.
+    """
+    kinds: tuple[Any, ...] = (nn.Linear, nn.Embedding)
+    with _patch_lock:
+        drawing = [kind.reset_parameters for kind in kinds]
+        for kind in kinds:
+            kind.reset_parameters = _skip_init
+        try:
+            with torch.device("meta"):
+                yield
+        finally:
+            for kind, function in zip(kinds, drawing, strict=True):
+                kind.reset_parameters = function
+
+
+def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module's tensors memory on a device, their numbers to come; those of floating point get the type.
+
+    In this order no float32 copy of a model is ever made. torch has `to_empty` for it, which imports the compiler too.
+    """
+    module.to(dtype)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(_empty_like(parameter, device), parameter.requires_grad))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, _empty_like(buffer, device))
+
+
+def _empty_like(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def _skip_init(module: nn.Module) -> None:
+    pass
+
+
+LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class WeightBlock:
+    """Rows [start, stop) of our parameter `ours` are Hugging Face's tensor `theirs`."""
+
+    theirs: str
+    ours: str
+    start: int = 0
+    stop: int | None = None
+
+    def shard(self, parameters: Mapping[str, Tensor]) -> Shard:
+        """The same, as a block of the whole parameter."""
+        shape = tuple(parameters[self.ours].shape)
+        stop = shape[0] if self.stop is None else self.stop
+        return Shard(shape, (self.start, *(0 for _ in shape[1:])), (stop - self.start, *shape[1:]))
+
+
+def weight_blocks(arch: Architecture) -> list[WeightBlock]:
+    """The whole correspondence, in Hugging Face's order."""
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    table = [WeightBlock("model.embed_tokens.weight", "embedding.weight")]
+    for i in range(arch.num_layers):
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            table += [
+                WeightBlock(f"{theirs}self_attn.q_proj.{kind}", f"{ours}qkv.{kind}", 0, q),
+                WeightBlock(f"{theirs}self_attn.k_proj.{kind}", f"{ours}qkv.{kind}", q, q + kv),
+                WeightBlock(f"{theirs}self_attn.v_proj.{kind}", f"{ours}qkv.{kind}", q + kv, q + 2 * kv),
+            ]
+        for kind in ("weight", "bias") if arch.out_bias else ("weight",):
+            table.append(WeightBlock(f"{theirs}self_attn.o_proj.{kind}", f"{ours}out.{kind}"))
+        if arch.qk_norm:
+            table.append(WeightBlock(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight"))
+            table.append(WeightBlock(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight"))
+        for kind in ("weight", "bias") if arch.mlp_bias else ("weight",):
+            table += [
+                WeightBlock(f"{theirs}mlp.gate_proj.{kind}", f"{ours}gate_up.{kind}", 0, arch.mlp_size),
+                WeightBlock(f"{theirs}mlp.up_proj.{kind}", f"{ours}gate_up.{kind}", arch.mlp_size, 2 * arch.mlp_size),
+                WeightBlock(f"{theirs}mlp.down_proj.{kind}", f"{ours}down.{kind}"),
+            ]
+        norms = FAMILIES[arch.family].norms.items()
+        table += [
+            WeightBlock(f"{theirs}{their_norm}.weight", f"{ours}{our_norm}.weight") for our_norm, their_norm in norms
+        ]
+    table.append(WeightBlock("model.norm.weight", "norm.weight"))
+    if not arch.tied:
+        table.append(WeightBlock("lm_head.weight", "head.weight"))
+    return table
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory; pickled weights are refused."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = {check_file_name(name, index) for name in _weight_map(index).values()}
+        files = [directory / name for name in sorted(names)]
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise UserError(f"{directory}: {index.name} names files that are not there: {', '.join(missing)}")
+        return files
+    if (directory / "model.safetensors").is_file():
+        return [directory / "model.safetensors"]
+    pickles = sorted(f.name for pattern in PICKLE_PATTERNS for f in directory.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{directory} holds its weights as pickle ({', '.join(pickles[:3])}), which can run any code when it is opened; "
+            "convert it to safetensors (transformers: model.save_pretrained(...)) and load that"
+        )
+    raise UserError(f"{directory} has no weights: expected model.safetensors or model.safetensors.index.json")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File name by tensor name."""
+    content = read_json_object(index)
+    if "weight_map" not in content:
+        raise UserError(f"{index} is damaged: it should be a JSON object with a `weight_map`")
+    weight_map = content["weight_map"]
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} is damaged: `weight_map` should be an object, not a {type(weight_map).__name__}")
+    return weight_map
+
+
+def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base: LoraBase = "dtype") -> Decoder:
+    """Our decoder with the weights of a Hugging Face directory; those of its layers in 4 bits where `base` says so."""
+    config = read_config(directory)
+    reason = why_not_native(config)
+    if reason:
+        raise UserError(f"{directory} cannot run on the native decoder: {reason}; set model.backend=transformers")
+    arch = architecture_from_hf(config, str(directory / "config.json"))
+    _check_layers(directory, arch)
+    with on_meta_device():
+        model = Decoder(arch)
+        _check_shapes(directory, model)
+        quantise_layers(model, base)
+    materialise(model, dtype, device)
+    load_tensors(model, stored_tensors(directory), str(directory))
+    return model
+
+
+def _check_layers(directory: Path, arch: Architecture) -> None:
+    """Refuse a config.json with other layers than the files have, before any of them is made."""
+    found = {int(match[1]) for name, _ in stored_tensors(directory) if (match := LAYER_NAME.match(name))}
+    if arch.num_layers != len(found):
+        raise UserError(
+            f"{directory}: config.json implies {arch.num_layers:,} layers, but the weights have {len(found):,}"
+        )
+
+
+def _check_shapes(directory: Path, model: Decoder) -> None:
+    """Refuse tensors of other shapes than config.json implies, before memory is taken for them."""
+    known, parameters = {block.theirs: block for block in weight_blocks(model.arch)}, dict(model.named_parameters())
+    for name, tensor in stored_tensors(directory):
+        if name in known and known[name].shard(parameters).sizes != tensor.shape:
+            wanted = known[name].shard(parameters).sizes
+            raise UserError(f"{directory}: {name} is {tensor.shape} but config.json implies {wanted}")
+
+
+def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTensor]], where: str) -> None:
+    """Copy named Hugging Face tensors into the model in place; every one must be known, fit, and none may miss."""
+
+    def is_spare(name: str) -> bool:
+        """Some exporters write the tied head a second time; old exports carry a derived buffer of the rotation."""
+        return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
+
+    wanted = ((name, tensor) for name, tensor in tensors if not is_spare(name))
+    weights = WeightsToFill(model)
+    load_weight_blocks(
+        weights,
+        weight_blocks(model.arch),
+        wanted,
+        where,
+        "config.json implies",
+        partial(row_order_of, model),
+        weights.filled,
+    )
+
+
+def load_weight_blocks(
+    parameters: Mapping[str, Tensor],
+    table: Iterable[WeightBlock],
+    tensors: Iterable[tuple[str, Tensor | StoredTensor]],
+    where: str,
+    whose: str,
+    order: RowOrder | None = None,
+    filled: Callable[[str], None] | None = None,
+) -> None:
+    """Copy named tensors into the blocks of parameters they are; `whose` are the shapes, in an error.
+
+    Of parameters that are spread over processes each reads what it holds. `order` tells of a parameter whose rows do not
+    stand in the usual order; `filled` is told of each that has all its blocks.
+    """
+    known = {block.theirs: block for block in table}
+    waiting, left = set(known), Counter(block.ours for block in known.values())
+    for name, tensor in tensors:
+        if name not in known:
+            raise UserError(f"{where}: unexpected tensor {name!r}{did_you_mean(name, known)}")
+        parameter, stored = parameters[known[name].ours], known[name].shard(parameters)
+        if stored.sizes != tuple(tensor.shape):
+            raise UserError(f"{where}: {name} is {tuple(tensor.shape)} but {whose} {stored.sizes}")
+        rows = None if order is None else order(known[name].ours)
+        for block in blocks_of_permuted_rows(local_shard(parameter), None if rows is None else rows.tolist()):
+            if (common := overlap(block, at_origin(stored))) is not None:
+                local_tensor(parameter)[common.target].copy_(tensor[common.source])
+        if name in waiting:
+            waiting.discard(name)
+            left[known[name].ours] -= 1
+            if filled is not None and not left[known[name].ours]:
+                filled(known[name].ours)
+    if waiting:
+        raise UserError(f"{where}: {len(waiting)} tensors are missing, first {sorted(waiting)[0]}")
+
+
+class StoredTensor:
+    """A tensor in an open safetensors file: read as far as it is asked for."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle, self._name, self._slice = handle, name, handle.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+
+    def __getitem__(self, block: Slices) -> Tensor:
+        if block == tuple(slice(0, length) for length in self.shape):
+            return self.whole()
+        part: Tensor = self._slice[block]
+        return part
+
+    def whole(self) -> Tensor:
+        tensor: Tensor = self._handle.get_tensor(self._name)
+        return tensor
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a model directory under their Hugging Face names, to be read one at a time or in part."""
+    for file in weight_files(directory):
+        yield from file_tensors(file)
+
+
+def file_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of one safetensors file, likewise."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
+                yield name, StoredTensor(handle, name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names, as views of our parameters; of those in 4 bits, the numbers they stand for.
+
+    Those of a model that is spread over processes are gathered one parameter at a time: all must ask for all of them.
+    """
+    yield from block_tensors(DenseWeights(model), weight_blocks(model.arch), partial(row_order_of, model))
+
+
+def block_tensors(
+    parameters: Mapping[str, Tensor], table: Iterable[WeightBlock], order: RowOrder | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The blocks of parameters under the others' names, in the order of the table."""
+    name, tensor = "", torch.empty(0)
+    for block in table:
+        if block.ours != name:
+            name, tensor = block.ours, full_tensor(parameters[block.ours])
+            tensor = tensor if order is None else in_hf_order(tensor, order(name))
+        yield block.theirs, tensor[block.start : block.stop]
+
+
+# --- Hugging Face directories out, as contents to write now or later (in: `models/weight_files.py`).
+#
+# Of a model that is spread over processes every one writes whole tensors, about as many bytes as the others, into files
+# of its own: `transformers` reads them like any model in several files. One process that writes for all would hold all of
+# it in its memory, and all would wait for its disk.
+
+FILE_BYTES = 4 << 30
+METADATA = {"format": "pt"}
+T = TypeVar("T")
+
+
+def save_decoder(
+    model: Decoder,
+    directory: Path,
+    source: Path | None,
+    eos_ids: tuple[int, ...] = (),
+    pad_id: int | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+) -> None:
+    """A Hugging Face directory that transformers loads unchanged (the tokenizer is saved by its own class).
+
+    A model that came from a directory keeps that directory's config.json (with the dtype it now has) and
+    generation_config.json; a new one gets both written. `tensors` are the weights, where they are not the model's own.
+    """
+    write_contents(directory, decoder_contents(model, keep_in_place, source, eos_ids, pad_id, tensors))
+
+
+def decoder_contents(
+    model: Decoder,
+    stage: TensorStaging,
+    source: Path | None,
+    eos_ids: tuple[int, ...] = (),
+    pad_id: int | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+) -> Iterator[Content]:
+    """The same as contents, one at a time; of a model that is spread over processes, this process's."""
+    part = writer_rank_of(model.parameters())
+    if part.index == 0:
+        yield from _config_contents(model, source, eos_ids, pad_id)
+    parameters = weight_shapes(model)
+    sizes = [
+        (block.theirs, block.shard(parameters).numel * parameters[block.ours].element_size())
+        for block in weight_blocks(model.arch)
+    ]
+    if part.count > 1 and not isinstance(stage, HostCopy):
+        stage = HostCopy()  # what is gathered is gone when the next parameter is
+    yield from weight_contents(hf_tensors(model) if tensors is None else tensors, sizes, stage, part)
+
+
+def weight_contents(
+    tensors: Iterable[tuple[str, T]],
+    sizes: Sequence[tuple[str, int]],
+    stage: Callable[[T], TensorBytes],
+    part: WriterRank,
+) -> Iterator[Content]:
+    """The files of named tensors that are this process's, each as soon as its last tensor is there.
+
+    `sizes` has the names of all tensors, in their order, with their bytes; of a model in several files the first
+    process also has the index.
+    """
+    files = plan_files(sizes, part.count)
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = ["model.safetensors"] if len(files) == 1 else names
+    given = iter(tensors)
+    for name, (owner, members) in zip(names, files, strict=True):
+        held = {}
+        for member in members:
+            found, tensor = next(given)
+            assert found == member, f"{found} came where {member} was announced"
+            if owner == part.index:
+                held[member] = stage(tensor)
+        if owner == part.index:
+            yield TensorFile(name, held, METADATA)
+    if len(files) > 1 and part.index == 0:
+        weight_map = {member: name for name, (_, members) in zip(names, files, strict=True) for member in members}
+        index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": weight_map}
+        yield BytesFile("model.safetensors.index.json", json.dumps(index, indent=1))
+
+
+def plan_files(sizes: Sequence[tuple[str, int]], num_parts: int) -> list[tuple[int, list[str]]]:
+    """Which process writes which tensors, file by file: in order, about the same bytes for all, at most FILE_BYTES a file."""
+    total = sum(size for _, size in sizes)
+    files: list[tuple[int, list[str]]] = []
+    before = filled = 0
+    for name, size in sizes:
+        owner = (2 * before + size) * num_parts // (2 * total)  # whose share the tensor's middle falls into
+        if not files or files[-1][0] != owner or filled + size > FILE_BYTES:
+            files.append((owner, []))
+            filled = 0
+        files[-1][1].append(name)
+        before, filled = before + size, filled + size
+    return files
+
+
+def _config_contents(
+    model: Decoder, source: Path | None, eos_ids: tuple[int, ...], pad_id: int | None
+) -> list[Content]:
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    if source is None:
+        config: dict[str, Any] = architecture_to_hf(model.arch, dtype, eos_ids, pad_id)
+        generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": pad_id, "do_sample": True}
+        return [_json_blob("generation_config.json", generation), _json_blob("config.json", config)]
+    config = read_config(source)
+    config.pop("torch_dtype", None)
+    kept = source / "generation_config.json"
+    contents: list[Content] = [BytesFile(kept.name, kept.read_bytes())] if kept.is_file() else []
+    return [*contents, _json_blob("config.json", {**config, "dtype": dtype})]
+
+
+def _json_blob(name: str, value: dict[str, Any]) -> BytesFile:
+    return BytesFile(name, json.dumps(value, indent=1))

@@ -1,0 +1,134 @@
+"""The process in which a program runs. It knows the program and nothing else: no test, no expected value, no other program."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import os
+import random
+import socket
+import sys
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+from burnish.sandbox.rpc import ProgramGone, send_message, serve_program
+
+SEED = 0  # a program that draws random numbers has the same verdict each time
+
+
+def reset_interpreter() -> None:
+    """Make the interpreter look as if it had just been started for the program."""
+    sys.argv, sys.executable, sys.orig_argv = ["program.py"], "", ["python"]
+    random.seed(SEED)
+    for name in [n for n in sys.modules if n.split(".")[0] == "burnish"]:
+        del sys.modules[name]
+
+
+def _new_module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    return module
+
+
+def _exit_like_python(code: int) -> NoReturn:
+    """End as Python ends: threads waited for, exit functions called, output flushed; but without tearing down the interpreter."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; there is no public name for it
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except BaseException:  # noqa: BLE001 - the program's own exit functions and streams
+        traceback.print_exc(file=sys.__stderr__)
+        code = code or 1
+    finally:
+        os._exit(code)
+
+
+def run_stdio(source: str) -> NoReturn:
+    """Run a program that reads standard input and writes standard output."""
+    module, code = _new_module("__main__"), 0
+    reset_interpreter()
+    try:
+        exec(compile(source, "program.py", "exec"), module.__dict__)
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException as error:  # noqa: BLE001 - any of the program's
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
+        traceback.print_exception(type(error), error, trace, file=sys.__stderr__)
+        code = 1
+    _exit_like_python(code & 0xFF)
+
+
+def run_calls(channel: socket.socket, spec: dict[str, Any]) -> NoReturn:
+    """Load a program, then let the judge call what it defines."""
+    module = _new_module("program")
+    reset_interpreter()
+    sys.set_int_max_str_digits(0)
+    try:
+        for number, source in enumerate(program_sources(spec)):
+            exec(compile(source, f"program{number or ''}.py", "exec"), module.__dict__)
+    except BaseException as error:  # noqa: BLE001 - any of the program's, SystemExit too
+        send_message(channel, {"loaded": False, "why": traceback.format_exception_only(type(error), error)[-1].strip()})
+        os._exit(1)
+    send_message(channel, {"loaded": True})
+    try:
+        serve_program(channel, module.__dict__)
+    except (OSError, ProgramGone):
+        os._exit(1)
+    os._exit(0)
+
+
+def program_sources(spec: dict[str, Any]) -> list[str]:
+    """What is executed, in order: the setup, then prefix and program, as one text where the program continues the prefix.
+
+    Before a program that is whole, an unfinished function at the end of the prefix is left out.
+    """
+    setup, prefix, program = spec.get("setup", ""), spec.get("prefix", ""), spec["program"]
+    entry_point = spec.get("entry_point")
+    if prefix and entry_point and not defines(program, entry_point):
+        return [setup, prefix.rstrip("\n") + "\n" + program]
+    return [setup, whole_statements(prefix), program]
+
+
+def whole_statements(source: str) -> str:
+    """A prefix without the end that does not parse alone, and without a last statement that this end belongs to."""
+    lines = source.split("\n")
+    for end in range(len(lines), 0, -1):
+        try:
+            body = ast.parse("\n".join(lines[:end])).body
+        except (SyntaxError, ValueError):
+            continue
+        left = [line for line in lines[end:] if line.strip()]
+        if body and left and left[0][0].isspace():
+            starts = [body[-1].lineno, *(node.lineno for node in getattr(body[-1], "decorator_list", []))]
+            end = min(starts) - 1
+        return "\n".join(lines[:end])
+    return ""
+
+
+def defines(source: str, name: str) -> bool:
+    """Whether a program gives a name a meaning at its top level."""
+    try:
+        return name in names_defined(ast.parse(source).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def names_defined(body: list[ast.stmt]) -> set[str]:
+    """The names to which the top level of a text gives a meaning."""
+    found: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        else:
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            found |= {
+                a.asname or a.name
+                for n in ast.walk(node)
+                if isinstance(n, ast.Import | ast.ImportFrom)
+                for a in n.names
+            }
+    return found

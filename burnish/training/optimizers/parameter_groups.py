@@ -1,0 +1,140 @@
+"""Which learning rate and weight decay a parameter has: the optimizer's, or those of the first group that matches it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.config.model import Optimizer as Config
+from burnish.models.decoder import Decoder
+from burnish.models.lora.adapters import LoraLinear
+from burnish.models.weight_files import weight_blocks
+from burnish.models.weight_layout import lora_targets, row_order_of
+
+
+@dataclass(frozen=True)
+class ParameterSetting:
+    """How one parameter is trained."""
+
+    lr_scale: float = 1.0
+    decay: float = 0.0
+
+
+def parameter_settings(
+    parameters: Mapping[str, Tensor], config: Config, aliases: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, ParameterSetting]:
+    """The setting of every parameter. `aliases` are other names of a parameter, or of the blocks of rows it consists of.
+
+    Norm scales and biases are not decayed unless a group says so: shrinking them is not regularisation.
+    """
+    aliases = aliases or {}
+    found = {
+        name: ParameterSetting(decay=config.weight_decay if parameter.dim() >= 2 else 0.0)
+        for name, parameter in parameters.items()
+    }
+    left = list(parameters)
+    for group in config.groups:
+        matched = [name for name in parameters if _matches(group.match, name, aliases.get(name, ()))]
+        taken = [name for name in matched if name in left]
+        if not taken:
+            raise _no_match_error(
+                group.match, matched, [n for name in parameters for n in (name, *aliases.get(name, ()))]
+            )
+        left = [name for name in left if name not in matched]
+        for name in taken:
+            decay = found[name].decay if group.weight_decay is None else group.weight_decay
+            found[name] = ParameterSetting(group.lr_scale, decay)
+    return found
+
+
+def _matches(pattern: str, name: str, others: Sequence[str]) -> bool:
+    if re.search(pattern, name):
+        return True
+    hits = [other for other in others if re.search(pattern, other)]
+    if hits and len(hits) < len(others):
+        rest = [other for other in others if other not in hits]
+        raise UserError(
+            f"optimizer.groups: {pattern!r} matches {', '.join(hits)}, which is one parameter, {name}, with {', '.join(rest)}: "
+            "match all of them or none"
+        )
+    return bool(hits)
+
+
+def _no_match_error(pattern: str, matched: Sequence[str], names: Sequence[str]) -> UserError:
+    if matched:
+        return UserError(
+            f"optimizer.groups: everything {pattern!r} matches is in an earlier group, {matched[0]} for one: "
+            "the first group that matches counts, so put the narrower one first"
+        )
+    general = list(dict.fromkeys(re.sub(r"\.\d+\.", r".<i>.", name) for name in names))
+    near = sorted(general, key=lambda name: -_similarity(pattern, name))[:3]
+    return UserError(f"optimizer.groups: {pattern!r} matches no parameter; the nearest are {', '.join(near)}")
+
+
+def _similarity(pattern: str, name: str) -> float:
+    return max(SequenceMatcher(None, pattern, word).ratio() for word in (name, *name.split(".")))
+
+
+# --- burnish.training.optimizers.parameter_groups
+
+
+@dataclass(frozen=True)
+class FusedMatrices:
+    """Several matrices with as many columns that are one parameter."""
+
+    heights: Sequence[int]
+    order: Tensor | None = None
+    """Row i of the parameter is row order[i] of the matrices one below the other; None where it is row i."""
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """The matrices."""
+        return list((rows if self.order is None else rows[self.order.argsort()]).split(list(self.heights)))
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        rows = torch.cat(list(matrices))
+        return rows if self.order is None else rows[self.order]
+
+
+# --- What an optimizer is told of a model's parameters beside their names: other names, and matrices stored as one.
+
+
+def hf_names(model: nn.Module) -> dict[str, list[str]]:
+    """Hugging Face's names of each parameter of our decoder: one, or one for each block of its rows."""
+    names: dict[str, list[str]] = {}
+    for prefix, decoder in _decoders(model).items():
+        for block in weight_blocks(decoder.arch):
+            names.setdefault(prefix + block.ours, []).append(block.theirs)
+    return names
+
+
+def fused_matrices(model: nn.Module) -> dict[str, FusedMatrices]:
+    """The matrices of each parameter that holds more than one."""
+    heights: dict[str, list[int]] = {}
+    orders: dict[str, Tensor | None] = {}
+    for prefix, decoder in _decoders(model).items():
+        for block in weight_blocks(decoder.arch):
+            if block.stop is not None:
+                heights.setdefault(prefix + block.ours, []).append(block.stop - block.start)
+                orders[prefix + block.ours] = row_order_of(decoder, block.ours)
+        for name, module in decoder.named_modules():
+            if isinstance(module, LoraLinear) and decoder.lora is not None:
+                sizes = [
+                    t.num_outputs for t in lora_targets(decoder.arch, decoder.lora) if name.endswith(f".{t.module}")
+                ]
+                heights[f"{prefix}{name}.lora_a"] = [module.rank] * len(sizes)
+                heights[f"{prefix}{name}.lora_b"] = sizes
+                orders[f"{prefix}{name}.lora_b"] = row_order_of(decoder, f"{name}.lora_b")
+    return {name: FusedMatrices(sizes, orders.get(name)) for name, sizes in heights.items() if len(sizes) > 1}
+
+
+def _decoders(model: nn.Module) -> Mapping[str, Decoder]:
+    """Our decoders in a model (a critic has one inside), by the prefix of their parameters' names."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Decoder)}
+    return {f"{name}." if name else "": module for name, module in found.items()}

@@ -1,0 +1,67 @@
+"""YAML in and out."""
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from burnish.config.errors import UserError
+from burnish.config.yaml_text import parse_yaml, render_yaml
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.sampled_from(["1e-6", "-2E5", "1e", "no", "null", "~", "=", "<<", "2024-01-01", "0x1f", "1_000", "12:30"]),
+)
+KEYS = st.text(st.characters(exclude_categories=["Cs"]))
+TREES = st.recursive(SCALARS, lambda t: st.one_of(st.lists(t), st.dictionaries(KEYS, t)), max_leaves=12)
+
+
+@example({"\x85": None, "a\u2028b": ["\u2029", "\u8a9e"]})
+@given(TREES)
+def test_what_is_rendered_parses_to_the_same(tree: object) -> None:
+    again = parse_yaml(render_yaml(tree), "here")
+    assert again == tree
+    assert repr(again) == repr(tree)  # 1 == 1.0 == True, which must not pass for one another
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("-2E+5", -2e5), (".5e1", 5.0), ("1.e3", 1000.0), ("3e4", 3e4)]
+)
+def test_exponents_are_numbers(text: str, value: float) -> None:
+    assert parse_yaml(text, "here") == value
+    assert parse_yaml(f"'{text}'", "here") == text
+
+
+def test_merge_keys_are_not_duplicates() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: {<<: *x, d: 2}", "here") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+
+
+def test_python_objects_are_refused() -> None:
+    with pytest.raises(UserError, match="line 1, column 1"):
+        parse_yaml("!!python/object/apply:os.getcwd []", "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [" + "1, " * 9 + "]\n" + "".join(f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in itertools.pairwise("abcdefghi")), "aliases stand for"),
+        ("a: &a [1, *a]", "an alias stands for a value around it"),
+        ("a: &a {b: {<<: *a}}", "an alias stands for a value around it"),
+        ("a: " + "[" * 2000, "nested too deeply"),
+    ],
+    ids=["many", "inside", "merged", "deep"],
+)  # fmt: skip
+def test_aliases_and_depth_are_bounded(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"recipe.yaml.*{words}"):
+        parse_yaml(text, "recipe.yaml")
+
+
+def test_ordinary_aliases_are_understood() -> None:
+    assert parse_yaml("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: [*a, *a]}", "r") == {
+        "a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": [{"x": 1}, {"x": 1}]}
+    }  # fmt: skip

@@ -1,0 +1,270 @@
+"""The native engines against a sampler without a cache, against the learner, and against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.inference.native.dense_engine import DenseEngine
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.models.decoder import Decoder
+from burnish.models.weight_files import save_decoder
+
+GREEDY = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)]
+
+
+@pytest.fixture(scope="module")
+def model(tools: Any) -> Decoder:
+    return tools.decoder()
+
+
+GEMMA3 = {
+    "family": "gemma3_text", "qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh",
+    "scaled_embedding": True, "tied": True, "window": 6, "local_layers": (True, False), "local_theta": 100.0,
+    "query_scale": 0.8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
+    """Each mixed request by itself in an engine of its own."""
+    return {r.id: tools.run(DenseEngine(model), [r])[r.id] for r in native.mixed_requests()}
+
+
+# --- the right tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3],
+    ids=["plain", "window", "norms", "gemma3"],
+)
+def test_a_crowd_gets_the_tokens_and_logprobs_of_a_sampler_without_a_cache(
+    tools: Any, native: Any, options: dict[str, Any]
+) -> None:
+    """The strongest test: rows move, the cache grows past its first size, prompts are shared, options are mixed."""
+    model = tools.decoder(**options)
+    wanted = native.mixed_requests()
+    crowds = [tools.run(make(model, max_rows=4), wanted) for make in (DenseEngine, PagedEngine)]
+    for request in wanted:
+        tokens, logp, finish = tools.reference(native.full_forward(model), request)
+        for got in crowds:
+            assert got[request.id].tokens.tolist() == tokens, request.id
+            assert got[request.id].finish == finish
+            np.testing.assert_allclose(got[request.id].logp, np.float32(logp), rtol=2e-7, atol=1e-12)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), max_rows=st.integers(1, 9), paged=st.booleans())
+def test_a_request_gives_the_same_alone_or_in_any_crowd(
+    tools: Any,
+    native: Any,
+    model: Decoder,
+    alone: dict[str, Completion],
+    data: st.DataObject,
+    max_rows: int,
+    paged: bool,
+) -> None:
+    crowd = data.draw(st.lists(st.sampled_from(native.mixed_requests()), min_size=1, unique_by=lambda r: r.id))
+    engine = (PagedEngine if paged else DenseEngine)(model, max_rows)
+    for name, completion in tools.run(engine, crowd).items():
+        native.same(completion, alone[name])
+
+
+def test_a_fixed_set_gives_the_same_alone_or_in_a_crowd_in_float32(tools: Any, native: Any, make: Any) -> None:
+    model = tools.decoder(torch.float32)
+    crowd = tools.run(make(model, max_rows=3), native.mixed_requests())
+    for request in native.mixed_requests():
+        single = tools.run(make(model, max_rows=1), [request])[request.id]
+        assert crowd[request.id].tokens.tolist() == single.tokens.tolist()
+
+
+@pytest.fixture(scope="module")
+def greedy(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, list[list[int]]]:
+    """A model, and what transformers' own greedy decoding makes of the prompts with its weights."""
+    folder: Path = tmp_path_factory.mktemp("greedy")
+    model = tools.decoder(torch.float32)
+    save_decoder(model, folder, source=None)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for tokens in GREEDY:
+        prompt = torch.tensor([tokens])
+        output = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
+        )
+        found.append(output[0, prompt.shape[1] :].tolist())
+    return model, found
+
+
+def test_greedy_equals_that_of_transformers(
+    tools: Any, native: Any, make: Any, greedy: tuple[Decoder, list[list[int]]]
+) -> None:
+    model, theirs = greedy
+    wanted = tools.requests(GREEDY, temperature=0.0, max_tokens=40)
+    got = tools.run(make(model, max_rows=4), wanted)
+    for request, tokens in zip(wanted, theirs, strict=True):
+        assert got[request.id].tokens.tolist() == tokens
+        expected = native.learner_logp(model, request, got[request.id])  # untempered
+        np.testing.assert_allclose(got[request.id].logp, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.75}, {"min_p": 0.3, "temperature": 1.5}], ids=str
+)
+def test_sampled_frequencies_follow_the_model(
+    tools: Any, native: Any, make: Any, model: Decoder, options: dict[str, Any]
+) -> None:
+    n, prompt = 2000, (3, 4, 5)
+    wanted = tools.requests([prompt], n, max_tokens=1, **options)
+    got = tools.run(make(model, max_rows=n), wanted)
+    p = tools.distribution(native.full_forward(model)(list(prompt)), wanted[0].sampling).numpy()
+    count = np.bincount([int(c.tokens[0]) for c in got.values()], minlength=len(p))
+    assert count[p == 0].sum() == 0
+    freedom = int((p > 0).sum()) - 1
+    statistic = float(((count - n * p)[p > 0] ** 2 / (n * p[p > 0])).sum())
+    assert statistic <= freedom + 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.3}], ids=str)
+def test_a_greedy_token_has_the_same_logprob_beside_rows_that_truncate(
+    tools: Any, make: Any, model: Decoder, options: dict[str, Any]
+) -> None:
+    wanted = tools.requests([(3, 4)], temperature=0.0, **options)
+    beside = Request("beside", (9,), SamplingOptions(max_tokens=12, top_k=2, top_p=0.6, min_p=0.1), 5)
+    single = tools.run(make(model, max_rows=2), wanted)["0.0"]
+    crowd = tools.run(make(model, max_rows=2), [*wanted, beside])["0.0"]
+    assert single.tokens.tolist() == crowd.tokens.tolist()
+    np.testing.assert_allclose(single.logp, crowd.logp, rtol=1e-6, atol=1e-12)
+
+
+# --- log-probs of the learner ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_logprobs_are_the_learners(tools: Any, native: Any, make: Any, temperature: float) -> None:
+    prompts = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11, 5, 5)]
+    single, double = tools.decoder(torch.float32), tools.decoder(torch.float64)
+    wanted = tools.requests(prompts, 4, max_tokens=60, temperature=temperature)
+    gaps = []
+    for model in (single, double):
+        got = tools.run(make(model, max_rows=7), wanted)
+        gaps.append(np.concatenate([np.abs(got[r.id].logp - native.learner_logp(model, r, got[r.id])) for r in wanted]))
+    assert gaps[0].size == 3 * 4 * 60
+    assert gaps[0].mean() <= 1e-5
+    assert gaps[0].max() <= 1e-3
+    # A completion carries float32, so in float64 what is left is one rounding of a log-prob of at most about 16.
+    assert gaps[1].max() <= 16 * 2.0**-24
+
+
+def test_bfloat16_logprobs_are_near_the_learners(tools: Any, native: Any, make: Any) -> None:
+    model = tools.decoder(torch.bfloat16)
+    wanted = tools.requests([(3, 4, 5), (9,)], 4, max_tokens=30)
+    got = tools.run(make(model, max_rows=8), wanted)
+    gap = np.concatenate([np.abs(got[r.id].logp - native.learner_logp(model, r, got[r.id])) for r in wanted])
+    assert gap.mean() < 0.02
+
+
+# --- the work done ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 8, 64])
+def test_the_prompt_of_a_group_is_prefilled_once(tools: Any, model: Decoder, max_rows: int) -> None:
+    """However few rows there are: the dense engine keeps the prompt until its last sample has a row."""
+    prompts = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)]
+    engine = DenseEngine(model, max_rows)
+    tools.run(engine, tools.requests(prompts, 8, max_tokens=4))
+    assert engine.stats.prefilled_tokens == sum(len(p) for p in prompts)
+    assert not engine.prefilled
+    assert not engine.waiting
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_few_row_steps_are_spent_on_finished_sequences(tools: Any, model: Decoder, window: int | None) -> None:
+    """None in the dense engine; in the paged one a row that comes to its limit idles to the end of that window."""
+    engine: Any = PagedEngine(model, 8, window=window) if window else DenseEngine(model, max_rows=8)
+    base = tools.requests([(3, 4, 5), (9,)], 32)
+    lengths = [(i * 37) % 64 + 1 for i in range(64)]
+    assert sorted(lengths) == list(range(1, 65))
+    wanted = [replace(r, sampling=SamplingOptions(max_tokens=n)) for r, n in zip(base, lengths, strict=True)]
+    got = tools.run(engine, wanted)
+    assert [len(got[r.id].tokens) for r in wanted] == lengths
+    idle = (window or 1) - 1
+    assert engine.stats.tokens == sum(lengths)
+    assert sum(lengths) - 64 <= engine.stats.row_steps <= sum(lengths) - 64 + 64 * idle
+    # Freed rows are filled soon: only the end, when the queue is empty, runs with fewer rows.
+    assert engine.stats.decode_steps <= sum(lengths) / 8 + 64 + 8 * idle
+
+
+@pytest.mark.parametrize("where", ["engine", "admission"])
+def test_long_prompts_are_prefilled_in_parts_with_the_same_result(
+    tools: Any, native: Any, model: Decoder, alone: dict[str, Completion], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(f"burnish.inference.native.{where}.PREFILL_TOKENS", 8)
+    make = {"engine": DenseEngine, "admission": PagedEngine}[where]
+    for name, completion in tools.run(make(model, 8), native.mixed_requests()).items():
+        native.same(completion, alone[name])
+
+
+# --- when a request ends ---------------------------------------------------------------------------------------------------
+
+
+def test_stop_tokens_end_a_completion_and_belong_to_it(tools: Any, make: Any) -> None:
+    engine = make(tools.successor(16))
+    wanted = [
+        *tools.requests([(3,)], stop_tokens=(9, 7), max_tokens=50),
+        Request("limit", (3,), SamplingOptions(max_tokens=4, stop_tokens=(8,)), 1),
+        Request("both", (3,), SamplingOptions(max_tokens=4, stop_tokens=(7,)), 2),
+        Request("many", (3,), SamplingOptions(max_tokens=30, stop_tokens=(*range(1000, 1030), 7)), 3),
+    ]
+    got = tools.run(engine, wanted)
+    assert {name: (c.tokens.tolist(), c.finish) for name, c in got.items()} == {
+        "0.0": ([4, 5, 6, 7], "stop"),
+        "limit": ([4, 5, 6, 7], "length"),
+        "both": ([4, 5, 6, 7], "stop"),
+        "many": ([4, 5, 6, 7], "stop"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    [(("e",), 1), (("gh",), 4), (("zz", "fgh"), 4), (("xa",), None), (("def",), None), (("abc", "ijk"), 7)],
+)
+def test_stop_strings_end_a_completion_across_token_borders(
+    tools: Any, native: Any, make: Any, stop: tuple[str, ...], length: int | None
+) -> None:
+    """The prompt is `d`, the model continues the alphabet; what the prompt says does not stop it."""
+    engine = make(tools.successor(16), decode=native.spell)
+    got = tools.run(engine, tools.requests([(3,)], stop=stop, max_tokens=8))["0.0"]
+    assert got.finish == ("length" if length is None else "stop")
+    assert got.tokens.tolist() == list(range(4, 4 + (length or 8)))
+    assert len(got.logp) == len(got.tokens)
+
+
+def test_a_stop_string_of_wide_characters_is_found_when_each_byte_is_a_token(tools: Any, make: Any) -> None:
+    text = "漢字仮名交文" * 2
+    spelled = text.encode()
+    engine = make(
+        tools.successor(len(spelled) + 2),
+        decode=lambda tokens: bytes(spelled[t - 1] for t in tokens if 0 < t <= len(spelled)).decode(errors="replace"),
+    )
+    got = tools.run(engine, tools.requests([(0,)], stop=(text,), max_tokens=len(spelled) + 20))["0.0"]
+    assert got.finish == "stop"
+    assert len(got.tokens) == len(spelled)
+
+
+def test_the_listener_hears_every_token_in_order(tools: Any, native: Any, make: Any, model: Decoder) -> None:
+    heard: dict[str, list[int]] = {}
+    engine = make(model, 3, native.spell, lambda name, token: heard.setdefault(name, []).append(token))
+    stopped = replace(native.mixed_requests()[3], id="stopped", sampling=SamplingOptions(max_tokens=60, stop=("a",)))
+    got = tools.run(engine, [*native.mixed_requests(), stopped])
+    assert got["stopped"].finish == "stop"
+    assert heard == {name: c.tokens.tolist() for name, c in got.items()}

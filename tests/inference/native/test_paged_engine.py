@@ -1,0 +1,379 @@
+"""The paged engine's own business: windows, few pages, longer requests meanwhile, rows that move, stops the device cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.inference.native import paged_engine
+from burnish.inference.native.dense_engine import DenseEngine
+from burnish.inference.native.device_state import MAX_STOP_TOKENS, RING_SIZE
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.memory_plan.kv_cache import BLOCK_SIZE
+from burnish.models.decoder import Decoder
+
+TEXT = tuple((5 * i + i * i // 7) % 13 for i in range(200))
+
+
+@pytest.fixture(scope="module")
+def model(tools: Any) -> Decoder:
+    return tools.decoder()
+
+
+def crowd(tools: Any) -> list[Request]:
+    """Requests of up to 6 pages, some of which begin alike."""
+    prompts = [TEXT[:20], TEXT[:31], TEXT[7:10], TEXT[:33], TEXT[50:66]]
+    base = tools.requests(prompts, 2)
+    return [replace(r, sampling=SamplingOptions(max_tokens=12 + 17 * (i % 4))) for i, r in enumerate(base)]
+
+
+# --- windows -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 20, RING_SIZE - 1])
+def test_the_window_changes_no_result(tools: Any, native: Any, model: Decoder, window: int) -> None:
+    wanted = [*native.mixed_requests(), *crowd(tools)]
+    engine = PagedEngine(model, max_rows=5, window=window)
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+    native.no_page_is_held(engine)
+
+
+@pytest.mark.parametrize("window", [0, -1, RING_SIZE])
+def test_a_window_that_the_rings_cannot_hold_is_refused(model: Decoder, window: int) -> None:
+    with pytest.raises(ValueError, match=f"window of {window} steps.*1 to {RING_SIZE - 1}"):
+        PagedEngine(model, window=window)
+
+
+def test_more_stop_tokens_than_the_device_looks_for_still_stop(tools: Any) -> None:
+    stops = tuple(range(100, 100 + MAX_STOP_TOKENS))
+    wanted = [
+        Request("known", (3,), SamplingOptions(max_tokens=60, stop_tokens=(9, *stops)), 1),
+        Request("host", (3,), SamplingOptions(max_tokens=60, stop_tokens=(*stops, 9)), 2),
+        Request("later", (3,), SamplingOptions(max_tokens=60, stop_tokens=(*stops, 23)), 3),
+    ]
+    got = tools.run(PagedEngine(tools.successor(32), max_rows=2), wanted)
+    assert {c.finish for c in got.values()} == {"stop"}
+    ends = {"known": 9, "host": 9, "later": 23}
+    assert {name: c.tokens.tolist() for name, c in got.items()} == {k: list(range(4, n + 1)) for k, n in ends.items()}
+
+
+@pytest.mark.parametrize("end", range(1, 20))
+def test_a_stop_string_cuts_what_the_window_drew_behind_it(tools: Any, native: Any, end: int) -> None:
+    """The row that is cut gives its place to the one that waits, and is not heard any more."""
+    heard: list[tuple[str, int]] = []
+    engine = PagedEngine(tools.successor(64), 2, native.spell, lambda *what: heard.append(what))
+    stop = (native.spell([end - 1, end]) if end > 1 else "b",)
+    wanted = tools.requests([(0,), (20,), (40,)], max_tokens=20)
+    wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=40, stop=stop))
+    got = tools.run(engine, wanted)
+    assert got["0.0"].finish == "stop"
+    assert got["0.0"].tokens.tolist() == list(range(1, end + 1))
+    for k in (1, 2):
+        assert got[f"{k}.0"].tokens.tolist() == list(range(20 * k + 1, 20 * k + 21))
+    assert [token for name, token in heard if name == "0.0"] == got["0.0"].tokens.tolist()
+    assert engine.stats.tokens == len(heard)
+    native.no_page_is_held(engine)
+
+
+def test_a_row_is_not_heard_before_another_one_that_was_drawn_earlier(tools: Any, model: Decoder) -> None:
+    """Streaming: completions come as they finish, the shortest first."""
+    base = tools.requests([TEXT[:5]], 6)
+    lengths = (40, 2, 30, 12, 21, 60)
+    wanted = [replace(r, sampling=SamplingOptions(max_tokens=n)) for r, n in zip(base, lengths, strict=True)]
+    engine = PagedEngine(model, max_rows=6, window=4)
+    engine.submit(wanted)
+    assert [len(c.tokens) for c in engine.stream()] == sorted(lengths)
+
+
+def test_a_row_that_only_the_host_can_end_writes_nothing_afterwards(tools: Any, native: Any, model: Decoder) -> None:
+    """Its pages go to the one that waits, which takes the row before it: its own stays empty."""
+    stops = (*range(100, 100 + MAX_STOP_TOKENS), *range(13))  # any token, but none that the device knows
+    wanted = tools.requests([TEXT[:4], TEXT[10:17], TEXT[20:32], TEXT[40:51], TEXT[60:100]], max_tokens=50)
+    wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=2))
+    wanted[1] = replace(wanted[1], sampling=SamplingOptions(max_tokens=50, stop_tokens=stops))
+    engine = PagedEngine(model, max_rows=4, window=8)
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+
+
+# --- few pages ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_pages", "window"), [(7, 8), (11, 8), (11, 1), (11, 31), (15, 3), (15, 20)])
+def test_rows_that_lose_their_pages_lose_nothing_else(
+    tools: Any, native: Any, model: Decoder, num_pages: int, window: int
+) -> None:
+    heard: dict[str, list[int]] = {}
+    engine = PagedEngine(
+        model,
+        6,
+        listener=lambda name, token: heard.setdefault(name, []).append(token),
+        num_pages=num_pages,
+        window=window,
+    )
+    wanted = [replace(r, sampling=SamplingOptions(max_tokens=55)) for r in crowd(tools)]
+    got = tools.run(engine, wanted)
+    native.agree(tools, model, got, wanted)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.tokens == sum(r.sampling.max_tokens for r in wanted)
+    assert heard == {name: c.tokens.tolist() for name, c in got.items()}
+    native.no_page_is_held(engine)
+
+
+def test_rows_that_all_fit_at_their_longest_never_wait_for_one_another(tools: Any, model: Decoder) -> None:
+    for length, new in ((2, 5), (10, 7), (16, 1), (15, 2), (20, 40)):
+        engine = PagedEngine(model, max_rows=4)
+        engine.submit(tools.requests([TEXT[k : k + length] for k in range(4)], max_tokens=new))
+        stream = engine.stream()
+        next(stream)
+        assert len(engine.ready) == 3, "all four came in together and end together"
+        assert len(list(stream)) == 3
+        assert engine.stats.preemptions == 0
+
+
+def test_the_youngest_row_makes_room_and_comes_back_before_those_that_wait(tools: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=3, num_pages=1 + 6, listener=lambda *what: engine.interrupt())
+    first, second, waiting = (
+        replace(r, sampling=SamplingOptions(max_tokens=n), priority=p)
+        for r, n, p in zip(tools.requests([TEXT[:30]], 3), (60, 50, 30), (0, 0, 9), strict=True)
+    )
+    engine.submit([first, second])
+    while not engine.stats.preemptions:
+        assert list(engine.stream()) == []
+    assert [seat.request.id for seat in engine.queue] == [second.id]
+    engine.submit([waiting])
+    assert [seat.request.id for seat in engine.queue] == [second.id, waiting.id]
+    engine.listener = None
+    assert next(iter(engine.stream())).id == first.id
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_nobody(
+    tools: Any, native: Any, model: Decoder
+) -> None:
+    engine = PagedEngine(model, max_rows=2, num_pages=1 + 4)
+    with pytest.raises(UserError, match=r"request 0\.0: 60 prompt tokens \+ 12 new ones need 5 pages of 16.*has 4"):
+        engine.submit(tools.requests([TEXT[:60]]))
+    wanted = tools.requests([TEXT[:3], TEXT[:5]], max_tokens=45)
+    wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=10))
+    engine.submit(wanted)
+    stream = iter(engine.stream())
+    got = {}
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"request long: .* need 5 pages"):
+            engine.submit([Request("short", (3,), SamplingOptions(max_tokens=2), 1), Request("long", TEXT[:70], SamplingOptions(max_tokens=4), 1)])  # fmt: skip
+        completion = next(stream)
+        got[completion.id] = completion
+    native.agree(tools, model, got, wanted)
+    assert list(stream) == []
+    assert engine.stats.preemptions == 0
+    assert engine.stats.prefilled_tokens == 8
+
+
+def test_a_row_that_comes_to_its_limit_is_anothers_in_the_next_window(tools: Any, native: Any, model: Decoder) -> None:
+    short, long, next_ = (
+        replace(r, sampling=SamplingOptions(max_tokens=n))
+        for r, n in zip(tools.requests([TEXT[:5], TEXT[:7], TEXT[:9]]), (5, 40, 36), strict=True)
+    )
+    engine = PagedEngine(model, max_rows=2, window=4)
+    native.agree(tools, model, tools.run(engine, [short, long, next_]), [short, long, next_])
+    assert engine.stats.decode_steps == 39, (
+        "the third began when the first had made its 4 steps, and made its 35 with the second"
+    )
+
+
+def test_a_row_that_leaves_has_its_stop_string_and_the_models_log_probs(tools: Any, native: Any) -> None:
+    """While its row is another's, whose steps must go on."""
+    model = tools.successor(64)
+    engine = PagedEngine(model, 2, native.spell, window=4)
+    wanted = tools.requests([(0,), (20,), (40,)], max_tokens=20)
+    options = SamplingOptions(max_tokens=9, stop=(native.spell([6, 7]),), raw_logprobs=True)
+    wanted[0] = replace(wanted[0], sampling=options)
+    got = tools.run(engine, wanted)
+    assert (got["0.0"].finish, got["0.0"].tokens.tolist()) == ("stop", [1, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_allclose(got["0.0"].raw_logp, got["0.0"].logp)
+    for k in (1, 2):
+        assert got[f"{k}.0"].tokens.tolist() == list(range(20 * k + 1, 20 * k + 21))
+    assert engine.stats.decode_steps == 8 + 19, "the third began when the first had made its 8 steps"
+    native.no_page_is_held(engine)
+
+
+@pytest.mark.parametrize("token", range(1, 9))
+def test_a_listener_that_raises_loses_no_request(tools: Any, native: Any, token: int) -> None:
+    heard: list[int] = []
+
+    def hear(name: str, drawn: int) -> None:
+        heard.append(drawn)
+        if len(heard) == token:
+            raise ValueError("not now")
+
+    engine = PagedEngine(tools.successor(64), 2, listener=hear, window=4)
+    wanted = tools.requests([(0,), (20,), (40,)], max_tokens=5)
+    engine.submit(wanted)
+    got = []
+    with pytest.raises(ValueError, match="not now"):
+        got += list(engine.stream())
+    got += list(engine.stream())
+    found = {completion.id: completion.tokens.tolist() for completion in got}
+    assert found == {f"{k}.0": list(range(20 * k + 1, 20 * k + 6)) for k in range(3)}
+    native.no_page_is_held(engine)
+    engine.load(1, ())
+
+
+def test_weights_are_not_changed_under_tokens_on_their_way(tools: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=1, window=4)
+    engine.listener = lambda name, token: (
+        engine.interrupt()
+    )  # after its first token, when its last window has been started
+    engine.submit(tools.requests([TEXT[:5]], max_tokens=5))
+    assert list(engine.stream()) == []
+    assert engine.seats.taken == 0
+    with pytest.raises(RuntimeError, match="1 rows are running"):
+        engine.load(1, ())
+    (completion,) = engine.stream()
+    assert len(completion.tokens) == 5
+    engine.load(1, ())
+
+
+def test_a_longer_request_makes_a_new_cache_and_nothing_is_lost(tools: Any, native: Any, model: Decoder) -> None:
+    heard: dict[str, list[int]] = {}
+    engine = PagedEngine(model, 2, listener=lambda name, token: heard.setdefault(name, []).append(token))
+    wanted = tools.requests([TEXT[:20], TEXT[3:9], TEXT[:21]], max_tokens=30)
+    wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=3))
+    engine.submit(wanted)
+    stream = engine.stream()
+    first = next(stream)
+    width = engine.seats.width
+    longer = Request("longer", TEXT[:150], SamplingOptions(max_tokens=40), 77)
+    engine.submit([longer])
+    assert engine.seats.width > width
+    with pytest.raises(RuntimeError, match="2 rows are running"):
+        engine.load(1, [])  # the row that was set aside has tokens of the old weights
+    got = {c.id: c for c in stream} | {first.id: first}
+    native.agree(tools, model, got, [*wanted, longer])
+    assert heard == {name: c.tokens.tolist() for name, c in got.items()}
+    native.no_page_is_held(engine)
+    engine.load(1, [])
+    tools.run(engine, wanted)
+    assert engine.seats.width == -(-190 // BLOCK_SIZE), "the larger cache stays"
+
+
+# --- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_larger_cache_that_cannot_be_had_leaves_what_runs_as_it_was(
+    tools: Any, native: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tools.requests([(1, 2, 3), (4, 5)], 2, max_tokens=20)
+    engine = PagedEngine(model, max_rows=4, window=4)
+    engine.submit(wanted)
+    real, asked = paged_engine.Runner, list[int]()
+
+    def scarce(model: Decoder, plan: Any, *rest: Any) -> Any:
+        asked.append(plan.longest)
+        if plan.longest > 100:
+            raise UserError("the GPU has too little memory")
+        return real(model, plan, *rest)
+
+    monkeypatch.setattr(paged_engine, "ModelRunner", scarce)
+    with pytest.raises(UserError, match="too little memory"):
+        engine.submit([replace(r, id="long") for r in tools.requests([(1, 2)], max_tokens=300)])
+    assert len(asked) == 2
+    native.agree(tools, model, {completion.id: completion for completion in engine.stream()}, wanted)
+
+
+def test_rows_move_together_when_few_are_left(
+    tools: Any, native: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = (5, 30, 5, 5, 12, 5, 5, 50)
+    base = tools.requests([TEXT[k : k + 3 * k + 1] for k in range(8)])
+    wanted = [replace(r, sampling=SamplingOptions(max_tokens=n, top_k=k)) for k, (r, n) in enumerate(zip(base, lengths, strict=True))]  # fmt: skip
+    engine = PagedEngine(model, max_rows=8, window=4)
+    engine.submit(wanted)
+    steps: list[int] = []
+    decode = engine.runner.decode
+
+    def spy(rows: int, count: int, *rest: Any) -> None:
+        steps.extend([rows] * count)
+        decode(rows, count, *rest)
+
+    monkeypatch.setattr(engine.runner, "decode", spy)
+    got = {c.id: c for c in engine.stream()}
+    native.agree(tools, model, got, wanted)
+    assert steps == sorted(steps, reverse=True)
+    assert set(steps) == {8, 4, 2, 1}
+
+
+def test_the_bucket_of_a_step_is_never_larger_than_the_rows(tools: Any, native: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=5)
+    wanted = tools.requests([TEXT[:4]], 5, max_tokens=3)
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+    assert [engine.runner.bucket(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+
+
+# --- abort -------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_request_keeps_also_what_the_host_had_not_read(tools: Any, native: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=1, window=3, listener=lambda *what: engine.interrupt())
+    (wanted,) = tools.requests([TEXT[:5]], max_tokens=40)
+    engine.submit([wanted])
+    assert list(engine.stream()) == []
+    assert (engine.stats.tokens, engine.stats.decode_steps) == (1, 3), "the first token is heard while the window runs"
+    assert list(engine.stream()) == []
+    assert engine.stats.tokens == 4, "of two windows one was read"
+    engine.listener = None
+    (part,) = engine.abort([wanted.id], keep=True)
+    assert len(part.tokens) == 1 + engine.stats.decode_steps == 7
+    assert tools.run(engine, [wanted])[wanted.id].tokens.tolist()[:7] == part.tokens.tolist()
+
+
+def rest_of(request: Request, part: Completion) -> Request:
+    """What is left to draw of an aborted request."""
+    done = len(part.tokens)
+    options = replace(request.sampling, max_tokens=request.sampling.max_tokens - done)
+    return Request("rest", (*request.tokens, *part.tokens.tolist()), options, request.key, done)
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "preempted", "set aside"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_request_can_be_aborted_in_every_state(
+    tools: Any, native: Any, model: Decoder, state: str, keep: bool
+) -> None:
+    wanted = tools.requests([TEXT[:30], TEXT[:30], TEXT[3:20], TEXT[9:20]], max_tokens=50)
+    whole = {r.id: tools.run(DenseEngine(model), [r])[r.id] for r in wanted}
+    engine = PagedEngine(model, max_rows=2, num_pages=1 + 6, listener=lambda *what: engine.interrupt())
+    engine.submit(wanted)
+
+    def those(state: str) -> Sequence[str]:
+        queued = {seat.request.id: bool(seat.tokens) for seat in engine.queue}
+        if state == "running":
+            return [r.id for r in wanted if r.id not in queued]
+        return [name for name, begun in queued.items() if begun == (state != "queued")]
+
+    while not those(state):
+        assert list(engine.stream()) == []
+        if state == "set aside":
+            engine.listener = None
+            engine.submit([Request("longer", TEXT[:80], SamplingOptions(max_tokens=16), 1)])
+            engine.abort(["longer"], keep=False)
+    engine.listener = None  # it would interrupt the next stream before its first turn
+    name = those(state)[0]
+    kept = engine.abort([name], keep)
+    assert [c.id for c in kept] == ([name] if keep else [])
+    got = {c.id: c for c in engine.stream()}
+    assert got.keys() == whole.keys() - {name}
+    for completion in got.values():
+        native.same(completion, whole[completion.id])
+    native.no_page_is_held(engine)
+    if keep:
+        (part,) = kept
+        assert part.finish == "aborted"
+        assert bool(len(part.tokens)) == (state != "queued")
+        again = tools.run(engine, [rest_of(next(r for r in wanted if r.id == name), part)])["rest"]
+        assert [*part.tokens, *again.tokens] == whole[name].tokens.tolist()
+        np.testing.assert_allclose([*part.logp, *again.logp], whole[name].logp, rtol=2e-7)

@@ -1,0 +1,199 @@
+"""Every C kernel against its twin in torch, over shapes of every kind; the same bits on one thread and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from burnish.inference.native.engine_common import sample
+from burnish.models.kernels.attention import PackedAttention
+from burnish.models.kernels.cpu import c_library
+from burnish.models.kernels.cpu.cpu_ops import draw
+from burnish.models.kernels.elementwise import RMSNorm, geglu, rms_norm, rotate, swiglu
+from burnish.models.kernels.shared_prefix import SharedPrefixes, computed_rows
+from tests.kernels import without_c
+
+TYPES = st.sampled_from([torch.float32, torch.float64])
+ROWS, SIZES = st.integers(0, 150), st.integers(1, 70)
+SEEDS = st.integers(0, 2**32)
+
+
+def library(dtype: torch.dtype) -> Any:
+    found = c_library.c_kernels(torch.empty(0, dtype=dtype))
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def near(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    tolerance = scale * (1e-12 if expected.dtype == torch.float64 else 1e-5)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def results(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """What a function gives, and the gradients of its inputs against fixed ones of its result."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    slope = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, slope)]
+
+
+def compare(function: Callable[..., Tensor], *inputs: Tensor, scale: float = 1.0) -> None:
+    library(inputs[0].dtype)
+    found = results(function, *inputs)
+    with without_c():
+        expected = results(function, *inputs)
+    for a, b in zip(found, expected, strict=True):
+        near(a, b, scale)
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@settings(max_examples=30)
+@given(TYPES, ROWS, SIZES, st.sampled_from([0.0, 1.0]), SEEDS)
+def test_norms(dtype: torch.dtype, rows: int, size: int, shift: float, seed: int) -> None:
+    norm = RMSNorm(size, 1e-6, shift).to(dtype)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(norm, {"weight": weight}, (x,))
+        return found
+
+    x, weight = normal(seed, rows, size, dtype=dtype), normal(seed + 1, size, dtype=dtype)
+    compare(function, x, weight, scale=10.0)  # the gradient of the weight is a sum over rows
+    with torch.no_grad():
+        found = rms_norm(x, weight, 1e-6, shift)
+        with without_c():
+            near(found, rms_norm(x, weight, 1e-6, shift))
+
+
+@settings(max_examples=30)
+@given(TYPES, ROWS, SIZES, st.sampled_from([swiglu, geglu]), SEEDS)
+def test_gated_activations(
+    dtype: torch.dtype, rows: int, size: int, function: Callable[[Tensor], Tensor], seed: int
+) -> None:
+    x = 4 * normal(seed, rows, 2 * size, dtype=dtype)
+    compare(function, x, scale=4.0)
+    with torch.no_grad():
+        found = function(x)
+        with without_c():
+            near(found, function(x), 4.0)
+
+
+@settings(max_examples=30)
+@given(TYPES, ROWS, st.integers(1, 5), st.integers(1, 35), SEEDS)
+def test_rotations_of_heads_that_stand_among_others(
+    dtype: torch.dtype, rows: int, heads: int, half: int, seed: int
+) -> None:
+    cos, sin = (normal(seed + k, rows, 1, half, dtype=dtype) for k in (1, 2))
+    table = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    compare(lambda x: rotate(x.split([heads, 2], 1)[0], *table), normal(seed, rows, heads + 2, 2 * half, dtype=dtype))
+
+
+@st.composite
+def packings(draw_: st.DrawFn) -> tuple[Tensor, SharedPrefixes | None]:
+    """Offsets of sequences, and which of them begin with another's tokens."""
+    lengths, owners, trunks = [], [], []
+    for _ in range(draw_(st.integers(1, 4))):
+        first = len(lengths)
+        trunk = draw_(st.integers(0, 40))
+        for k in range(draw_(st.integers(1, 4))):
+            lengths.append(trunk + draw_(st.integers(1, 40)))
+            owners.append(first)
+            trunks.append(trunk if k else 0)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return offsets, SharedPrefixes(torch.tensor(owners), torch.tensor(trunks)) if draw_(st.booleans()) else None
+
+
+@settings(max_examples=40)
+@given(
+    TYPES, packings(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 70), st.sampled_from([None, 1, 7]), SEEDS
+)
+def test_attention_of_sequences_with_beginnings_in_common(
+    dtype: torch.dtype,
+    packing: tuple[Tensor, SharedPrefixes | None],
+    kv_heads: int,
+    shared: int,
+    dim: int,
+    window: int | None,
+    seed: int,
+) -> None:
+    offsets, trunks = packing
+    rows = None if trunks is None else computed_rows(offsets, trunks)
+    count, heads = int(offsets[-1]) if rows is None else rows.num_rows, kv_heads * shared
+
+    def function(qk: Tensor, v: Tensor) -> Tensor:
+        return PackedAttention(offsets, window, rows)(0, *qk.split([heads, kv_heads], 1), v)
+
+    qk, v = normal(seed, count, heads + kv_heads, dim, dtype=dtype), normal(seed + 1, count, kv_heads, dim, dtype=dtype)
+    compare(function, qk, v, scale=10.0)
+
+
+@settings(max_examples=30)
+@given(TYPES, st.integers(0, 40), st.integers(1, 200), st.booleans(), SEEDS)
+def test_draws(dtype: torch.dtype, rows: int, vocab: int, has_temperatures: bool, seed: int) -> None:
+    logits = 3 * normal(seed, rows, vocab, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(rows, generator=generator, dtype=torch.float64).clamp_(1e-9)
+    temperature = torch.arange(rows) % 4 * 0.5 if has_temperatures else None  # every fourth takes the likeliest
+    temperature = None if temperature is None else temperature.double()
+    tokens, logp = draw(library(dtype), logits, uniform, temperature)
+    expected, expected_logp = sample(logits, uniform, temperature)
+    near(logp, expected_logp, 10.0)
+    assert torch.equal(tokens, expected)
+
+
+def test_a_draw_from_nothing_but_nan_says_so() -> None:
+    logits = torch.full((2, 5), torch.nan)
+    tokens, logp = draw(library(torch.float32), logits, torch.full((2,), 0.5, dtype=torch.float64), None)
+    assert tokens.tolist() == [4, 4]
+    assert bool(logp.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_out_numbers_neither_overflow_nor_become_nan(dtype: torch.dtype) -> None:
+    library(dtype)
+    far = torch.tensor([-1e30, -1e4, -800.0, -100.0, -88.0, 0.0, 88.0, 100.0, 800.0, 1e4], dtype=dtype)
+    gate_up = torch.cat([far, torch.ones_like(far)])[None]
+    with torch.no_grad():
+        found = swiglu(gate_up)
+        with without_c():
+            near(found, swiglu(gate_up))
+        nan = swiglu(torch.tensor([[torch.nan, 1.0]], dtype=dtype))
+    assert bool(nan.isnan().all())
+
+
+def all_kernels() -> list[Tensor]:
+    """What each gives for enough rows that a second thread has a part in it."""
+    rows, heads, dim = 700, 6, 32
+    offsets = torch.tensor([0, 90, 190, 300, 500, 700])
+    x, weight, table = (
+        normal(k, *shape, dtype=torch.float32) for k, shape in enumerate([(rows, 96), (96,), (rows, 1, dim)])
+    )
+    qk, v = (normal(k, rows, heads * k, dim, dtype=torch.float32) for k in (1, 2))
+    norm = RMSNorm(96, 1e-6)
+    norm.weight.data.copy_(weight)
+    found = results(norm, x) + results(swiglu, x) + results(geglu, x) + results(lambda x: rotate(x, table, table), qk)
+    found += results(lambda qk, v: PackedAttention(offsets)(0, qk, qk, v[:, :heads]), qk, v)
+    uniform = torch.linspace(0.01, 0.99, rows, dtype=torch.float64)
+    return [*found, *draw(library(torch.float32), x, uniform, None)]
+
+
+def test_two_threads_give_the_same_bits_as_one() -> None:
+    library(torch.float32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(all_kernels())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

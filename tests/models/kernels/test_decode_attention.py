@@ -1,0 +1,96 @@
+"""Attention of a decode step in one kernel against the torch operations that define it, and the choice of its stretches.
+
+The kernel runs where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 with triton installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.models.kernels import inference_ops
+from burnish.models.kernels.paged_cache import Fp8Pages, HeadNorms, Placement, quantise_fp8, read_pages
+from tests.kernels import CUDA, DEVICE, kernel
+from tests.models.kernels.test_inference_ops import close, on_device, randn, shuffled_table
+
+PAGE, WIDTH = 16, 20
+POSITIONS = [0, 16, -1, 64, 65, 150, 300]
+HALF = [torch.bfloat16, torch.float16] if CUDA else []
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step is made of."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    norms: tuple[float, float] | None = None
+    """What is added to the weights, and what normed queries are multiplied by."""
+    window: int | None = None
+    splits: int = 1
+    least: int = 64
+
+
+CASES = [
+    Case(4, 2, 8),
+    Case(6, 1, 128),
+    Case(3, 1, 16, window=70, splits=3),
+    Case(2, 2, 20, splits=4, least=128),
+    Case(4, 2, 8, norms=(0.0, 1.0), window=1, splits=2),
+    Case(3, 3, 20, norms=(1.0, 0.8), splits=8),
+    Case(7, 1, 128, splits=5, least=64),
+]
+
+
+def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, HeadNorms | None]:
+    """Projections, the rotation's table and the norms."""
+    qkv = randn(len(POSITIONS), (case.heads + 2 * case.kv_heads) * case.dim, dtype=dtype)
+    angles = randn(WIDTH * PAGE, 1, case.dim // 2, seed=1)
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+    weights = randn(case.dim, dtype=dtype, seed=4), randn(case.dim, dtype=dtype, seed=5)
+    norms = None if case.norms is None else HeadNorms(*weights, 1e-6, *case.norms)
+    return qkv, *table, norms
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits: bool, dtype: torch.dtype) -> None:
+    """Attended values, and the new keys and values in the cache."""
+    from burnish.models.kernels.triton.decode_attention import decode_attention
+
+    qkv, cos, sin, norms = inputs(case, dtype)
+    positions = torch.tensor(POSITIONS)
+    table = shuffled_table(len(POSITIONS), WIDTH)
+    place = Placement(torch.arange(len(POSITIONS)), positions, table)
+    plain = [randn(table.numel() + 1, case.kv_heads, PAGE, case.dim, dtype=dtype, seed=s) for s in (6, 7)]
+    pages = [quantise_fp8(x) if in_8_bits else x for x in plain]
+    there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
+    sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
+    moved = Placement(*on_device(place.owner, positions, table))
+    got = decode_attention(*on_device(qkv, cos, sin), moved, sent, *there, case.window, case.splits, case.least)
+    with torch.no_grad():
+        q = inference_ops.rotate_store(qkv, cos, sin, place, norms, *pages)
+        # What was stored in 8 bits is compared below, and may differ by a step of them.
+        seen = [Fp8Pages(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
+        expected = inference_ops.attend_pages(q, *seen, place, case.window)
+    known = positions >= 0
+    close(got.cpu()[known], expected[known], dtype)
+    assert got.isfinite().all()
+    for mine, twin in zip(there, pages, strict=True):
+        if isinstance(twin, Fp8Pages):
+            mine, twin = (
+                read_pages(Fp8Pages(*(part.cpu() for part in x)), slice(1, None), dtype) for x in (mine, twin)
+            )
+            differs = ~torch.isclose(mine.double(), twin.double(), rtol=0.02, atol=1e-6)
+            if not CUDA:  # Triton's interpreter makes half of what rounds up to a power of two
+                differs &= ~torch.isclose(mine.double(), twin.double() / 2, rtol=1e-4)
+            assert differs.double().mean() <= 1e-3
+        else:
+            close(mine[1:], twin[1:], dtype)

@@ -1,0 +1,188 @@
+"""The steps of the CPU engine, in torch and in C, against the decoder's own forward, over its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.config.model import Lora
+from burnish.core.engine import Request, SamplingOptions
+from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache
+from burnish.inference.native.dense_engine import DenseEngine
+from burnish.inference.weight_sync import Publisher, apply_publication
+from burnish.models.cached_forward import CDecodeStep, DecodeStep, c_decode_step
+from burnish.models.decoder import Decoder
+from burnish.models.lora.adapters import add_lora
+from burnish.models.weight_files import load_decoder
+from tests.kernels import without_c
+
+VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3"]
+TinyModel = Callable[..., tuple[Any, Path]]
+
+
+def compare(model: Decoder, start: list[int]) -> float:
+    """The largest difference over some steps of rows that begin at these positions."""
+    generator, worst = torch.Generator().manual_seed(0), 0.0
+    steps, caches = DecodeStep(model), [DenseKVCache(model.arch, torch.float64, torch.device("cpu")) for _ in range(2)]
+    positions = torch.tensor(start)
+    with torch.inference_mode():
+        for _ in range(9):
+            tokens = torch.randint(model.arch.vocab_size, positions.shape, generator=generator)
+            longest, shortest = int(positions.max()), int(positions.min())
+            found = []
+            for forward, cache in zip((model, steps), caches, strict=True):
+                cache.reserve(len(start), longest + 1)
+                found.append(
+                    forward(tokens, positions, DenseDecodeAttention(cache, positions, longest, shortest), longest + 1)
+                )
+            worst = max(worst, float((found[0] - found[1]).abs().max()))
+            positions = positions + 1
+    return worst
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_is_the_forward_of_every_family(variant: str, tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model(variant)[1], torch.float64, torch.device("cpu"))
+    assert compare(model, [0, 0, 0]) < 1e-12
+    assert compare(model, [0, 6, 3]) < 1e-12
+
+
+def test_a_step_sees_adapters_and_weights_that_change_in_place(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    add_lora(model, Lora(rank=2), seed=0)
+    steps, tokens, positions = DecodeStep(model), torch.tensor([3, 5]), torch.tensor([0, 0])
+
+    def both() -> list[torch.Tensor]:
+        found = []
+        with torch.inference_mode():
+            for forward in (model, steps):
+                cache = DenseKVCache(model.arch, torch.float64, torch.device("cpu"))
+                cache.reserve(2, 1)
+                found.append(forward(tokens, positions, DenseDecodeAttention(cache, positions, 0, 0), 1))
+        return found
+
+    before = both()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    after = both()
+    assert torch.allclose(*before, atol=1e-12)
+    assert torch.allclose(*after, atol=1e-12)
+    assert not torch.allclose(before[0], after[0], atol=1e-3)
+
+
+def fused(model: Decoder) -> CDecodeStep:
+    found = c_decode_step(model)
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def logits_of_both(model: Decoder, steps: CDecodeStep, start: list[int], dtype: torch.dtype) -> float:
+    """The largest difference of logits over some steps of rows that begin at these positions."""
+    generator, worst = torch.Generator().manual_seed(0), 0.0
+    plain, other = (DenseKVCache(model.arch, dtype, torch.device("cpu")) for _ in range(2))
+    positions = torch.tensor(start)
+    with torch.inference_mode():
+        for _ in range(20):
+            tokens = torch.randint(model.arch.vocab_size, positions.shape, generator=generator)
+            longest, shortest = int(positions.max()), int(positions.min())
+            plain.reserve(len(start), longest + 1)
+            other.reserve(len(start), longest + 1)
+            hidden = model(tokens, positions, DenseDecodeAttention(plain, positions, longest, shortest), longest + 1)
+            found = steps(tokens, positions, other.keys, other.values, longest)
+            worst = max(worst, float((model.logits(hidden) - found).abs().max()))
+            positions = positions + 1
+    return worst
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "qwen3-bias", "llama3", "gemma3-linear"])
+def test_a_step_in_c_is_the_forward_and_head_of_every_family(variant: str, tiny_model: TinyModel) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-3)):
+        model = load_decoder(tiny_model(variant)[1], dtype, torch.device("cpu"))
+        assert logits_of_both(model, fused(model), [0, 0, 0], dtype) < tolerance
+        assert logits_of_both(model, fused(model), [(7 * k) % 60 for k in range(150)], dtype) < tolerance
+
+
+def test_a_step_in_c_sees_weights_that_change_in_place(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    steps = fused(model)
+    assert logits_of_both(model, steps, [0, 3], torch.float64) < 1e-11
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    assert logits_of_both(model, steps, [0, 3], torch.float64) < 1e-11
+
+
+def test_steps_in_c_are_kept_until_the_engine_has_new_weights(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    fused(model)
+    engine = DenseEngine(model, max_rows=2)
+
+    def drawn() -> tuple[object, list[int]]:
+        engine.submit([Request("a", (1, 2, 3), SamplingOptions(max_tokens=6, temperature=0.0), 0)])
+        (done,) = engine.stream()
+        return engine._fused, done.tokens.tolist()
+
+    (first, tokens), (again, same) = drawn(), drawn()
+    assert first is again
+    assert tokens == same
+    new = [(name, -2 * parameter.detach()) for name, parameter in model.named_parameters()]
+    publication = Publisher(lambda raw: raw).publish(1, new, as_delta=False, complete=True)
+    apply_publication(publication, dict(model.named_parameters()), lambda raw: raw)
+    assert isinstance(first, CDecodeStep)
+    assert logits_of_both(model, first, [0, 3], torch.float64) < 1e-11  # a bucket's write is seen
+    engine.load(1, ())
+    other, changed = drawn()
+    assert other is not first
+    assert changed != tokens
+    engine.sleep()
+    assert engine._fused is None
+
+
+def test_parameters_that_do_not_tell_when_they_are_written_take_torchs_steps(tiny_model: TinyModel) -> None:
+    with torch.inference_mode():
+        model = load_decoder(tiny_model("qwen2")[1], torch.float64, torch.device("cpu"))
+    assert c_decode_step(model) is None
+
+
+def test_a_row_of_a_step_in_c_has_the_same_bits_in_any_crowd_on_any_threads(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen3")[1], torch.float32, torch.device("cpu"))
+    steps, before, found = fused(model), torch.get_num_threads(), []
+    try:
+        for rows, threads in ((1, 1), (2, 1), (5, 1), (13, 1), (150, 1), (150, 2)):
+            torch.set_num_threads(threads)
+            cache = DenseKVCache(model.arch, torch.float32, torch.device("cpu"))
+            cache.reserve(rows, 8)
+            with torch.inference_mode():
+                for position in range(6):
+                    tokens = (torch.arange(rows) * 5 + position) % 61
+                    logits = steps(tokens, torch.full((rows,), position), cache.keys, cache.values, position)
+            found.append(logits[0].clone())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_models_that_are_large_or_have_adapters_take_torchs_steps(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))
+    fused(model)
+    assert c_decode_step(model.to(torch.bfloat16)) is None
+    model.to(torch.float32)
+    monkeypatch.setattr("burnish.models.cached_forward.MAX_C_PARAMETERS", 1000)
+    assert c_decode_step(model) is None
+    monkeypatch.undo()
+    add_lora(model, Lora(rank=2), seed=0)
+    assert c_decode_step(model) is None
+
+
+def test_without_kernels_there_is_no_step_in_c(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))
+    with without_c():
+        assert c_decode_step(model) is None

@@ -1,0 +1,160 @@
+"""Four processes that save a learner in every layout and load it in others: `python -m tests.training.resharding_worker FOLDER`.
+
+`FOLDER/<layout>` is a checkpoint written by that layout after two updates, `FOLDER/<layout> as <other>` what another one
+wrote that had loaded it. The processes are forked from one that has imported everything, and talk through gloo.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Imported once for all ranks: each would take seconds for them.
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+from torch import distributed
+from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
+from burnish.config.placement import Parallel
+from burnish.core.batch import Batch
+from burnish.core.sharded_tensors import local_tensor
+from burnish.data.supervised import Example
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.policy import PolicyModel
+from burnish.models.tokenizer import Tokenizer
+from burnish.run.checkpoint.checkpoints import Checkpoints
+from burnish.run.checkpoint.saver import HostCopy, keep_in_place
+from burnish.run.checkpoint.snapshot import Snapshot
+from burnish.trainers.sft import pack_examples
+from burnish.training.learner import Learner
+from burnish.training.parallel.ranks import SOLO, Ranks, join_process_group, parallelize_model
+from burnish.training.parallel.ranks import leave_process_group as say_goodbye
+from burnish.training.sharded_checkpoint import load_tensors_into, tensor_contents
+
+RANKS = 4
+ALPHABET = "0123456789>"
+LAYOUTS: dict[str, dict[str, Any] | None] = {
+    "alone": None,
+    "rows": {},
+    "copies": {"replicate": 2},
+    "columns": {"tensor": 2},
+    "columns of copies": {"tensor": 2, "replicate": 2},
+}
+RING = [*zip(LAYOUTS, [*list(LAYOUTS)[1:], "alone"], strict=True)]
+PAIRS = {
+    "adamw": [*RING, ("rows", "alone"), ("alone", "columns")],
+    "adam8bit": [("alone", "rows"), ("rows", "columns"), ("columns", "alone")],
+}
+"""Which layout loads what which other saved: moments like the parameter, and moments with a scale for each block of a row."""
+
+
+def make(ranks: Ranks, seed: int, optimizer: str) -> tuple[PolicyModel, Learner]:
+    tokenizer = Tokenizer.from_characters(ALPHABET)
+    model = Decoder(Architecture("qwen2", tokenizer.vocab_size, 32, 2, 4, 2, 8, 66, 64, qkv_bias=True))
+    initialise(model.float(), seed, std=0.3)
+    parallelize_model(model, ranks)
+    learner = Learner(model, Optimizer(lr=0.01, name=optimizer), 10, token_budget=24, ranks=ranks)
+    return PolicyModel(model, tokenizer, None, ""), learner
+
+
+def make_batch() -> Batch:
+    examples = [Example(str(k), [(3 * k + i) % 13 for i in range(4 + k)], [False, *[True] * (3 + k)]) for k in range(6)]
+    batch = pack_examples(examples)
+    return batch.with_token(weight=aggregation_weights(batch, "token-mean"))
+
+
+def save(folder: Path, policy: PolicyModel, learner: Learner, name: str) -> None:
+    """A checkpoint with the weights a second time, in the files of the processes that hold them."""
+    stage = keep_in_place if "as" in name.split() else HostCopy()
+    state = [*learner.contents(stage), *tensor_contents("shadow", learner.names, learner.model, stage)]
+    snapshot = Snapshot(policy.contents(stage), state, policy.part)
+    Checkpoints(folder / name, keep_last=1).write(1, snapshot)
+
+
+def layouts() -> dict[str, Ranks | None]:
+    """This process's place in each layout; None where it has none."""
+    places: dict[str, Ranks | None] = {}
+    for name, parallel in LAYOUTS.items():
+        if parallel is None:
+            places[name] = SOLO if distributed.get_rank() == 0 else None
+        else:
+            places[name] = join_process_group(Parallel.model_validate(parallel), on_gpu=False)
+    return places
+
+
+def as_rank(rank: int, port: int, folder: Path) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), **address}
+    try:
+        distributed.init_process_group("gloo")
+        places = layouts()
+        for optimizer in PAIRS:
+            run(folder / optimizer, places, optimizer)
+    except BaseException:  # noqa: BLE001 -- told, and then nobody is left waiting
+        (folder / f"{rank}.txt").write_text(traceback.format_exc())
+        os._exit(1)
+    say_goodbye()
+
+
+def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:
+    batch = make_batch()
+    for name in dict(PAIRS[optimizer]):
+        ranks = places[name]
+        if ranks is not None:
+            policy, learner = make(ranks, 0, optimizer)
+            for _ in range(2):
+                learner.update(ranks.share(batch), NllLoss())
+            save(folder, policy, learner, name)
+        distributed.barrier()
+    for name, other in PAIRS[optimizer]:
+        ranks = places[other]
+        if ranks is not None:
+            policy, learner = make(ranks, 1, optimizer)
+            checkpoint = folder / name / "step-000001"
+            policy.load_weights(checkpoint)
+            learner.load(checkpoint)
+            save(folder, policy, learner, f"{name} as {other}")
+            _, other_learner = make(ranks, 2, optimizer)
+            load_tensors_into(checkpoint, "shadow", other_learner.names, other_learner.model)
+            assert all(
+                map(
+                    torch.equal,
+                    map(local_tensor, other_learner.names.values()),
+                    map(local_tensor, learner.names.values()),
+                )
+            )
+        distributed.barrier()
+
+
+def main(folder: Path) -> int:
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=as_rank, args=(rank, port, folder)) for rank in range(RANKS)]
+    for child in children:
+        child.start()
+    for child in children:
+        while child.is_alive():
+            child.join(0.2)
+            if any(other.exitcode for other in children):
+                for other in children:
+                    other.terminate()
+    return max(abs(child.exitcode or 0) for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

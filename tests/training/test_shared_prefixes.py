@@ -1,0 +1,175 @@
+"""Samples that begin alike share the forward and backward of what they begin with: the same numbers for less work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.model import Optimizer
+from burnish.core.batch import Batch
+from burnish.core.segments import offsets_from_lengths
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.heads import ValueModel
+from burnish.models.kernels.shared_prefix import SharedPrefixes, computed_rows, expand_rows
+from burnish.models.model_families import FAMILIES
+from burnish.training.forward import Packing, micro_batches_of
+from burnish.training.learner import Learner
+from burnish.training.packing import shared_prefixes
+
+VOCAB = 17
+
+
+def decoder(family: str = "qwen2", window: int | None = None) -> Decoder:
+    record = FAMILIES[family]
+    fields = {**record.fixed, **record.invent(2), "window": window, "tied": True}
+    arch = Architecture(family, VOCAB, 16, 2, 4, 2, 8, 24, 256, **fields)
+    model = Decoder(arch).double()
+    initialise(model, 3, std=0.4)
+    return model
+
+
+def batch_of(sequences: list[tuple[int, list[int], list[int]]]) -> Batch:
+    """Sequences as (group, prompt, written)."""
+    tokens = torch.tensor([t for _, prompt, written in sequences for t in prompt + written])
+    mask = torch.tensor([k >= len(a) for _, a, b in sequences for k in range(len(a) + len(b))])
+    batch = Batch(
+        tokens,
+        offsets_from_lengths(torch.tensor([len(a) + len(b) for _, a, b in sequences])),
+        {"action_mask": mask, "loss_mask": mask},
+        {
+            "group_ids": torch.tensor([g for g, _, _ in sequences]),
+            "advantages": torch.linspace(-1, 1, len(sequences), dtype=torch.float64),
+        },
+    )
+    return batch.with_token(weight=aggregation_weights(batch, "token-mean").double())
+
+
+def drawn(groups: list[list[int]], prompt: int, seed: int = 0) -> Batch:
+    """Groups of samples by their written lengths, all prompts of a length, in no order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(VOCAB, (n,), generator=generator).tolist()
+
+    prompts = [draw(prompt) for _ in groups]
+    sequences = [(g, prompts[g], draw(length)) for g, lengths in enumerate(groups) for length in lengths]
+    order = torch.randperm(len(sequences), generator=generator).tolist()
+    return batch_of([sequences[i] for i in order])
+
+
+def gradients(model: Decoder | ValueModel, batch: Batch, shares: bool, budget: int) -> tuple[dict[str, Tensor], Tensor]:
+    learner = Learner(copy.deepcopy(model), Optimizer(lr=1e-3, clip_norm=1e9), 1, budget, 0.9, share_prompts=shares)
+    if isinstance(model, ValueModel):
+        learner.backward(batch, {"value": torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64)})
+        seen = learner.outputs(batch, frozenset({"value"}))["value"]
+    else:
+        update = learner._one_pass(batch, PolicyLoss(entropy_coef=0.1), frozenset({"entropy"}))
+        seen = update[2]["logp"]
+    return learner.optimizer.gradients(), seen
+
+
+@pytest.mark.parametrize("budget", [10_000, 40, 1])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_gradient_is_that_of_sequences_computed_alone(family: str, budget: int) -> None:
+    model = decoder(family, window=5 if family in ("mistral", "gemma3_text") else None)
+    batch = drawn([[3, 9, 1, 6], [2], [12, 4, 4], [5, 5]], prompt=11)
+    (expected, logp), (got, logp_shared) = (gradients(model, batch, shares, budget) for shares in (False, True))
+    torch.testing.assert_close(logp_shared, logp, atol=1e-12, rtol=0)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-10, rtol=0)
+
+
+def test_a_critic_shares_too() -> None:
+    model = ValueModel(decoder())
+    torch.nn.init.normal_(model.head)
+    batch = drawn([[3, 9, 1], [12, 4]], prompt=7)
+    (expected, value), (got, shared) = (gradients(model, batch, shares, 60) for shares in (False, True))
+    torch.testing.assert_close(shared, value, atol=1e-12, rtol=0)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-10, rtol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.integers(1, 80),
+    st.integers(0, 99),
+)
+def test_log_probs_are_the_same_for_any_groups_and_budget(
+    groups: list[list[int]], prompt: int, budget: int, seed: int
+) -> None:
+    model, batch = decoder(), drawn(groups, prompt, seed)
+    plain, shared = (
+        Learner(model, Optimizer(), 1, budget, 0.9, share_prompts=shares).logprobs(batch) for shares in (False, True)
+    )
+    torch.testing.assert_close(shared, plain, atol=1e-12, rtol=0)
+
+
+def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    whole: Callable[..., Tensor] = Decoder.forward
+
+    def counted(self: Decoder, tokens: Tensor, *rest: object) -> Tensor:
+        seen.append(tokens.shape[0])
+        return whole(self, tokens, *rest)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    batch = drawn([[4, 4, 4, 4], [6, 6]], prompt=20)
+    for shares, expected in ((False, batch.num_tokens), (True, 2 * 20 + 4 * 4 + 2 * 6)):
+        seen.clear()
+        Learner(decoder(), Optimizer(), 1, 1000, share_prompts=shares).logprobs(batch)
+        assert seen == [expected]
+
+
+def test_nothing_is_shared_where_little_is_saved() -> None:
+    batch = drawn([[40, 40], [40, 40]], prompt=2)
+    assert int(shared_prefixes(batch).min()) >= 2
+    assert [piece.trunks for piece in micro_batches_of(batch, Packing(1000, shares=True), "loss_mask")] == [None]
+
+
+def test_prefixes_are_those_of_the_tokens() -> None:
+    same = [1, 2, 3, 4]
+    batch = batch_of(
+        [
+            (7, same, [5, 6]),
+            (3, [1, 2], [9]),
+            (7, same, [5, 7, 8]),
+            (3, [1, 2], [9]),  # the same to its end: it keeps its last token
+            (7, [1, 2, 3], [4, 5, 9]),  # a shorter prompt; what is written goes on alike
+            (5, [1, 2], [3]),
+        ]
+    )
+    assert shared_prefixes(batch).tolist() == [5, 2, 5, 2, 5, 0]
+
+
+def test_spread_rows_and_their_gradient() -> None:
+    offsets = torch.tensor([0, 5, 9, 13])
+    rows = computed_rows(offsets, SharedPrefixes(torch.tensor([0, 0, 2]), torch.tensor([3, 3, 0])))
+    assert rows.own.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
+    assert rows.borrowed.tolist() == [5, 6, 7]
+    assert rows.row_of.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9]
+    assert rows.offsets.tolist() == [0, 5, 6, 10]
+    x = torch.randn(10, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: expand_rows(x, rows), (x,))
+
+
+def test_gradients_of_a_half_type_add_up_in_float32() -> None:
+    """Sixteen samples: 1 and fifteen times 2^-9, which bfloat16 would each round away."""
+    offsets = torch.arange(0, 34, 2)
+    rows = computed_rows(offsets, SharedPrefixes(torch.zeros(16, dtype=torch.long), torch.ones(16, dtype=torch.long)))
+    x = torch.zeros(17, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.full((32, 1), 2.0**-9, dtype=torch.bfloat16)
+    weight[0] = 1.0
+    (expand_rows(x, rows) * weight).sum().backward()
+    assert x.grad is not None
+    assert float(x.grad[0]) == float(torch.tensor(1 + 15 * 2.0**-9).bfloat16())
