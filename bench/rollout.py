@@ -74,9 +74,9 @@ WORKS = {
     "R3, 8 bits": Work("1.5B", 512, 2048, engine={"quantised": True}),
 }
 PARTS = {
-    "attention": ("_decode", "decode_attention", "_join", "flash"),
+    "attention": ("_decode", "decode_attention", "_combine_splits", "flash"),
     "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gated_product"),
-    "norms and activation": ("_add_norm", "_gate"),
+    "norms and activation": ("_add_norm", "_swiglu"),
     "rotation and cache": ("_rotate_store",),
     "drawing": ("_sum_chunks", "_draw", "_find_cut"),
     "copies": ("memcpy", "memset"),

@@ -10,7 +10,7 @@ half type (`memory_plan/planner.py` has the same for every device and type, a te
     offload    0                                        as recompute, the inputs in pinned host memory
 
 and with the last two one layer's `keep` once, for the layer that is being differentiated. Samples that share a prompt
-(`ops/trunks.py`) keep another 2 k b for each token of the packing, except with the last two. With a norm on queries and keys
+(`models/kernels/shared_prefix.py`) keep another 2 k b for each token of the packing, except with the last two. With a norm on queries and keys
 `keep` has 4 more for every such head. Gradients are the same to the bit.
 """
 

@@ -186,20 +186,20 @@ class Decoder(nn.Module):
         return table
 
     def hidden(
-        self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
         """Final hidden states of packed sequences, of all tokens or of those `at` [M]; beginnings in common are computed once."""
         everywhere = torch.arange(tokens.shape[0], device=tokens.device)
-        return self.states(tokens, offsets, everywhere if at is None else at, trunks)[0]
+        return self.states(tokens, offsets, everywhere if at is None else at, shared_prefix)[0]
 
     def states(
-        self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> tuple[Tensor, RowShard]:
         """Final hidden states [m] of those of the tokens `at` [M] that this process computes, and which those are."""
         lengths = offsets.diff()
         starts = torch.repeat_interleave(offsets[:-1], lengths)
         positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
-        rows = None if trunks is None else computed_rows(offsets, trunks)
+        rows = None if shared_prefix is None else computed_rows(offsets, shared_prefix)
         attend = PackedAttention(offsets, self.arch.windows, rows)
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
@@ -218,13 +218,13 @@ class Decoder(nn.Module):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence), and entropies."""
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         if exact is not None and not torch.is_grad_enabled() and not with_entropy:
             return exact, None
-        hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
+        hidden, cut = self.states(tokens, offsets, wanted - 1, shared_prefix)
         targets = cut.mine(tokens[wanted])
         logp, entropy = head_logprob(hidden, self.head_weight, targets, temperature, with_entropy)
         logp, entropy = cut.whole(logp), cut.whole(entropy)
@@ -233,10 +233,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def distribution(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Distribution:
         """What may stand at the `wanted` positions that this process computes, as hidden states and an output head, without gradient."""
-        return Distribution(self.hidden(tokens, offsets, wanted - 1, trunks), self.head_weight)
+        return Distribution(self.hidden(tokens, offsets, wanted - 1, shared_prefix), self.head_weight)
 
     def token_kl(
         self,
@@ -245,10 +245,10 @@ class Decoder(nn.Module):
         wanted: Tensor,
         reference: Distribution,
         temperature: float = 1.0,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and the KL to a reference's distributions at the `wanted` positions, in one pass."""
-        hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
+        hidden, cut = self.states(tokens, offsets, wanted - 1, shared_prefix)
         found = head_kl(hidden, self.head_weight, cut.mine(tokens[wanted]), reference, temperature)
         logp, entropy, kl = map(cut.whole, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
@@ -261,10 +261,10 @@ class Decoder(nn.Module):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
-        hidden, cut = self.states(tokens, offsets, wanted - 1, trunks)
+        hidden, cut = self.states(tokens, offsets, wanted - 1, shared_prefix)
         found = head_statistics(hidden, self.head_weight, cut.mine(tokens[wanted]), temperature)
         logp, entropy, squares = map(cut.whole, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else logp

@@ -89,10 +89,10 @@ class ValueModel(nn.Module):
         return getattr(self.backbone, "attention_cost", None)
 
     def token_values(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
         """[M] the value of the state before each `wanted` token (none may be first in its sequence)."""
-        hidden, cut = self.backbone.states(tokens, offsets, wanted - 1, trunks)
+        hidden, cut = self.backbone.states(tokens, offsets, wanted - 1, shared_prefix)
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
         return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
 
@@ -126,10 +126,10 @@ class ScoreModel(nn.Module):
         return getattr(self.backbone, "attention_cost", None)
 
     def token_values(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
         """[M] the score of the text up to each `wanted` token, that token included."""
-        hidden, cut = self.backbone.states(tokens, offsets, wanted, trunks)
+        hidden, cut = self.backbone.states(tokens, offsets, wanted, shared_prefix)
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
         return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
 

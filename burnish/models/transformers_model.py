@@ -97,7 +97,7 @@ class TransformersPolicy(nn.Module):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions, and entropies if asked; beginnings are not shared here."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -111,7 +111,7 @@ class TransformersPolicy(nn.Module):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -173,7 +173,7 @@ class TransformersBackbone(nn.Module):
         self.inner = copy.deepcopy(base).eval()
 
     def states(
-        self, tokens: Tensor, offsets: Tensor, at: Tensor, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> tuple[Tensor, RowShard]:
         """Final hidden states of the tokens `at` of packed sequences; beginnings are not shared here, nor is work divided."""
         hidden = from_padded(_padded_forward(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]

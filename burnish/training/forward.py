@@ -33,7 +33,7 @@ Needs = frozenset[str]
 class PolicyForward(Protocol):
     """What the learner asks of a policy: our decoder and `models/transformers_model.py` both have it.
 
-    `trunks` says which sequences begin with another's tokens; one that shares nothing may leave it unread.
+    `shared_prefix` says which sequences begin with another's tokens; one that shares nothing may leave it unread.
     """
 
     def token_logprobs(
@@ -43,7 +43,7 @@ class PolicyForward(Protocol):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token given its past) at the `wanted` positions, and entropies if asked."""
 
@@ -53,7 +53,7 @@ class PolicyForward(Protocol):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        trunks: SharedPrefixes | None = None,
+        shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities, without gradient."""
 
@@ -62,7 +62,7 @@ class ValueForward(Protocol):
     """What the learner asks of a critic's model."""
 
     def token_values(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, trunks: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
         """The value of the state before each `wanted` token."""
 
@@ -91,7 +91,7 @@ class MicroBatch:
     batch: Batch
     wanted: Tensor
     positions: Tensor
-    trunks: SharedPrefixes | None = None
+    shared_prefix: SharedPrefixes | None = None
     """Which of its sequences begin with another's tokens."""
 
     @property
@@ -179,15 +179,15 @@ def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[in
     members = [i for unit in part for i in unit.members]
     index = chosen[torch.tensor(members, device=chosen.device)]
     micro = batch.select(index)
-    trunks = None
+    shared_prefix = None
     if shared is not None:
         owner: list[int] = []
         for unit in part:
             first = len(owner)  # one that shares nothing stands by itself
             owner += [first if shared[i] else first + k for k, i in enumerate(unit.members)]
-        trunks = SharedPrefixes(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
+        shared_prefix = SharedPrefixes(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
     wanted = micro.token[mask].nonzero().squeeze(1)
-    return MicroBatch(micro, wanted, token_positions(batch, index)[wanted], trunks)
+    return MicroBatch(micro, wanted, token_positions(batch, index)[wanted], shared_prefix)
 
 
 def output_names(needs: Needs) -> list[str]:
@@ -201,10 +201,10 @@ def forward(
     """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient, unless `sum_p2` is among them."""
     where = piece.batch.tokens, piece.batch.offsets, piece.wanted
     if "value" in needs:
-        return {"value": cast(ValueForward, model).token_values(*where, trunks=piece.trunks)}
+        return {"value": cast(ValueForward, model).token_values(*where, shared_prefix=piece.shared_prefix)}
     policy = cast(PolicyForward, model)
     if "sum_p2" in needs:
-        statistics = policy.token_statistics(*where, temperature, trunks=piece.trunks)
+        statistics = policy.token_statistics(*where, temperature, shared_prefix=piece.shared_prefix)
         found = dict(zip(("logp", "entropy", "sum_p2"), statistics, strict=True))
         return {name: found[name] for name in output_names(needs)}
     if "kl" in needs:
@@ -213,12 +213,12 @@ def forward(
         found = dict(
             zip(
                 ("logp", "entropy", "kl"),
-                cast(Decoder, model).token_kl(*where, other, temperature, trunks=piece.trunks),
+                cast(Decoder, model).token_kl(*where, other, temperature, shared_prefix=piece.shared_prefix),
                 strict=True,
             )
         )
         return {name: found[name] for name in output_names(needs)}
-    logp, entropy = policy.token_logprobs(*where, temperature, "entropy" in needs, trunks=piece.trunks)
+    logp, entropy = policy.token_logprobs(*where, temperature, "entropy" in needs, shared_prefix=piece.shared_prefix)
     return {"logp": logp} if entropy is None else {"logp": logp, "entropy": entropy}
 
 

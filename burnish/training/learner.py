@@ -247,7 +247,7 @@ class Learner:
 
     def _saw(self, piece: MicroBatch, with_gradient: bool = False) -> None:
         if not piece.is_filler:
-            self.meter.saw(piece.batch.offsets, piece.wanted.numel(), piece.trunks, with_gradient)
+            self.meter.saw(piece.batch.offsets, piece.wanted.numel(), piece.shared_prefix, with_gradient)
 
     def _schedule(self) -> float:
         config = self.config

@@ -110,7 +110,7 @@ class _ForwardPass:
     """A micro-batch that went through the model; its small tensors stay where they are until the meter is read."""
 
     offsets: Tensor
-    trunks: SharedPrefixes | None
+    shared_prefix: SharedPrefixes | None
     num_outputs: int
     with_gradient: bool
 
@@ -118,8 +118,8 @@ class _ForwardPass:
         """What was computed, and how many tokens the micro-batch has."""
         lengths = self.offsets.diff().tolist()
         shared = None
-        if self.trunks is not None:
-            rows = zip(self.trunks.owner.tolist(), self.trunks.length.tolist(), strict=True)
+        if self.shared_prefix is not None:
+            rows = zip(self.shared_prefix.owner.tolist(), self.shared_prefix.length.tolist(), strict=True)
             shared = [0 if owner == s else length for s, (owner, length) in enumerate(rows)]
         return packed_counts(lengths, self.num_outputs, windows, shared), sum(lengths)
 
@@ -152,9 +152,9 @@ class Meter:
             self._open.pop()
             self._mark()
 
-    def saw(self, offsets: Tensor, num_outputs: int, trunks: SharedPrefixes | None, with_gradient: bool) -> None:
+    def saw(self, offsets: Tensor, num_outputs: int, shared_prefix: SharedPrefixes | None, with_gradient: bool) -> None:
         """A micro-batch went through the model, and back again if with gradient."""
-        self._passes.append(_ForwardPass(offsets, trunks, num_outputs, with_gradient))
+        self._passes.append(_ForwardPass(offsets, shared_prefix, num_outputs, with_gradient))
 
     def read(self) -> MeterReading:
         """All since the last reading. Waits for the device, so call it when the step is done."""

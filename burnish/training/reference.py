@@ -150,7 +150,7 @@ class Reference:
         """What the reference says at the wanted tokens of a micro-batch, for a KL over the whole vocabulary."""
         with self._weights() as model:
             assert isinstance(model, Decoder), "the config refuses another model"
-            found = model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
+            found = model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.shared_prefix)
         return found._replace(top=self.top)
 
     def _weights(self) -> AbstractContextManager[nn.Module]:

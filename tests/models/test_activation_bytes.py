@@ -50,13 +50,13 @@ def made(family: str, num_layers: int, dtype: torch.dtype, lora: Lora | None) ->
     return model
 
 
-def kept(model: Decoder, policy: str, trunks: SharedPrefixes | None) -> int:
+def kept(model: Decoder, policy: str, shared_prefix: SharedPrefixes | None) -> int:
     """Bytes that the third layer's forward pass leaves; the first reads an embedding that may be frozen, the last sees everything."""
     set_activations(model, policy)
     after = []
     with Alive(*model.parameters(), *model.buffers(), TOKENS, OFFSETS) as alive:
         hooks = [layer.register_forward_hook(lambda *_: after.append(alive.bytes)) for layer in model.layers]
-        model.hidden(TOKENS, OFFSETS, trunks=trunks)
+        model.hidden(TOKENS, OFFSETS, shared_prefix=shared_prefix)
     for hook in hooks:
         hook.remove()
     return after[2] - after[1]
@@ -66,14 +66,14 @@ def wrong(family: str, dtype: torch.dtype, lora: Lora | None, on_gpu: bool) -> l
     """Where a layer keeps other than the formula says."""
     model = made(family, 4, dtype, lora)
     found = []
-    for policy, trunks in product(POLICIES, (None, SHARED)):
-        rows = ROWS_SHARED if trunks is not None else TOKENS.numel()
-        forward = ActivationEstimate(model.arch, dtype.itemsize, on_gpu, lora, trunks is not None, LENGTH)
+    for policy, shared_prefix in product(POLICIES, (None, SHARED)):
+        rows = ROWS_SHARED if shared_prefix is not None else TOKENS.numel()
+        forward = ActivationEstimate(model.arch, dtype.itemsize, on_gpu, lora, shared_prefix is not None, LENGTH)
         # On a CPU the host's copy of an offloaded input is counted with the rest.
         expected = forward.layer("recompute" if policy == "offload" else policy).of(rows, TOKENS.numel())
-        is_kept = kept(model, policy, trunks)
+        is_kept = kept(model, policy, shared_prefix)
         if is_kept != expected:
-            found.append(f"{policy}, {'shared' if trunks else 'apart'}: {is_kept} bytes, not {expected}")
+            found.append(f"{policy}, {'shared' if shared_prefix else 'apart'}: {is_kept} bytes, not {expected}")
     return found
 
 

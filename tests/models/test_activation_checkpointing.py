@@ -69,10 +69,10 @@ def test_every_policy_gives_the_same_gradient_to_the_bit(family: str, dtype: tor
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_also_with_shared_beginnings_adapters_and_below_a_critic(policy: str) -> None:
     tokens = torch.cat([TOKENS[:4], TOKENS[10:14], TOKENS[:4], TOKENS[16:20]])
-    trunks = SharedPrefixes(torch.tensor([0, 0]), torch.tensor([0, 4]))
+    shared_prefix = SharedPrefixes(torch.tensor([0, 0]), torch.tensor([0, 4]))
     where = tokens, torch.tensor([0, 8, 16]), torch.tensor([5, 13])
     model = make("qwen3")
-    assert_same(model, policy, lambda m: m.token_logprobs(*where, trunks=trunks)[0])
+    assert_same(model, policy, lambda m: m.token_logprobs(*where, shared_prefix=shared_prefix)[0])
     critic = ValueModel(model)
     nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(1))
     assert_same(critic, policy, lambda m: m.token_values(TOKENS, OFFSETS, WANTED))

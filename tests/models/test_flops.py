@@ -113,12 +113,12 @@ def test_a_critic_has_one_output_a_token_and_keeps_it() -> None:
 def test_a_shared_prompt_goes_through_the_layers_once() -> None:
     model = model_of(BASE)
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
-    trunks = SharedPrefixes(torch.tensor([0, 0, 2]), torch.tensor([5, 5, 5]))
+    shared_prefix = SharedPrefixes(torch.tensor([0, 0, 2]), torch.tensor([5, 5, 5]))
     tokens[LENGTH : LENGTH + 5] = tokens[:5]
     with FlopCounterMode(display=False) as counter:
-        model.token_logprobs(tokens, offsets, wanted, trunks=trunks)[0].sum().backward()
+        model.token_logprobs(tokens, offsets, wanted, shared_prefix=shared_prefix)[0].sum().backward()
     counts = packed_counts([LENGTH] * SEQUENCES, wanted.numel(), shared=[0, 5, 0])
-    assert counts.tokens == computed_rows(offsets, trunks).num_rows == 3 * LENGTH - 5
+    assert counts.tokens == computed_rows(offsets, shared_prefix).num_rows == 3 * LENGTH - 5
     expected = forward_flops(BASE, counts) + backward_flops(BASE, counts) + recomputed_flops(BASE, counts)
     assert counted(counter)["weights"] == expected.matmul + expected.head
 

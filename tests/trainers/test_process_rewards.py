@@ -40,7 +40,13 @@ class Table(nn.Module):
         self.logp = nn.Parameter(-2 - torch.arange(14, dtype=torch.float64) / 7)
 
     def token_logprobs(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0, *rest: Any, trunks: Any = None
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        *rest: Any,
+        shared_prefix: Any = None,
     ) -> tuple[Tensor, None]:
         return self.logp[tokens[wanted]] / temperature, None
 

@@ -134,7 +134,7 @@ def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_is_shared_where_little_is_saved() -> None:
     batch = drawn([[40, 40], [40, 40]], prompt=2)
     assert int(shared_prefixes(batch).min()) >= 2
-    assert [piece.trunks for piece in micro_batches_of(batch, Packing(1000, shares=True), "loss_mask")] == [None]
+    assert [piece.shared_prefix for piece in micro_batches_of(batch, Packing(1000, shares=True), "loss_mask")] == [None]
 
 
 def test_prefixes_are_those_of_the_tokens() -> None:

@@ -6,7 +6,7 @@ torch's fused attention; since the mask is causal and padding comes last, no que
 tensor is needed. Padding lives inside this function alone. Buckets are cut so that at most about a quarter of a stack is
 padding.
 
-Where sequences share their beginnings (`ops/trunks.py`) queries, keys and values are rows of their own only. Every
+Where sequences share their beginnings (`models/kernels/shared_prefix.py`) queries, keys and values are rows of their own only. Every
 sequence gets the keys and values of its whole past; the kernel takes queries that are fewer than keys, the stacks take
 the queries of shared rows too and leave their results alone.
 """

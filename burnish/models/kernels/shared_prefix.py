@@ -42,12 +42,12 @@ class ComputedRows:
         return self.own.shape[0]
 
 
-def computed_rows(offsets: Tensor, trunks: SharedPrefixes) -> ComputedRows:
+def computed_rows(offsets: Tensor, shared_prefix: SharedPrefixes) -> ComputedRows:
     """The rows of a packing with shared beginnings."""
     sequence = ids_from_offsets(offsets)
     position = torch.arange(sequence.shape[0], device=offsets.device) - offsets[sequence]
-    owner = trunks.owner[sequence]
-    is_own = (owner == sequence) | (position >= trunks.length[sequence])
+    owner = shared_prefix.owner[sequence]
+    is_own = (owner == sequence) | (position >= shared_prefix.length[sequence])
     row = is_own.cumsum(0) - 1
     source = torch.where(is_own, torch.arange(sequence.shape[0], device=offsets.device), offsets[owner] + position)
     counts = torch.zeros_like(offsets[:-1]).index_add_(0, sequence, is_own.to(offsets.dtype))

@@ -206,7 +206,7 @@ def reference_of(case: Case, ranks: Ranks) -> ReferenceFn:
     with torch.no_grad():
         model.norm.weight.mul_(0.9)
     parallelize_model(model, ranks)
-    return lambda piece: model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.trunks)
+    return lambda piece: model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.shared_prefix)
 
 
 def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> Iterator[dict[str, float]]:

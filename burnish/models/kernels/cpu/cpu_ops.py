@@ -36,8 +36,8 @@ class PackedSequences:
         lengths = offsets.diff()
         self.longest = int(lengths.max()) if lengths.numel() else 0
         if rows is None:
-            trunks = torch.zeros_like(lengths)
-            self.table = torch.stack([offsets[:-1], lengths, trunks, trunks], 1)
+            shared_prefix = torch.zeros_like(lengths)
+            self.table = torch.stack([offsets[:-1], lengths, shared_prefix, shared_prefix], 1)
             self.groups = torch.arange(lengths.shape[0] + 1)
             return
         starts = rows.offsets.long()

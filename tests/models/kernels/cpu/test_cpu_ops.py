@@ -101,16 +101,16 @@ def test_rotations_of_heads_that_stand_among_others(
 @st.composite
 def packings(draw_: st.DrawFn) -> tuple[Tensor, SharedPrefixes | None]:
     """Offsets of sequences, and which of them begin with another's tokens."""
-    lengths, owners, trunks = [], [], []
+    lengths, owners, shared_prefix = [], [], []
     for _ in range(draw_(st.integers(1, 4))):
         first = len(lengths)
         trunk = draw_(st.integers(0, 40))
         for k in range(draw_(st.integers(1, 4))):
             lengths.append(trunk + draw_(st.integers(1, 40)))
             owners.append(first)
-            trunks.append(trunk if k else 0)
+            shared_prefix.append(trunk if k else 0)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return offsets, SharedPrefixes(torch.tensor(owners), torch.tensor(trunks)) if draw_(st.booleans()) else None
+    return offsets, SharedPrefixes(torch.tensor(owners), torch.tensor(shared_prefix)) if draw_(st.booleans()) else None
 
 
 @settings(max_examples=40)
@@ -126,8 +126,8 @@ def test_attention_of_sequences_with_beginnings_in_common(
     window: int | None,
     seed: int,
 ) -> None:
-    offsets, trunks = packing
-    rows = None if trunks is None else computed_rows(offsets, trunks)
+    offsets, shared_prefix = packing
+    rows = None if shared_prefix is None else computed_rows(offsets, shared_prefix)
     count, heads = int(offsets[-1]) if rows is None else rows.num_rows, kv_heads * shared
 
     def function(qk: Tensor, v: Tensor) -> Tensor:
