@@ -309,15 +309,15 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
     first = pages.cumsum(0) - pages + 1  # page 0 is nobody's
     table = (first[:, None] + torch.arange(width, device=tokens.device)).int()
     table = torch.where(torch.arange(width, device=tokens.device) < pages[:, None], table, 0)
-    place = Placement(owner, position, table)
+    placement = Placement(owner, position, table)
     arch = model.arch
     shape = (int(pages.sum()) + 1, arch.num_kv_heads, PAGE, arch.head_dim)
     store = torch.zeros(2, *shape, dtype=model.embedding.weight.dtype, device=tokens.device)
     cache = store.expand(arch.num_layers, *store.shape)  # one layer's keys and values are done with before the next's
 
     def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
-        q = rotate_store(qkv, *model.rotations(longest, layer), place, norms, keys, values)
-        return exact_attention(q, keys, values, place, window_of(arch.windows, layer))
+        q = rotate_store(qkv, *model.rotations(longest, layer), placement, norms, keys, values)
+        return exact_attention(q, keys, values, placement, window_of(arch.windows, layer))
 
     hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]
     size = max(1, MAX_LOGITS // arch.vocab_size)

@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         """The adapters of its layers (`models/lora/adapters.py`), where they have any."""
         self.exact: ExactLogprobs | None = None
         """Where set, log-probs have the values it gives (`models/cached_forward.py`), and the gradient of the usual forward."""
-        self.split: ShardRows | None = None
+        self.shard_rows: ShardRows | None = None
         """Where set, this process computes some rows of a micro-batch, and its peers the others."""
 
     @property
@@ -203,9 +203,9 @@ class Decoder(nn.Module):
         attend = PackedAttention(offsets, self.arch.windows, rows)
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
-        cut = UnshardedRows(at) if self.split is None else self.split(tokens.shape[0], at)
-        hidden = self(cut.rows(tokens), cut.rows(positions), cut.attention(attend), int(lengths.max()))
-        return hidden[cut.at], cut
+        shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(tokens.shape[0], at)
+        hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend), int(lengths.max()))
+        return hidden[shard.at], shard
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, vocab]; for a few rows at a time."""
@@ -224,10 +224,10 @@ class Decoder(nn.Module):
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         if exact is not None and not torch.is_grad_enabled() and not with_entropy:
             return exact, None
-        hidden, cut = self.states(tokens, offsets, wanted - 1, shared_prefix)
-        targets = cut.mine(tokens[wanted])
+        hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
+        targets = shard.select_wanted(tokens[wanted])
         logp, entropy = head_logprob(hidden, self.head_weight, targets, temperature, with_entropy)
-        logp, entropy = cut.whole(logp), cut.whole(entropy)
+        logp, entropy = shard.gather_wanted(logp), shard.gather_wanted(entropy)
         # The exact value with this forward's gradient: what is added is 0.
         return (logp if exact is None else exact + (logp - logp.detach())), entropy
 
@@ -248,9 +248,9 @@ class Decoder(nn.Module):
         shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and the KL to a reference's distributions at the `wanted` positions, in one pass."""
-        hidden, cut = self.states(tokens, offsets, wanted - 1, shared_prefix)
-        found = head_kl(hidden, self.head_weight, cut.mine(tokens[wanted]), reference, temperature)
-        logp, entropy, kl = map(cut.whole, found)
+        hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
+        found = head_kl(hidden, self.head_weight, shard.select_wanted(tokens[wanted]), reference, temperature)
+        logp, entropy, kl = map(shard.gather_wanted, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl
 
@@ -264,9 +264,9 @@ class Decoder(nn.Module):
         shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
-        hidden, cut = self.states(tokens, offsets, wanted - 1, shared_prefix)
-        found = head_statistics(hidden, self.head_weight, cut.mine(tokens[wanted]), temperature)
-        logp, entropy, squares = map(cut.whole, found)
+        hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
+        found = head_statistics(hidden, self.head_weight, shard.select_wanted(tokens[wanted]), temperature)
+        logp, entropy, squares = map(shard.gather_wanted, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else logp
         return exact, entropy, squares
 

@@ -92,9 +92,9 @@ class ValueModel(nn.Module):
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
         """[M] the value of the state before each `wanted` token (none may be first in its sequence)."""
-        hidden, cut = self.backbone.states(tokens, offsets, wanted - 1, shared_prefix)
+        hidden, shard = self.backbone.states(tokens, offsets, wanted - 1, shared_prefix)
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
-        return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
+        return shard.gather_wanted((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
 
 
 # --- A scorer: the layers of a decoder under a head that gives one number a sequence, read at its last token.
@@ -129,9 +129,9 @@ class ScoreModel(nn.Module):
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
         """[M] the score of the text up to each `wanted` token, that token included."""
-        hidden, cut = self.backbone.states(tokens, offsets, wanted, shared_prefix)
+        hidden, shard = self.backbone.states(tokens, offsets, wanted, shared_prefix)
         # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
-        return cut.whole((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
+        return shard.gather_wanted((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
 
     def contents(
         self, stage: TensorStaging, source: Path | None, tokenizer: Tokenizer, merged: bool = False

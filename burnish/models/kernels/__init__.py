@@ -1,1 +1,1 @@
-"""Operations that the learner and the native engine share."""
+"""Tensor operations of the learner and the native engine, with Triton, CUDA and C kernels."""

@@ -1,14 +1,13 @@
-"""Causal attention on packed sequences: no sequence sees its neighbour.
+"""Causal attention on packed sequences: no sequence attends to its neighbour.
 
-In half types on a GPU torch has a kernel for it, and there is one in C for sequences that are not long on a CPU
-(`cpu/attention.py`). Elsewhere sequences of similar length are stacked for one call of
-torch's fused attention; since the mask is causal and padding comes last, no query of a real token can see it, so no mask
-tensor is needed. Padding lives inside this function alone. Buckets are cut so that at most about a quarter of a stack is
-padding.
+On a GPU in half types torch's variable-length flash attention runs; on a CPU a C kernel runs for sequences up to
+MAX_C_ATTENTION_LENGTH (`cpu/attention.c`). Otherwise sequences of similar length are stacked with padding for one call of torch's fused
+attention. The mask is causal and padding comes last, so no real token attends to padding, and no mask tensor is needed.
+At most about a quarter of a stack is padding.
 
 Where sequences share their beginnings (`models/kernels/shared_prefix.py`) queries, keys and values are rows of their own only. Every
-sequence gets the keys and values of its whole past; the kernel takes queries that are fewer than keys, the stacks take
-the queries of shared rows too and leave their results alone.
+sequence gets the keys and values of its whole past. The flash kernel accepts fewer queries than keys. The stacks contain
+the queries of shared rows too, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -26,11 +25,14 @@ from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSequences, c_attention
 from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
 
-# --- torch's flash attention on packed sequences of any lengths, for half types on a GPU.
+EXPLICIT_SCORES_LENGTH = 256
+"""On a CPU, sequences up to this length compute explicit scores."""
+MAX_LENGTH_RATIO = 1.25
+"""Longest sequence of a bucket over its shortest."""
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
-    """Whether torch's kernel runs on these queries."""
+    """Whether torch's variable-length kernel runs on these queries."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -38,7 +40,7 @@ def has_varlen_kernel(q: Tensor) -> bool:
 def _gqa_option() -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
-    # From torch 2.12 on sharing keys between query heads must be asked for; before, it was simply done.
+    # From torch 2.12 on grouped-query attention must be requested; earlier versions apply it by themselves.
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -47,11 +49,11 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention of packed queries [N, heads, D] over packed keys [M, kv_heads, D], aligned at each sequence's end.
 
-    `bounds` are the int32 offsets of the sequences among the queries and among the keys, `longest` their greatest lengths.
+    `bounds` are the int32 offsets of the sequences among queries and keys, `longest` their maximum lengths.
     """
     reach = (-1 if window is None else window - 1, 0)
     if not torch.is_grad_enabled():
-        # The operation itself: torch's module around it, which adds the gradient, takes a second or two to import.
+        # Call the operator directly: the torch module that adds the gradient takes one to two seconds to import.
         operation = torch.ops.aten._flash_attention_forward
         options = {"window_size_left": reach[0], "window_size_right": reach[1]}
         return cast(Tensor, operation(q, k, v, *bounds, *longest, 0.0, window is None, False, **options)[0])
@@ -60,12 +62,8 @@ def varlen_attention(
     return cast(Tensor, varlen_attn(q, k, v, *bounds, *longest, window_size=reach, **_gqa_option()))
 
 
-EXPLICIT_SCORES_LENGTH = 256  # on a CPU, sequences up to this length go through explicit scores
-MAX_LENGTH_RATIO = 1.25  # a bucket's longest sequence over its shortest
-
-
 class PackedAttention:
-    """Attention for one packing; planned once, called by every layer as `attend(layer, q, k, v)`."""
+    """Attention of one packing: planned once, then called by every layer as `attend(layer, q, k, v)`."""
 
     def __init__(self, offsets: Tensor, windows: Windows = None, rows: ComputedRows | None = None) -> None:
         self.offsets = offsets
@@ -78,13 +76,13 @@ class PackedAttention:
 
     @property
     def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
+        """Buckets of sequences of similar length; see `_length_buckets`."""
         if self._buckets is None:
             self._buckets = _length_buckets(self.lengths, self.offsets)
         return self._buckets
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[N, heads, D] queries against [N, kv_heads, D] keys and values; [U, ...] all of them where rows are shared."""
+        """Queries [N, heads, D] over keys and values [N, kv_heads, D]; [U, ...] each with shared prefixes."""
         window = window_of(self.windows, layer)
         library = c_kernels(q, k, v) if max(self.lengths, default=0) <= MAX_C_ATTENTION_LENGTH else None
         if library is not None:
@@ -119,12 +117,12 @@ class PackedAttention:
 
 
 def window_of(windows: Windows, layer: int) -> int | None:
-    """How far a layer looks back."""
+    """The attention window of a layer; None is no limit."""
     return windows[layer] if isinstance(windows, tuple) else windows
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """[b, L, H, D] in and out."""
+    """Causal attention of stacked sequences; [b, L, H, D] in and out."""
     length = q.shape[1]
     if length <= EXPLICIT_SCORES_LENGTH and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
         return _explicit_attention(q, k, v, window)
@@ -136,9 +134,9 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The same by batched matmuls: on a CPU faster than the fused kernel while the scores are small.
+    """Causal attention by batched matmuls, which on a CPU is faster than the fused kernel for short sequences.
 
-    The query heads that share a key head stand one below the other as queries of that head: no key is repeated.
+    The query heads that share a key head are stacked as more queries of that head, so that no key is repeated.
     """
     batch, length, heads, dim = q.shape
     shared = heads // k.shape[2]
@@ -153,13 +151,13 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> 
 
 
 def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[query, key]: the key is not later, and within the window if there is one."""
+    """Mask [query, key]: the key is not later than the query, and within the window."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask & ~mask.tril(-window)
 
 
 def _length_buckets(lengths: list[int], offsets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(gather [b, L], keep [b, L], where [kept]) of each bucket of sequences of similar length."""
+    """Buckets of sequences of similar length as (token indices [b, L], is not padding [b, L], indices of real tokens)."""
     order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: lengths[i])
     buckets: list[list[int]] = []
     for i in order:

@@ -1,4 +1,4 @@
-"""Where an operation runs: by its Triton kernel, or by torch."""
+"""Device helpers of the kernels: whether Triton runs, copies to a device, the cache directory of compiled kernels."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ def _has_triton() -> bool:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels run on this tensor."""
+    """Whether Triton kernels run on this tensor; otherwise the torch implementation does."""
     return x.is_cuda and x.dtype != torch.float64 and _has_triton()
 
 
-# --- Small host arrays to a device without waiting for it.
-
-
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor there; on a GPU through pinned memory, so that the copy is only queued."""
+    """Copy a host array to a device. On a GPU the copy goes through pinned memory, so that it does not block the host."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-# --- Where compiled kernels are kept for the next time, and how a file gets there.
-
-
 def kernel_cache_dir() -> Path | None:
-    """Where compiled kernels are kept, nobody else's to write; None where there is no such place."""
+    """The cache directory of compiled kernels; None unless it is writable by this user alone.
+
+    A directory that others can write to would let them run code in this process.
+    """
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        status = path.stat()
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return None
-    is_ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return path if is_ours and os.access(path, os.W_OK | os.X_OK) else None
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A file to write, which gets the name `path` when it is whole: another process may make the same, and neither reads half of it."""
+    """Yield a temporary file that is renamed to `path` on success.
+
+    Two processes may write the same file at once; neither ever reads an incomplete one.
+    """
     handle, name = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
     os.close(handle)
-    draft = Path(name)
+    temporary = Path(name)
     try:
-        yield draft
-        with draft.open("rb") as written:
+        yield temporary
+        with temporary.open("rb") as written:
             os.fsync(written)
-        draft.replace(path)
+        temporary.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,4 +1,8 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 1910.07467) with a backward of few memory passes."""
+"""Row-wise operations of a decoder layer: RMS norm, rotary embedding, gated activations, with memory-saving backwards.
+
+RMS norm: Zhang and Sennrich (1910.07467). Rotary position embedding: Su et al. (2104.09864), in the half-split layout of
+Hugging Face checkpoints. SwiGLU and GEGLU: Shazeer (2002.05202), on a fused gate-and-up projection.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.models.kernels.cpu import cpu_ops
-from burnish.models.kernels.cpu import cpu_ops as cpu_rows
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.device import use_triton
 
 FULL_PRECISION = (torch.float32, torch.float64)
+GELU_FORM = "tanh"
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -38,14 +42,14 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.library is not None:
             return *cpu_ops.norm_backward(ctx.library, grad.contiguous(), normal, weight, scale, ctx.shift), None, None
         grad_weight = (grad * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        # d x = scale * (g - normal * mean(g * normal)), g the gradient of the normalised input
+        # dx = scale * (g - normal * mean(g * normal)), where g is the gradient of the normalised input
         slope = grad * _shifted(weight, ctx.shift)
         mean = torch.linalg.vecdot(slope, normal).unsqueeze(-1).div_(-normal.shape[-1])
         return slope.addcmul_(normal, mean).mul_(scale), grad_weight, None, None
 
 
 class _HalfRmsNorm(torch.autograd.Function):
-    """The same in half types, computed in float32: 1 + weight has too few digits in bfloat16. Keeps its input and a scale."""
+    """RMS norm of half types, computed in float32: 1 + weight has too few digits in bfloat16. Saves its input and a scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
@@ -66,7 +70,7 @@ class _HalfRmsNorm(torch.autograd.Function):
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """[..., 1] one over the root of the mean square."""
+    """1 / rms(x), [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
@@ -77,7 +81,7 @@ def _shifted(weight: Tensor, shift: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """x / rms(x) * (shift + weight) over the last dimension, without gradient."""
-    # For few rows on a CPU torch's own takes half as long again; the compiler fuses it.
+    # For few rows on a CPU torch's function takes half as long again. torch.compile fuses it, so it is kept there.
     if (
         x.device.type == "cpu"
         and x.dtype in FULL_PRECISION
@@ -94,8 +98,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's module, with a weight that may be counted from 1; float32 and float64 train through the function above, half
-    types through torch's own where nothing is shifted."""
+    """RMS norm with weight (shift + weight).
+
+    float32 and float64 train through `_RmsNorm`. Half types train through `_HalfRmsNorm` with a shift, else through torch.
+    """
 
     def __init__(self, size: int, eps: float, shift: float = 0.0) -> None:
         super().__init__(size, eps)
@@ -110,17 +116,14 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps, self.shift)
 
 
-# --- Rotary position embeddings (Su et al., 2104.09864) in the half-split layout of Hugging Face checkpoints.
-
-
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
-    """[head_dim/2] angular frequencies, float32, with linear or Llama-3 scaling applied."""
+    """Angular frequencies [head_dim/2] in float32, with linear or Llama-3 scaling."""
     inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if scaling is None:
         return inverse
     if scaling["rope_type"] == "linear":
         return inverse / scaling["factor"]
-    # Llama 3: long wavelengths are stretched by `factor`, short ones kept, with a linear blend between.
+    # Llama 3 stretches long wavelengths by `factor`, keeps short ones, and blends linearly between.
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
@@ -132,7 +135,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
 
 
 def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for each position, [P, 1, head_dim]: `x * cos + swap_halves(x) * sin` is the rotation."""
+    """cos and signed sin of each position, [P, 1, head_dim]; the rotation is `x * cos + swap_halves(x) * sin`."""
     angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
@@ -151,7 +154,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, way: float = 1.0) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's backward is the rotation the other way: nothing but the table is kept."""
+    """The backward is the inverse rotation, so only the table is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -165,15 +168,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [N, H, D] by the rows of the table already chosen for their positions."""
+    """Rotate heads x [N, H, D]; `cos` and `sin` are the table rows of their positions."""
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
 
 
-# --- The gated activation silu(gate) * up (Shazeer, 2002.05202) of a fused gate-and-up projection.
-
-
 class _Swiglu(torch.autograd.Function):
-    """The backward writes both halves of the gradient in place, instead of concatenating them; on a GPU each way is one kernel."""
+    """The backward writes both halves of the gradient in place instead of concatenating them. On a GPU each direction is one kernel."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class _Swiglu(torch.autograd.Function):
         if ctx.library is not None:
             gate_up = gate_up.contiguous()
             ctx.save_for_backward(gate_up)
-            return cpu_rows.gate(ctx.library, gate_up, is_gelu=False)
+            return cpu_ops.gate(ctx.library, gate_up, is_gelu=False)
         gate, up = gate_up.chunk(2, -1)
         activated = functional.silu(gate)
         ctx.save_for_backward(gate_up, activated)
@@ -196,7 +196,7 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
         if not rest and not gate_up.is_cuda:
-            return cpu_rows.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=False)
+            return cpu_ops.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=False)
         if not rest:
             from burnish.models.kernels.triton import elementwise_kernels
 
@@ -211,23 +211,18 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu of the first half of the last dimension times the second half."""
+    """silu(gate) * up, where gate and up are the halves of the last dimension."""
     if torch.is_grad_enabled() or use_triton(gate_up):
         return _Swiglu.apply(gate_up)
     library = c_kernels(gate_up)
     if library is not None:
-        return cpu_rows.gate(library, gate_up.contiguous(), is_gelu=False)
+        return cpu_ops.gate(library, gate_up.contiguous(), is_gelu=False)
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate).mul_(up)
 
 
-# --- The gated activation gelu(gate) * up with the tanh form of GELU (Shazeer, 2002.05202) of a fused gate-and-up projection.
-
-GELU_FORM = "tanh"
-
-
 class _Geglu(torch.autograd.Function):
-    """The backward writes both halves of the gradient in place, instead of concatenating them."""
+    """The backward writes both halves of the gradient in place instead of concatenating them."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -256,7 +251,7 @@ class _Geglu(torch.autograd.Function):
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """GELU of the first half of the last dimension times the second half."""
+    """gelu(gate) * up with the tanh form of GELU, where gate and up are the halves of the last dimension."""
     if torch.is_grad_enabled():
         return _Geglu.apply(gate_up)
     library = c_kernels(gate_up)
@@ -267,8 +262,8 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 
 def exact_geglu(gate_up: Tensor) -> Tensor:
-    """The same by operations that give a row the same bits beside whatever rows it stands."""
+    """`geglu` by batch-invariant operations: a row has the same bits whatever other rows are computed with it."""
     gate, up = gate_up.chunk(2, -1)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
-    # 0.5 (1 + tanh(u)) is a logistic function of 2u; torch's exponential rounds alike everywhere in a tensor, its tanh does not.
+    # 0.5 (1 + tanh(u)) is the logistic function of 2u. torch's exp rounds the same everywhere in a tensor, its tanh does not.
     return gate / (1 + (-2 * inner).exp()) * up

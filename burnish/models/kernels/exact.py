@@ -1,9 +1,9 @@
-"""Operations that give a token the same bits wherever and beside whatever it is computed.
+"""Batch-invariant operations: a token's result has the same bits whatever other rows are in the batch.
 
-A matmul library picks its kernel by the number of rows, and a softmax over a longer row adds in another order: so the
-learner's log-prob of a token differs from the engine's by rounding. These operations fix both: rows go through matmuls in
-tiles of one size, attention walks over a row's keys in blocks of one size and in their order. Norms, rotations and
-activations are independent of other rows as they are.
+Matmul libraries choose a kernel by the number of rows, and a softmax over a longer row sums in another order. The
+learner's log-prob of a token therefore differs from the engine's by rounding. Here matmuls run in row tiles of one size,
+and attention visits a row's keys in order, in blocks of one size. Norms, rotations and activations need no change, as
+they treat every row by itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from burnish.models.kernels.paged_cache import Placement
 from burnish.models.lora.adapters import LoraLinear
 from burnish.models.nf4 import dense_weight
 
-ROW_TILE = 64  # rows of a matmul
-TOKENS_PER_CHUNK = 1024  # tokens whose keys are gathered at once, on a CPU
+ROW_TILE = 64
+"""Rows of one matmul."""
+TOKENS_PER_CHUNK = 1024
+"""Tokens whose keys are gathered at once, on a CPU."""
 
 
 def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer on rows [N, in], with its adapters where it has any."""
+    """Apply a linear layer and its adapters to rows [N, in]."""
     y = _tiled_linear(x, dense_weight(layer.weight, x.dtype), layer.bias)
     if isinstance(layer, LoraLinear) and layer.is_on:
         z = _tiled_linear(x, layer.lora_a, None)
@@ -33,7 +35,7 @@ def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The output head on rows [N, hidden]; [N, vocab]."""
+    """Apply the output head to rows [N, hidden]; [N, vocab]."""
     return _tiled_linear(hidden, weight, None)
 
 
@@ -51,24 +53,24 @@ def exact_swiglu(gate_up: Tensor) -> Tensor:
     """The gated activation of rows [N, 2 * size]."""
     if use_triton(gate_up):
         return swiglu(gate_up)
-    # torch's silu rounds the end of each thread's stretch otherwise than the rest; its exponential does not.
+    # torch's silu rounds the end of each thread's range differently from the rest; its exponential does not.
     gate, up = gate_up.chunk(2, -1)
     return gate / (1 + (-gate).exp()) * up
 
 
-def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:
-    """[N, heads * D]: each token's query [N, heads, D] against the keys of its row up to its own."""
+def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None) -> Tensor:
+    """Attention of each token's query [N, heads, D] over its sequence up to its own position; [N, heads * D]."""
     if use_triton(q):
         from burnish.models.kernels.triton import exact_kernels as kernel
 
-        return kernel.exact_attention(q, keys, values, place, window).flatten(1)
-    table = place.table[place.owner]
+        return kernel.exact_attention(q, keys, values, placement, window).flatten(1)
+    table = placement.table[placement.owner]
     parts = [
         _paged_online_softmax(*part, keys, values, window)
         for part in zip(
             q.split(TOKENS_PER_CHUNK),
             table.split(TOKENS_PER_CHUNK),
-            place.position.split(TOKENS_PER_CHUNK),
+            placement.position.split(TOKENS_PER_CHUNK),
             strict=True,
         )
     ]
@@ -78,10 +80,10 @@ def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, w
 def _paged_online_softmax(
     q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tensor, window: int | None
 ) -> Tensor:
-    """Online softmax over one page of keys after the other; pages beyond a token's own change nothing of its sums."""
+    """Online softmax over the pages in order. Pages past a token's position do not change its sums."""
     rows, heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
-    # In float32 at least: in half types a batched matmul picks its kernel by the size of the batch.
+    # In float32 at least: in half types a batched matmul chooses its kernel by the batch size.
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.reshape(rows * kv_heads, -1, dim).to(wide)
     best = queries.new_full((*queries.shape[:2], 1), -torch.inf)
@@ -94,11 +96,11 @@ def _paged_online_softmax(
             seen &= column > position[:, None] - window
         key, value = (x[number].view(-1, page, dim).to(wide) for x in (keys, values))
         unseen = ~seen.repeat_interleave(kv_heads, 0)
-        value = value.masked_fill(unseen[:, :, None], 0)  # what a page held before may be NaN, and 0 * NaN is too
+        value = value.masked_fill(unseen[:, :, None], 0)  # stale entries of a page may be NaN, and 0 * NaN is NaN
         scores = torch.bmm(queries, key.transpose(1, 2)) * dim**-0.5
         scores = scores.masked_fill(unseen[:, None], -torch.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
-        base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, as it should be
+        base = top.masked_fill(top == -torch.inf, 0.0)  # no key seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
         weight, shrink = (scores - base).exp(), (best - base).exp()
         total = total * shrink + weight.sum(-1, keepdim=True)
         sums = sums * shrink + torch.bmm(weight, value)
@@ -107,7 +109,7 @@ def _paged_online_softmax(
 
 
 def token_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probs [N] of the tokens under logits [N, vocab], by the arithmetic the sampler reports them with."""
+    """Log-probs [N] of the tokens under logits [N, vocab], with the same arithmetic as the sampler."""
     if use_triton(logits):
         from burnish.models.kernels.triton import sampling
 
@@ -116,6 +118,6 @@ def token_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def log_softmax_at_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """log-softmax of logits over a temperature (one, or [N, 1]), in float32 at least."""
+    """log_softmax(logits / temperature) in float32 at least; the temperature is a number or [N, 1]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (wide / temperature).log_softmax(-1)

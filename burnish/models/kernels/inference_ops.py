@@ -1,8 +1,7 @@
-"""The operations of a forward pass over a paged cache: Triton and CUDA kernels on a GPU, their torch twins elsewhere.
+"""Operations of the native engine's forward pass over a paged KV cache (`paged_cache.py`).
 
-Pages are [P, kv_heads, page, D], one tensor (or its 8-bit form) for keys and one for values a layer; `table` [rows, width] names the pages
-of each row in order. A token is located by its row and position; position -1 means a row that is not there: it sees
-nothing, and what it writes goes to page 0, if anywhere.
+Each runs as a Triton or CUDA kernel on a GPU and through torch elsewhere: residual with norm, rotation with cache write,
+decode and prefill attention, split-K linear layers, and the fused gated MLP projection.
 """
 
 from __future__ import annotations
@@ -22,11 +21,18 @@ from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.elementwise import rms_norm, rotate
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
 
+SPLIT_K_TILE = 128
+"""Rows and outputs of a matmul tile, as the choice of split-K assumes."""
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100 or H200; another GPU's count would change the choice slightly."""
+MIN_INPUTS = {2: 1536, 4: 8192}
+"""Inputs from which a number of split-K parts pays off."""
+
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """x += delta in place (if there is one), then the RMS norm of x times shift + weight; [N, hidden].
+    """Add `delta` to x in place, then return the RMS norm of x times (shift + weight); [N, hidden].
 
-    Parts [P, N, hidden] are added up first.
+    Partial sums [P, N, hidden] of `partial_linear` are summed first.
     """
     if use_triton(x):
         from burnish.models.kernels.triton import elementwise_kernels
@@ -41,29 +47,29 @@ def rotate_store(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    place: Placement,
+    placement: Placement,
     norms: HeadNorms | None,
     keys: Pages,
     values: Pages,
     in_place: bool = False,
 ) -> Tensor:
-    """Rotated queries [N, heads, D] of a fused projection [N, heads * D]; keys and values go to their cache slots.
+    """Rotate queries and keys of a fused projection [N, heads * D] and write keys and values to the cache.
 
-    `in_place` has the projection's own keys rotated too.
+    Returns the rotated queries [N, heads, D]. With `in_place` the keys within `qkv` are rotated too.
     """
     if use_triton(qkv):
         from burnish.models.kernels.triton import elementwise_kernels
 
-        return elementwise_kernels.rotate_store(qkv, cos, sin, place, norms, keys, values, in_place)
+        return elementwise_kernels.rotate_store(qkv, cos, sin, placement, norms, keys, values, in_place)
     _, kv_heads, page, dim = keys.shape
-    position = place.position
+    position = placement.position
     heads = qkv.view(qkv.shape[0], -1, dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if norms is not None:
         q, k = (rms_norm(x, weight, norms.eps, norms.shift) for x, weight in ((q, norms.query), (k, norms.key)))
         q = q if norms.query_scale == 1.0 else q * norms.query_scale
     q, k = (rotate(x, cos[position], sin[position]) for x in (q, k))
-    where = place.table[place.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
+    where = placement.table[placement.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
     at = (where, slice(None), position % page)
     write_pages(keys, at, k)
     write_pages(values, at, v)
@@ -76,7 +82,7 @@ def decode_attention(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    place: Placement,
+    placement: Placement,
     norms: HeadNorms | None,
     keys: Pages,
     values: Pages,
@@ -84,26 +90,27 @@ def decode_attention(
     splits: int = 1,
     least: int = 64,
 ) -> Tensor:
-    """[rows, heads * D]: each row's new token, as its fused projection, against what the row holds and itself.
+    """Attention of each row's new token over its cached past and itself, from its fused projection; [rows, heads * D].
 
-    Row i of the table is token i's. On a GPU rows are cut into up to `splits` stretches of at least `least` keys.
+    Token i belongs to row i of the table. On a GPU the keys of a row are divided into up to `splits` ranges of at least
+    `least` keys (flash decoding).
     """
     if use_triton(qkv):
         from burnish.models.kernels.cuda import hopper
         from burnish.models.kernels.triton.decode_attention import decode_attention
 
-        if hopper.has_decode_attention(qkv, cos, place, norms, keys, values):
+        if hopper.has_decode_attention(qkv, cos, placement, norms, keys, values):
             assert isinstance(keys, Tensor)
             assert isinstance(values, Tensor)
-            return hopper.decode_attention(qkv, cos, sin, place, norms, keys, values, window, splits, least)
-        return decode_attention(qkv, cos, sin, place, norms, keys, values, window, splits, least)
-    return attend_pages(rotate_store(qkv, cos, sin, place, norms, keys, values), keys, values, place, window)
+            return hopper.decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
+        return decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
+    return attend_pages(rotate_store(qkv, cos, sin, placement, norms, keys, values), keys, values, placement, window)
 
 
-def attend_pages(q: Tensor, keys: Pages, values: Pages, place: Placement, window: int | None) -> Tensor:
-    """[rows, heads * D]: each row's query [rows, heads, D] against the pages it holds, by torch."""
+def attend_pages(q: Tensor, keys: Pages, values: Pages, placement: Placement, window: int | None) -> Tensor:
+    """Attention of each row's query [rows, heads, D] over its pages, in torch; [rows, heads * D]."""
     rows, heads, dim = q.shape
-    position, table = place.position, place.table
+    position, table = placement.position, placement.table
     longest = int(position.max()) + 1
     if longest <= 0:
         return q.new_zeros(rows, heads * dim)
@@ -114,62 +121,61 @@ def attend_pages(q: Tensor, keys: Pages, values: Pages, place: Placement, window
         seen &= column > position[:, None] - window
     shared = heads // k.shape[1]
     scores = q.view(rows, -1, shared, dim) @ k.transpose(2, 3) * dim**-0.5
-    # A row that sees nothing would be NaN: it is given its first column, and nobody reads it.
+    # An empty row would be NaN: it gets its first column, and its result is not used.
     seen[:, 0] |= position < 0
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    # What a page held before may be NaN, and 0 * NaN is too.
+    # Stale entries of a page may be NaN, and 0 * NaN is NaN.
     return (weights @ v.masked_fill(~seen[:, None, :, None], 0)).view(rows, heads * dim)
 
 
 def gather_pages(pages: Pages, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The first `length` tokens of every row as [rows, kv_heads, length, D]."""
+    """Gather the first `length` tokens of every row; [rows, kv_heads, length, D]."""
     page = pages.shape[2]
     found = read_pages(pages, table[:, : -(-length // page)].long(), dtype)  # [rows, pages, kv_heads, page, D]
     return found.transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-# --- Attention of a prefill: stretches of new tokens against their rows' cached past and themselves.
-#
-# Where a stretch continues a row (a shared prompt prefix, a long prompt in chunks), keys and values are read back from the rows'
-# pages, to which the forward has just written the new ones: so a prefix that another stretch of the same forward computes is no
-# special case. The new tokens are the last of their row, so causality is aligned at the end.
-
-
 class PrefillAttention:
-    """Planned once for a forward, called by every layer; `rotations` has the table of each."""
+    """Attention of prefill chunks over their rows' cached past and themselves.
+
+    It is planned once for a forward pass and called by every layer; `rotations` has each layer's table. If a chunk
+    continues a row (a shared prompt prefix, a long prompt in chunks), keys and values are read back from the pages. The
+    forward pass has just written the new ones there, so a prefix computed by another chunk of the same pass needs no
+    special case. The new tokens are the last of their row, so the causal mask is aligned at the end.
+    """
 
     def __init__(
         self,
         rows: np.ndarray,
         starts: np.ndarray,
         lengths: np.ndarray,
-        place: Placement,
+        placement: Placement,
         rotations: Sequence[tuple[Tensor, Tensor]],
         page: int,
         windows: Windows,
     ) -> None:
         self.rows, self.starts, self.lengths, self.ends = rows, starts, lengths, starts + lengths
-        self.place, self.rotations, self.page, self.windows = place, rotations, page, windows
+        self.placement, self.rotations, self.page, self.windows = placement, rotations, page, windows
         self.q_bounds, self.k_bounds = (
             self._send(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)) for x in (lengths, self.ends)
         )
 
     @cached_property
     def _seen(self) -> tuple[Tensor, slice, Tensor]:
-        """Where every token that is seen lies among the pages."""
+        """Page index of every key that the chunks attend to."""
         position = np.concatenate([np.arange(end) for end in self.ends])
         owner, which, offset = (
             self._send(x) for x in (np.repeat(self.rows, self.ends), position // self.page, position % self.page)
         )
-        return self.place.table[owner, which].long(), slice(None), offset
+        return self.placement.table[owner, which].long(), slice(None), offset
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self.place.position.device)
+        return to_device(array, self.placement.position.device)
 
     def __call__(self, layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
-        # What is kept in 8 bits is attended to as it is kept.
+        # fp8 keys are read back, so that a prompt's tokens see what later tokens will see.
         reads_back = bool(self.starts.any()) or not isinstance(keys, Tensor)
-        q = rotate_store(qkv, *self.rotations[layer], self.place, norms, keys, values, in_place=not reads_back)
+        q = rotate_store(qkv, *self.rotations[layer], self.placement, norms, keys, values, in_place=not reads_back)
         if reads_back:
             k, v = (read_pages(x, self._seen, q.dtype) for x in (keys, values))  # [all ends, kv_heads, D]
         else:
@@ -186,7 +192,7 @@ class PrefillAttention:
         return torch.cat([self._one(*part, window) for part in parts])
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """One stretch, [length, heads, D] against [end, kv_heads, D]."""
+        """Attention of one chunk [length, heads, D] over its row [end, kv_heads, D]."""
         index = torch.arange(k.shape[0], device=q.device)
         distance = index[-q.shape[0] :, None] - index
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -195,29 +201,21 @@ class PrefillAttention:
         return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=gqa).transpose(0, 1)
 
 
-# --- A matrix product of few rows, as partial sums over its inputs: enough pieces to keep a whole GPU busy.
-#
-# Decoding multiplies a few hundred rows by a wide matrix. With few outputs that makes a couple of dozen tiles for over a
-# hundred processors; cut over the inputs it makes several times as many, whose sums are added by whoever reads them next
-# (`ops/paged.py: add_norm`). On an H200 a product of 256 rows, 8960 inputs and 1536 outputs takes 13 instead of 18.5
-# microseconds. Each part is rounded to the model's type: as many errors as parts, each smaller by the root of their number.
-
-SPLIT_K_TILE = 128
-PROCESSORS = 132
-"""Of an H100 or H200; another GPU's count would move the choice a little."""
-MIN_INPUTS = {2: 1536, 4: 8192}
-"""Inputs from which on so many parts pay."""
-
-
 def num_split_k(rows: int, inputs: int, outputs: int) -> int:
-    """How many parts a product is best cut into."""
+    """The number of parts along the inputs that is fastest for a product."""
     tiles = -(-rows // SPLIT_K_TILE) * -(-outputs // SPLIT_K_TILE)
     fitting = [p for p, least in MIN_INPUTS.items() if inputs >= least and inputs % (p * 64) == 0]
     return max((p for p in fitting if tiles * p <= PROCESSORS), default=1)
 
 
 def partial_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """The layer on rows [N, in]: [N, out], or parts [P, N, out] that add up to it where that is faster."""
+    """Apply a linear layer to rows [N, in]; [N, out], or partial sums [P, N, out] where split-K is faster.
+
+    A decode step multiplies a few hundred rows by a wide matrix. With few outputs this gives a few dozen tiles for over
+    a hundred processors; divided along the inputs it gives several times as many. `add_norm`, which reads the result,
+    sums the parts. On an H200 a product of 256 rows, 8960 inputs and 1536 outputs takes 13 instead of 18.5 microseconds.
+    Each part is rounded to the model's dtype: there are as many errors as parts, each smaller by the root of their number.
+    """
     outputs, inputs = module.out_features, module.in_features
     parts = (
         num_split_k(x.shape[0], inputs, outputs) if use_triton(x) and x.dtype in (torch.bfloat16, torch.float16) else 1
@@ -228,23 +226,23 @@ def partial_linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def partial_products(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """[parts, N, out]: part p is the product over the p-th stretch of the inputs; no copy of either is made."""
+    """Products [parts, N, out] over the p-th range of the inputs, without copying either factor."""
     rows = x.view(x.shape[0], parts, -1).transpose(0, 1)
     columns = weight.view(weight.shape[0], parts, -1).permute(1, 2, 0)
     return torch.bmm(rows, columns)
 
 
-# --- The gated half of an MLP without gradient: in one kernel where there is one, else a product and an activation.
-
-
 def gated_linear(module: nn.Linear, x: Tensor, activation: str, activate: Callable[[Tensor], Tensor]) -> Tensor:
-    """`activate`, which is called `activation`, of a gate-and-up layer on rows [N, in]: [N, out]."""
+    """Gated activation of a gate-and-up layer on rows [N, in], fused in one kernel if possible; [N, out].
+
+    `activation` is the name of the function `activate`.
+    """
     if has_gated_kernel(module, x, activation):
         return gated_product(x, module.weight, activation)
     return activate(module(x))
 
 
 def has_gated_kernel(module: nn.Linear, x: Tensor, activation: str) -> bool:
-    """Whether one kernel makes it: the layer is plain, and nobody asks for a gradient."""
+    """Whether the fused kernel can run: a plain linear layer without bias, and no gradient."""
     is_plain = type(module) is nn.Linear and module.bias is None and not torch.is_grad_enabled()
     return is_plain and has_gated_product(x, module.weight, activation)

@@ -1,7 +1,9 @@
-"""Log-probs, entropies and squared probabilities of tokens from hidden states, without ever holding [N, vocab].
+"""Log-probs, entropies, sums of squared probabilities and KL of tokens from hidden states, without storing [N, vocab].
 
-The output head and the log-softmax run in chunks of rows; the backward recomputes each chunk's logits. Memory is
-one chunk of logits, whatever N is. Arithmetic is in float32 at least.
+The output head and the log-softmax run in chunks of rows, and the backward recomputes each chunk's logits. Memory is one
+chunk of logits for any N. Arithmetic is in float32 at least. With p the policy and q the reference,
+
+    KL(p || q) = sum_v p_v (log p_v - log q_v),    dKL/dlogits = p (log p - log q - KL)
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from torch import Tensor
 from burnish.models.kernels.device import use_triton
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Logits held at once: 32 MiB in float32, small enough for a cache; a GPU needs more rows to be busy (a quarter of a GiB in bfloat16)."""
+"""Logits of one chunk. On a CPU 32 MiB of float32, which fits in a cache; a GPU needs more rows to be busy (256 MiB of bfloat16)."""
 
 
 def row_chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    """First and last row of each chunk."""
+    """(start, stop) rows of each chunk."""
     rows, size = hidden.shape[0], max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [(i, min(i + size, rows)) for i in range(0, rows, size)]
 
@@ -37,7 +39,7 @@ class _HeadLogprob(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
+        ctx.set_materialize_grads(False)  # an entropy without a gradient costs no backward
         if use_triton(hidden):
             return _kernel_forward(ctx, hidden, weight, targets, with_entropy)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -58,7 +60,7 @@ class _HeadLogprob(torch.autograd.Function):
             return *_kernel_backward(ctx, grad_logp, grad_entropy), None, None, None
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
+        # Sum the chunks in float32: in a half type the sum would be rounded once per chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in row_chunks(hidden, weight):
@@ -66,52 +68,60 @@ class _HeadLogprob(torch.autograd.Function):
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if grad_logp is None:
-                slope = torch.zeros_like(p)
+                grad_logits = torch.zeros_like(p)
             else:
-                slope = -grad_logp[i:j, None] * p
-                slope.scatter_add_(1, targets[i:j, None], grad_logp[i:j, None])
+                grad_logits = -grad_logp[i:j, None] * p
+                grad_logits.scatter_add_(1, targets[i:j, None], grad_logp[i:j, None])
             if grad_entropy is not None:
                 entropy = -(p * log_p).sum(-1, keepdim=True)
-                slope -= grad_entropy[i:j, None] * p * (log_p + entropy)
-            slope = (slope if ctx.temperature == 1.0 else slope / ctx.temperature).to(hidden.dtype)
-            grad_hidden[i:j] = slope @ weight
+                grad_logits -= grad_entropy[i:j, None] * p * (log_p + entropy)
+            grad_logits = (grad_logits if ctx.temperature == 1.0 else grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += slope.t() @ hidden[i:j]
+                grad_weight += grad_logits.t() @ hidden[i:j]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _kernel_forward(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same by Triton kernels: the logits stay in the model's type and are read once."""
+    """The forward by Triton kernels: the logits stay in the model's dtype and are read once."""
     from burnish.models.kernels.triton import logprob_head
 
     parts = [
         logprob_head.logprob_rows(hidden[i:j] @ weight.t(), targets[i:j], ctx.temperature, with_entropy)
         for i, j in row_chunks(hidden, weight)
     ]
-    logp, total, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    ctx.save_for_backward(hidden, weight, targets, total, entropy)
+    logp, log_normaliser, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+    ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
     return logp, entropy
 
 
 def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
     from burnish.models.kernels.triton import logprob_head
 
-    hidden, weight, targets, total, entropy = ctx.saved_tensors
+    hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
     if grad_entropy is not None and not entropy.numel():
         grad_entropy = None
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
     for i, j in row_chunks(hidden, weight):
-        of_logp, of_entropy = (None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy))
-        logits = hidden[i:j] @ weight.t()
-        slope = logprob_head.logit_gradients_(
-            logits, targets[i:j], total[i:j], entropy[i:j], of_logp, of_entropy, ctx.temperature
+        chunk_grad_logp, chunk_grad_entropy = (
+            None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy)
         )
-        torch.mm(slope, weight, out=grad_hidden[i:j])
+        logits = hidden[i:j] @ weight.t()
+        grad_logits = logprob_head.logit_gradients_(
+            logits,
+            targets[i:j],
+            log_normaliser[i:j],
+            entropy[i:j],
+            chunk_grad_logp,
+            chunk_grad_entropy,
+            ctx.temperature,
+        )
+        torch.mm(grad_logits, weight, out=grad_hidden[i:j])
         if grad_weight is not None:
-            grad_weight += slope.t() @ hidden[i:j]
+            grad_weight += grad_logits.t() @ hidden[i:j]
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
@@ -139,19 +149,13 @@ def head_statistics(
     return logp, entropy, sum_p2
 
 
-# --- Log-probs, entropies and the exact KL to a reference from the hidden states of both, without ever holding [N, vocab].
-#
-# As in `ops/logprob.py` both output heads run in chunks of rows and the backward recomputes each chunk; one pass gives all
-# three. KL(p || q) = sum_v p_v (log p_v - log q_v), the gradient in the policy's logits p (log p - log q - KL).
-
-
 class Distribution(NamedTuple):
-    """What a model says at M places: softmax(hidden @ weight.T / temperature)."""
+    """Next-token distributions at M positions: softmax(hidden @ weight.T / temperature)."""
 
     hidden: Tensor  # [M, hidden]
     weight: Tensor  # [vocab, hidden]
     top: int | None = None
-    """Whoever compares with it looks at so many tokens, its own likeliest, one by one, and at all others as one; None: at all."""
+    """The KL compares this many of the policy's likeliest tokens one by one and all others as one event; None compares all."""
 
 
 class _HeadKl(torch.autograd.Function):
@@ -178,24 +182,24 @@ class _HeadKl(torch.autograd.Function):
         hidden, weight, targets, ref_hidden, ref_weight, entropy, kl = ctx.saved_tensors
         reference = Distribution(ref_hidden, ref_weight)
         grad_hidden = torch.empty_like(hidden)
-        # The chunks add up in float32: in a half type every one of them would be rounded into the sum.
+        # Sum the chunks in float32: in a half type the sum would be rounded once per chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in row_chunks(hidden, weight):
             log_p, log_q = _both_log_softmax(hidden[i:j], weight, reference, i, j, ctx.temperature)
             p = log_p.exp()
-            slope = torch.zeros_like(p)
+            grad_logits = torch.zeros_like(p)
             if grad_logp is not None:
-                slope.addcmul_(p, grad_logp[i:j, None], value=-1)
-                slope.scatter_add_(1, targets[i:j, None], grad_logp[i:j, None])
+                grad_logits.addcmul_(p, grad_logp[i:j, None], value=-1)
+                grad_logits.scatter_add_(1, targets[i:j, None], grad_logp[i:j, None])
             if grad_entropy is not None:
-                slope -= grad_entropy[i:j, None] * p * (log_p + entropy[i:j, None])
+                grad_logits -= grad_entropy[i:j, None] * p * (log_p + entropy[i:j, None])
             if grad_kl is not None:
-                slope += grad_kl[i:j, None] * p * (_log_ratio(log_p, log_q, ctx.top) - kl[i:j, None])
-            slope = (slope if ctx.temperature == 1.0 else slope / ctx.temperature).to(hidden.dtype)
-            grad_hidden[i:j] = slope @ weight
+                grad_logits += grad_kl[i:j, None] * p * (_log_ratio(log_p, log_q, ctx.top) - kl[i:j, None])
+            grad_logits = (grad_logits if ctx.temperature == 1.0 else grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += slope.t() @ hidden[i:j]
+                grad_weight += grad_logits.t() @ hidden[i:j]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
@@ -207,10 +211,10 @@ def _both_log_softmax(
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
-    """[rows, vocab] log p - log q; with `top` that of all tokens but the likeliest is the one of their sums.
+    """d = log p - log q, [rows, vocab]. With `top` all tokens but the likeliest get the log-ratio of their summed mass.
 
-    Then sum_v p_v d_v is the KL of what is left when those tokens are not told apart, which is at most that of all, and its
-    gradient in the logits is p (d - KL) as before.
+    sum_v p_v d_v is then the KL with those tokens merged into one event, a lower bound of the full KL. Its gradient in
+    the logits is still p (d - KL).
     """
     difference = log_p - log_q
     if top is None or top >= log_p.shape[-1]:
@@ -223,5 +227,5 @@ def _log_ratio(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
 def head_kl(
     hidden: Tensor, weight: Tensor, targets: Tensor, reference: Distribution, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), the entropy and KL(p || q), p of the policy and q of the reference; [M] each, gradient to the policy."""
+    """log p(target), the entropy and KL(p || q) of policy p and reference q; [M] each. The gradient flows to the policy."""
     return _HeadKl.apply(hidden, weight, targets, reference, temperature)

@@ -1,8 +1,8 @@
-"""Packed sequences whose first tokens are another's go through the layers once: the samples of one prompt share it.
+"""Shared prefixes: samples of one prompt compute the prompt's hidden states once. Also: which rows a process computes.
 
-A row of hidden states depends on the tokens up to it alone, so samples that begin with the same tokens have the same
-first rows, in every layer. Only rows of their own are computed; keys and values of shared rows are read by every sequence
-that begins with them, and get the sum of its gradients.
+A hidden state depends only on the tokens up to its position. Samples that begin with the same tokens therefore have the
+same first hidden states in every layer, and only the remaining rows are computed per sample. Every sequence with the
+prefix reads the prefix's keys and values; their gradients are summed over these sequences.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from torch import Tensor
 
 from burnish.core.segments import ids_from_offsets, offsets_from_lengths
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries, keys, values) -> attention output, all [rows, heads, head_dim]."""
+
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """The first `length[s]` tokens of sequence s are those of sequence `owner[s]`, which is its own owner; [S] each.
+    """The first `length[s]` tokens of sequence s equal those of sequence `owner[s]`.
 
-    `length` is less than the sequence's own; for an owner it does not count.
+    An owner is its own owner, and its `length` is ignored. `length` is less than the sequence's own length.
     """
 
-    owner: Tensor
-    length: Tensor
+    owner: Tensor  # [S]
+    length: Tensor  # [S]
 
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """Which rows of a packing [N] are computed [U], and which row each token's is."""
+    """The U rows that are computed for a packing of N tokens, and the row of each token."""
 
-    own: Tensor  # [U] the token a row is computed for
-    borrowed: Tensor  # [N - U] the tokens that have no row of their own
-    row_of: Tensor  # [N]
-    offsets: Tensor  # [S + 1] where each sequence's own rows begin
+    own: Tensor  # [U] the token that a row is computed for
+    borrowed: Tensor  # [N - U] tokens whose row belongs to another sequence
+    row_of: Tensor  # [N] the row of each token
+    offsets: Tensor  # [S + 1] start of each sequence's own rows
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +46,7 @@ class ComputedRows:
 
 
 def computed_rows(offsets: Tensor, shared_prefix: SharedPrefixes) -> ComputedRows:
-    """The rows of a packing with shared beginnings."""
+    """The rows to compute for a packing with shared prefixes."""
     sequence = ids_from_offsets(offsets)
     position = torch.arange(sequence.shape[0], device=offsets.device) - offsets[sequence]
     owner = shared_prefix.owner[sequence]
@@ -57,7 +60,7 @@ def computed_rows(offsets: Tensor, shared_prefix: SharedPrefixes) -> ComputedRow
 
 
 class _ExpandRows(torch.autograd.Function):
-    """A gather whose backward adds up in float32: eight gradients rounded into a bfloat16 sum one by one are not a sum."""
+    """A gather whose backward sums in float32, because a bfloat16 sum would be rounded once for every sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: ComputedRows) -> Tensor:
@@ -74,41 +77,40 @@ class _ExpandRows(torch.autograd.Function):
 
 
 def expand_rows(x: Tensor, rows: ComputedRows) -> Tensor:
-    """[U, ...] rows to the [N, ...] tokens of the packing."""
+    """Expand computed rows [U, ...] to the tokens of the packing [N, ...]."""
     return _ExpandRows.apply(x, rows)
 
 
-# --- Which rows of a micro-batch a process computes: all of them, or its slice where several share the work.
+# --- Row shards: a process computes all rows of a micro-batch, or its slice with sequence parallelism.
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 
 
 class RowShard(Protocol):
-    """One micro-batch, cut: M wanted rows among all that are computed, and which of both are here."""
+    """The rows of one micro-batch that this process computes; m of the M wanted rows are among them."""
 
     at: Tensor
-    """[m] where the wanted rows that are here stand among the rows that are here; never empty."""
+    """[m] indices of this process's wanted rows among its own rows; never empty."""
 
     def rows(self, column: Tensor) -> Tensor:
-        """Of a column with an entry a row, the part that is computed here."""
+        """Select this process's rows of a column with one entry per row."""
 
     def attention(self, attend: Attend) -> Attend:
-        """Attention over all rows, given queries, keys and values of the rows that are here."""
+        """Attention over all rows, given queries, keys and values of this process's rows."""
 
-    def mine(self, column: Tensor) -> Tensor:
-        """[M] to [m]: of a column with an entry a wanted row, the entries of `at`."""
+    def select_wanted(self, column: Tensor) -> Tensor:
+        """[M] to [m]: select the entries of this process's wanted rows."""
 
-    def whole(self, values: MaybeTensor) -> MaybeTensor:
-        """[m] to [M]: what was computed at `at`, with the values of the other processes; the gradient is of this one's alone."""
+    def gather_wanted(self, values: MaybeTensor) -> MaybeTensor:
+        """[m] to [M]: add the values of the other processes. The gradient flows to this process's values only."""
 
 
 ShardRows = Callable[[int, Tensor], RowShard]
-"""(number of rows, the wanted ones [M]) -> the cut."""
+"""(number of rows, indices of the wanted rows [M]) -> this process's shard."""
 
 
 class UnshardedRows:
-    """Everything is here."""
+    """This process computes all rows."""
 
     def __init__(self, at: Tensor) -> None:
         self.at = at
@@ -119,8 +121,8 @@ class UnshardedRows:
     def attention(self, attend: Attend) -> Attend:
         return attend
 
-    def mine(self, column: Tensor) -> Tensor:
+    def select_wanted(self, column: Tensor) -> Tensor:
         return column
 
-    def whole(self, values: MaybeTensor) -> MaybeTensor:
+    def gather_wanted(self, values: MaybeTensor) -> MaybeTensor:
         return values

@@ -37,7 +37,7 @@ def apply_sequence_parallel(model: nn.Module, group: ProcessGroup) -> None:
         raise UserError(
             f"parallel.sequence={size} does not divide the {heads} query heads (of one tensor-parallel rank)"
         )
-    trunk.split = lambda num_rows, wanted: SequenceSlice(group, num_rows, wanted)
+    trunk.shard_rows = lambda num_rows, wanted: SequenceSlice(group, num_rows, wanted)
 
 
 class SequenceSlice:
@@ -66,11 +66,11 @@ class SequenceSlice:
         """[U] to [each]."""
         return self._filled(column)[self.rank * self.each : (self.rank + 1) * self.each]
 
-    def mine(self, column: Tensor) -> Tensor:
+    def select_wanted(self, column: Tensor) -> Tensor:
         """[M] to [m]."""
         return column[self.chosen]
 
-    def whole(self, values: MaybeTensor) -> MaybeTensor:
+    def gather_wanted(self, values: MaybeTensor) -> MaybeTensor:
         """[m] to [M]."""
         if values is None:
             return values

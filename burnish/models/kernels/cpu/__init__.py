@@ -1,1 +1,1 @@
-"""Kernels in C for operations on a CPU, each with a twin in torch."""
+"""C kernels for CPUs. Each has an equivalent torch implementation."""

@@ -1,7 +1,7 @@
-"""The C kernels: compiled by the machine's own compiler when first needed, kept for the next time.
+"""The C kernel library: compiled by the machine's C compiler on first use and cached on disk.
 
-Compiled for this very processor, so a file is known by its sources, the compiler, its flags and the processor. Without a
-compiler, or with BURNISH_CPU_KERNELS=0, there are none, and the operations in torch run, of which these are twins.
+It is compiled for this processor, so the cache key has the sources, the compiler, its flags and the processor. Without a
+compiler, or with BURNISH_CPU_KERNELS=0, the equivalent torch operations run.
 """
 
 from __future__ import annotations
@@ -45,24 +45,27 @@ COMPILE_SECONDS = 120
 
 
 class CKernelsUnavailable(Exception):
-    """Why there are no kernels."""
+    """The C kernels cannot be used; the message says why."""
 
 
-def c_kernels(x: Tensor, *beside: Tensor) -> ctypes.CDLL | None:
-    """The kernels for a tensor and those it is computed with, all of one type; None where torch computes."""
+def c_kernels(x: Tensor, *others: Tensor) -> ctypes.CDLL | None:
+    """The kernel library for an operation on these tensors; None if torch must compute it.
+
+    All tensors must be plain CPU tensors of the same dtype, float32 or float64.
+    """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or type(x) not in (Tensor, Parameter):
         return None
-    if torch.compiler.is_compiling():  # it reads what is in torch, and makes one of it
+    if torch.compiler.is_compiling():  # torch.compile fuses the torch implementation
         return None
     if any(
-        (other.dtype, other.device) != (x.dtype, x.device) or type(other) not in (Tensor, Parameter) for other in beside
+        (other.dtype, other.device) != (x.dtype, x.device) or type(other) not in (Tensor, Parameter) for other in others
     ):
         return None
     return _library(x.dtype == torch.float64)
 
 
 def c_kernels_expected() -> bool:
-    """Whether there will be kernels, for who plans ahead: nothing is compiled for the answer."""
+    """Whether the kernels will be available, for the memory planner. Nothing is compiled to find out."""
     if _has_failed:
         return False
     try:
@@ -73,12 +76,12 @@ def c_kernels_expected() -> bool:
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's first number is, as an argument."""
+    """A tensor's data pointer as a C argument; NULL for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def c_kernels_status() -> tuple[bool, str]:
-    """Whether the kernels are there, and what to say of them."""
+    """Whether the kernels are available, and a sentence about them for `burnish doctor`."""
     try:
         found = _load(False)
     except CKernelsUnavailable as reason:
@@ -87,19 +90,19 @@ def c_kernels_status() -> tuple[bool, str]:
 
 
 def num_threads() -> int:
-    """Threads of the next call: those of torch; in a forked child one, since the others were not copied."""
+    """Threads of the next call: torch's number, but one in a forked child, since a fork does not copy threads."""
     return 1 if _is_forked else torch.get_num_threads()
 
 
 _has_failed = False
-"""Whether they were asked for, and there are none."""
+"""Whether loading the kernels was tried and failed."""
 
 
 @cache
-def _library(is_wide: bool) -> ctypes.CDLL | None:
+def _library(is_double: bool) -> ctypes.CDLL | None:
     global _has_failed
     try:
-        return _load(is_wide)
+        return _load(is_double)
     except CKernelsUnavailable as reason:
         _has_failed = True
         if os.environ.get(C_KERNELS_VARIABLE) != "0":
@@ -112,42 +115,42 @@ class _KernelLibrary(ctypes.CDLL):
 
 
 @cache
-def _load(is_wide: bool) -> _KernelLibrary:
+def _load(is_double: bool) -> _KernelLibrary:
     compiler = _compiler()
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = (*FLAGS, native, *(["-DWIDE"] if is_wide else []))
+    flags = (*FLAGS, native, *(["-DWIDE"] if is_double else []))
     name = f"kernels-{_digest(compiler, flags)}.so"
     folder = kernel_cache_dir()
     try:
         if folder is None:
-            with tempfile.TemporaryDirectory() as temporary:  # once loaded, it is not needed
+            with tempfile.TemporaryDirectory() as temporary:  # the file is not needed once loaded
                 return _open_library(_compile(compiler, flags, Path(temporary) / name))
         path = folder / name
         if path.is_file():
-            with contextlib.suppress(CKernelsUnavailable):  # one that cannot be loaded is gone now, and made anew
+            with contextlib.suppress(CKernelsUnavailable):  # `_open_library` deletes a file that it cannot load
                 return _open_library(path)
         return _open_library(_compile(compiler, flags, path))
     except OSError as error:
-        raise CKernelsUnavailable(f"what the C compiler makes cannot be written: {error}") from error
+        raise CKernelsUnavailable(f"the compiled C library cannot be written: {error}") from error
 
 
 def _compiler() -> list[str]:
-    """The command of a C compiler: CC, if that is set."""
+    """The command of the C compiler: CC if it is set, else cc, gcc or clang."""
     if os.environ.get(C_KERNELS_VARIABLE) == "0":
         raise CKernelsUnavailable(f"{C_KERNELS_VARIABLE}=0")
     if sys.platform == "win32":
-        raise CKernelsUnavailable("they are not for Windows")
+        raise CKernelsUnavailable("the C kernels do not support Windows")
     named = os.environ.get("CC")
     for command in [shlex.split(named)] if named else [["cc"], ["gcc"], ["clang"]]:
         if command and shutil.which(command[0]):
             return command
     raise CKernelsUnavailable(
-        f"CC={named} is no program here" if named else "there is no C compiler (cc, gcc or clang)"
+        f"CC={named} is not a program on this machine" if named else "there is no C compiler (cc, gcc or clang)"
     )
 
 
 def _digest(compiler: list[str], flags: tuple[str, ...]) -> str:
-    """What a compiled file depends on, as a name."""
+    """Hash of everything that the compiled library depends on."""
     digest = hashlib.sha256("\0".join((*compiler, *flags, _processor(), _run([*compiler, "--version"]))).encode())
     for path in _sources("*.[ch]"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -155,7 +158,7 @@ def _digest(compiler: list[str], flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """The processor with all it can do: `native` means this one."""
+    """The processor and its features, which `-march=native` compiles for."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     wanted = ("model name", "flags", "features", "cpu part")
@@ -168,9 +171,9 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> Path:
-    with atomic_file(path) as draft:
-        _run([*compiler, *flags, "-o", str(draft), *map(str, _sources("*.c")), "-lm"])
-        draft.chmod(0o700)
+    with atomic_file(path) as temporary:
+        _run([*compiler, *flags, "-o", str(temporary), *map(str, _sources("*.c")), "-lm"])
+        temporary.chmod(0o700)
     return path
 
 
@@ -191,8 +194,8 @@ def _open_library(path: Path) -> _KernelLibrary:
         library = _KernelLibrary(str(path))
         use_threads = library.use_threads
     except (OSError, AttributeError) as error:
-        path.unlink(missing_ok=True)  # it would be found again next time
-        raise CKernelsUnavailable(f"what the C compiler made cannot be loaded: {error}") from error
+        path.unlink(missing_ok=True)  # otherwise the next start would find it again
+        raise CKernelsUnavailable(f"the compiled C library cannot be loaded: {error}") from error
     openmp = _openmp()
     if openmp is not None:
         use_threads(openmp.GOMP_parallel, openmp.omp_get_thread_num)
@@ -201,15 +204,15 @@ def _open_library(path: Path) -> _KernelLibrary:
 
 
 def _openmp() -> ctypes.CDLL | None:
-    """The library of threads that torch loaded; None where it cannot be told which that is."""
+    """The OpenMP library that torch loaded; None if it cannot be identified."""
     path = Path("/proc/self/maps")
     lines = path.read_text().splitlines() if path.is_file() else []
     loaded = {match[1] for line in lines if (match := re.search(r"(/.*/lib[gi]?omp[^/]*\.so[^/]*)$", line))}
-    near = {name for name in loaded if str(Path(torch.__file__).parent) in name}
-    for name in near or (loaded if len(loaded) == 1 else ()):
+    of_torch = {name for name in loaded if str(Path(torch.__file__).parent) in name}
+    for name in of_torch or (loaded if len(loaded) == 1 else ()):
         try:
             library = ctypes.CDLL(name)
-        except OSError:  # its file was moved or deleted since: one thread, and the doctor says so
+        except OSError:  # the file was moved or deleted since: run on one thread, which `burnish doctor` reports
             continue
         if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_thread_num"):
             return library

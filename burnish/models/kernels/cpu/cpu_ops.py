@@ -1,4 +1,8 @@
-"""Causal attention of packed sequences by a C kernel (`attention.c`): no padding, and no copy of what sequences share."""
+"""Python wrappers of the C kernels: packed attention, norms, rotations, gated activations, token sampling.
+
+Attention of packed sequences (`attention.c`) needs no padding and no copy of shared prefixes. Row-wise operations are in
+`learner.c`. `draw.c` samples tokens as `inference/native/engine_common.py` does without truncation.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from burnish.models.kernels.cpu.c_library import address, num_threads
 from burnish.models.kernels.shared_prefix import ComputedRows
 
 MAX_C_ATTENTION_LENGTH = 1024
-"""Sequences up to this length: a head's keys stay near the core."""
-
-Pointer, Long = ctypes.c_void_p, ctypes.c_long
+"""Longest sequence of the C attention kernel: a head's keys must fit in a core's cache."""
+ELEMENTS_PER_THREAD = 1 << 14
+"""Elements that are worth waking a thread for."""
+Pointer, Long, Double = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 
 
 class _AttentionArguments(ctypes.Structure):
@@ -29,10 +34,14 @@ class _AttentionArguments(ctypes.Structure):
 
 
 class PackedSequences:
-    """Which rows each sequence of a packing has, its own and those it begins with, and which sequences share any."""
+    """The rows of each sequence of a packing, those of its shared prefix, and the groups of sequences that share rows.
+
+    `table` [S, 4] has (first own row, own rows, first prefix row, prefix rows) of each sequence, as `struct sequence` of
+    `attention.c`. `groups` [groups + 1] are offsets into `table`.
+    """
 
     def __init__(self, offsets: Tensor, rows: ComputedRows | None) -> None:
-        offsets = offsets.long()  # as C reads them
+        offsets = offsets.long()  # the C side reads int64
         lengths = offsets.diff()
         self.longest = int(lengths.max()) if lengths.numel() else 0
         if rows is None:
@@ -44,7 +53,7 @@ class PackedSequences:
         own = starts.diff()
         first = rows.row_of.long()[offsets[:-1].clamp(max=rows.row_of.shape[0] - 1)]
         table = torch.stack([starts[:-1], own, first, lengths - own], 1)
-        order = (2 * first + (own < lengths)).argsort(stable=True)  # the one that others begin with comes first
+        order = (2 * first + (own < lengths)).argsort(stable=True)  # the owner of a prefix comes first in its group
         self.table = table[order]
         counts = first[order].unique_consecutive(return_counts=True)[1]
         self.groups = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -57,7 +66,7 @@ class PackedSequences:
 def c_attention(
     library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, window: int | None
 ) -> Tensor:
-    """Queries [U, heads, D] over keys and values [U, kv_heads, D] of their own sequence; [U, heads, D]."""
+    """Causal attention of queries [U, heads, D] over keys and values [U, kv_heads, D] of their sequence; [U, heads, D]."""
     return _Attention.apply(q, k, v, library, sequences, window)
 
 
@@ -86,7 +95,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:
-    """The heads of a row side by side; rows may be apart."""
+    """A tensor whose heads are contiguous within a row; rows may be strided."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -116,24 +125,17 @@ def _run_attention(
     function(ctypes.byref(arguments), Long(sequences.num_groups), Long(threads))
 
 
-# --- Norms, rotations and gated activations of the learner's rows by C kernels (`learner.c`).
-
-CLong, Double = ctypes.c_long, ctypes.c_double
-ELEMENTS_PER_THREAD = 1 << 14
-"""Numbers worth waking a thread for."""
-
-
 def _threads(x: Tensor) -> ctypes.c_long:
-    return CLong(min(num_threads(), -(-x.numel() // ELEMENTS_PER_THREAD)))
+    return Long(min(num_threads(), -(-x.numel() // ELEMENTS_PER_THREAD)))
 
 
 def norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * (shift + weight) over the last dimension of a contiguous x, and [rows] one over rms(x)."""
+    """x / rms(x) * (shift + weight) over the last dimension of a contiguous x, and 1 / rms(x) [rows]."""
     size = x.shape[-1]
     rows = x.numel() // max(1, size)
     y, scale = torch.empty_like(x), x.new_empty(rows)
     library.norm_forward(
-        address(x), address(weight), address(y), address(scale), CLong(rows), CLong(size), Double(eps), Double(shift), _threads(x)
+        address(x), address(weight), address(y), address(scale), Long(rows), Long(size), Double(eps), Double(shift), _threads(x)
     )  # fmt: skip
     return y, scale
 
@@ -141,68 +143,61 @@ def norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, shift: flo
 def norm_backward(
     library: ctypes.CDLL, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shift: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of the weight."""
+    """Gradients of `norm` with respect to its input and its weight."""
     rows, size = scale.numel(), x.shape[-1]
-    library.norm_parts.restype = CLong
+    library.norm_parts.restype = Long
     grad_x, grad_weight, parts = (
         torch.empty_like(x),
         torch.empty_like(weight),
-        x.new_empty(library.norm_parts(CLong(rows)), size),
+        x.new_empty(library.norm_parts(Long(rows)), size),
     )
     library.norm_backward(
         address(grad), address(x), address(weight), address(scale), address(grad_x), address(grad_weight), address(parts),
-        CLong(rows), CLong(size), Double(shift), _threads(x),
+        Long(rows), Long(size), Double(shift), _threads(x),
     )  # fmt: skip
     return grad_x, grad_weight
 
 
 def rotate(library: ctypes.CDLL, x: Tensor, cos: Tensor, sin: Tensor, way: float) -> Tensor:
-    """Heads x [N, H, D] by tables [N, 1, D] for a `way` of 1, back for -1."""
+    """Rotate heads x [N, H, D] by tables [N, 1, D]; `way` is 1 for the rotation and -1 for its inverse."""
     rows, heads, dim = x.shape
     if x.stride()[1:] != (dim, 1):
         x = x.contiguous()
     cos, sin = (table.expand(rows, 1, dim).contiguous() for table in (cos, sin))
     y = x.new_empty(x.shape)
     library.rotate_heads(
-        address(x), address(cos), address(sin), address(y), CLong(rows), CLong(heads), CLong(dim), CLong(x.stride(0)),
+        address(x), address(cos), address(sin), address(y), Long(rows), Long(heads), Long(dim), Long(x.stride(0)),
         Double(way), _threads(x),
     )  # fmt: skip
     return y
 
 
 def gate(library: ctypes.CDLL, gate_up: Tensor, is_gelu: bool) -> Tensor:
-    """act(gate) * up of a contiguous [..., gate and up]."""
+    """act(gate) * up, where gate and up are the halves of the last dimension of a contiguous tensor."""
     size = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], size)
     rows = y.numel() // max(1, size)
-    library.gate_forward(address(gate_up), address(y), CLong(rows), CLong(size), CLong(is_gelu), _threads(gate_up))
+    library.gate_forward(address(gate_up), address(y), Long(rows), Long(size), Long(is_gelu), _threads(gate_up))
     return y
 
 
 def gate_backward(library: ctypes.CDLL, grad: Tensor, gate_up: Tensor, is_gelu: bool) -> Tensor:
-    """Its gradient."""
+    """The gradient of `gate` with respect to `gate_up`."""
     size = grad.shape[-1]
     into = torch.empty_like(gate_up)
     rows = grad.numel() // max(1, size)
     library.gate_backward(
-        address(grad), address(gate_up), address(into), CLong(rows), CLong(size), CLong(is_gelu), _threads(gate_up)
+        address(grad), address(gate_up), address(into), Long(rows), Long(size), Long(is_gelu), _threads(gate_up)
     )
     return into
 
 
-# --- Drawing tokens by a C kernel: what `inference/native/engine_common.py` does where nothing is truncated.
-
-LOGITS_PER_THREAD = 1 << 14
-"""Logits worth waking a thread for."""
-
-
 def draw(library: ctypes.CDLL, logits: Tensor, uniform: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and their log-probs [n] from logits [n, V], one uniform number a row; a temperature of None is 1."""
+    """Sample tokens [n] and their log-probs [n] from logits [n, V] with one uniform number per row; no temperature means 1."""
     rows, vocab = logits.shape
     logits, tokens, logp = logits.contiguous(), uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)
-    threads = min(num_threads(), -(-logits.numel() // LOGITS_PER_THREAD))
     library.draw(
-        address(logits), address(uniform), address(temperature), ctypes.c_long(rows), ctypes.c_long(vocab),
-        address(tokens), address(logp), ctypes.c_long(threads),
+        address(logits), address(uniform), address(temperature), Long(rows), Long(vocab), address(tokens), address(logp),
+        _threads(logits),
     )  # fmt: skip
     return tokens, logp

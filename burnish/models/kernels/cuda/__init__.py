@@ -1,1 +1,1 @@
-"""CUDA C++ for what Triton's tiles do not fit: compiled by NVIDIA's run-time compiler when first needed, kept for the next time."""
+"""CUDA C++ kernels, where Triton's tiles do not fit. NVRTC compiles them on first use, and the result is cached on disk."""

@@ -30,7 +30,7 @@ RING_BYTES = 32 * 1024
 
 
 def has_decode_attention(
-    qkv: Tensor, cos: Tensor, place: Placement, norms: HeadNorms | None, keys: object, values: object
+    qkv: Tensor, cos: Tensor, placement: Placement, norms: HeadNorms | None, keys: object, values: object
 ) -> bool:
     """Whether the kernel can attend to these pages."""
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_cuda and qkv.shape[0] > 0):
@@ -44,10 +44,10 @@ def has_decode_attention(
         and values.shape == keys.shape
         and all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (qkv, cos, keys, values, *weights))
         and keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
-        and place.position.dtype == torch.int64
-        and place.position.is_contiguous()
-        and place.table.dtype == torch.int32
-        and place.table.stride(1) == 1
+        and placement.position.dtype == torch.int64
+        and placement.position.is_contiguous()
+        and placement.table.dtype == torch.int32
+        and placement.table.stride(1) == 1
         and torch.cuda.get_device_capability(qkv.device) == (9, 0)
         and nvrtc_library() is not None
     )
@@ -57,7 +57,7 @@ def decode_attention(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    place: Placement,
+    placement: Placement,
     norms: HeadNorms | None,
     keys: Tensor,
     values: Tensor,
@@ -79,9 +79,17 @@ def decode_attention(
             )
             for x in (keys, values)
         ]
-        tensors = (qkv, q_norm, k_norm, cos, sin, keys, values, place.table, place.position, out, sums, joints)
+        tensors = (qkv, q_norm, k_norm, cos, sin, keys, values, placement.table, placement.position, out, sums, joints)
         numbers = (dim**-0.5 * 1.4426950408889634, eps, shift, factor)
-        sizes = (place.table.stride(0), place.table.shape[1], reach, splits, least, kv_heads, pages * kv_heads * page)
+        sizes = (
+            placement.table.stride(0),
+            placement.table.shape[1],
+            reach,
+            splits,
+            least,
+            kv_heads,
+            pages * kv_heads * page,
+        )
         arguments = [
             *maps,
             *(ctypes.c_void_p(x.data_ptr()) for x in tensors),
@@ -93,7 +101,7 @@ def decode_attention(
         if splits > 1:
             from burnish.models.kernels.triton.decode_attention import combine_splits
 
-            combine_splits(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, BLOCK)
+            combine_splits(sums, joints, placement.position, out, reach, splits, least, kv_heads, dim, BLOCK)
     return out
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels of the operations a GPU does badly through torch; each has a torch twin beside its caller."""
+"""Triton kernels. Each has an equivalent torch implementation next to its caller."""

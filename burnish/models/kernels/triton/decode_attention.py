@@ -224,7 +224,7 @@ def decode_attention(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    place: Placement,
+    placement: Placement,
     norms: HeadNorms | None,
     keys: Pages,
     values: Pages,
@@ -252,8 +252,8 @@ def decode_attention(
         values,
         key_scale,
         value_scale,
-        place.table,
-        place.position,
+        placement.table,
+        placement.position,
         out,
         sums,
         joints,
@@ -261,7 +261,7 @@ def decode_attention(
         eps,
         shift,
         query_scale,
-        place.table.stride(0),
+        placement.table.stride(0),
         reach,
         splits,
         least,
@@ -281,7 +281,7 @@ def decode_attention(
         num_stages=stages - (dim_block >= 256),  # heads of 256 fill a processor's shared memory with one more
     )
     if splits > 1:
-        combine_splits(sums, joints, place.position, out, reach, splits, least, kv_heads, dim, block)
+        combine_splits(sums, joints, placement.position, out, reach, splits, least, kv_heads, dim, block)
     return out
 
 

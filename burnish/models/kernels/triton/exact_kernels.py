@@ -75,7 +75,7 @@ def _exact_attention(
     tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, window: int | None) -> Tensor:
+def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None) -> Tensor:
     """[N, heads, D]: each query against the pages of its row up to its own position."""
     rows, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
@@ -86,12 +86,12 @@ def exact_attention(q: Tensor, keys: Tensor, values: Tensor, place: Placement, w
         q,
         keys,
         values,
-        place.table,
-        place.owner,
-        place.position,
+        placement.table,
+        placement.owner,
+        placement.position,
         out,
         dim**-0.5 * 1.4426950408889634,
-        place.table.stride(0),
+        placement.table.stride(0),
         window if window is not None else 1 << 30,
         KV_HEADS=kv_heads,
         SHARED=shared,
