@@ -1,25 +1,26 @@
-/* Causal attention of packed sequences over their own past, forward and backward, for sequences that are not long.
+/* Causal attention of packed sequences, forward and backward, for short sequences.
 
-   A sequence has rows of its own and may begin with rows of another's (its trunk): those are keys only. Keys of a sequence
-   and head are laid out once as the products read them; queries go in blocks, so a block's scores stay near the core. A task
-   is one key head of all sequences that share rows, in their order: no two threads add to one place, and sums are the same for any
-   number of threads. The backward pass makes the weights again from log-sum-exp. */
+   A sequence has rows of its own and may share a prefix with another sequence; rows of the prefix are keys only. Keys of
+   a sequence and head are copied once into the layout that the products read. Queries run in blocks, so that a block's
+   scores stay in the core's cache. A task is one key head of all sequences that share rows, in order: no two threads add
+   to the same address, and sums are the same for any number of threads. The backward pass recomputes the attention
+   weights from the log-sum-exp. */
 
 #include "product.h"
 #include "rows.h"
 
-#define QUERIES 24 /* of a block */
+#define QUERIES 24 /* queries of a block */
 
 struct sequence {
-    int64_t first, length;             /* rows of its own */
-    int64_t trunk_first, trunk_length; /* rows of another's that it begins with */
+    int64_t first, length;               /* its own rows */
+    int64_t prefix_first, prefix_length; /* rows of the shared prefix */
 };
 
 struct attention {
-    const real *q, *k, *v; /* rows [heads, dim] and [kv_heads, dim], so far apart: */
+    const real *q, *k, *v; /* rows [heads, dim] and [kv_heads, dim] with these strides: */
     long q_row, k_row, v_row;
     const struct sequence *sequences;
-    const int64_t *groups; /* [groups + 1] which sequences share rows; the one that others begin with comes first */
+    const int64_t *groups; /* [groups + 1] offsets of the sequences that share rows; the owner of a prefix comes first */
     long heads, kv_heads, dim, window;
     real *out, *lse; /* [rows, heads, dim], [rows, heads] */
     const real *grad;
@@ -28,12 +29,12 @@ struct attention {
     long room, longest;
 };
 
-/* Row j of all that a sequence sees. */
+/* The row of position j of a sequence, prefix included. */
 INLINE long row_of(const struct sequence *s, long j) {
-    return j < s->trunk_length ? s->trunk_first + j : s->first + j - s->trunk_length;
+    return j < s->prefix_length ? s->prefix_first + j : s->first + j - s->prefix_length;
 }
 
-/* Rows of a head side by side, `columns` apart, with zeros behind. */
+/* Copies rows of a head to a dense matrix whose rows are padded with zeros to `columns`. */
 static void gather(const struct sequence *s, long first, long last, const real *x, long x_row, long dim, real *into, long columns) {
     for (long j = first; j < last; j++) {
         real *y = into + (j - first) * columns;
@@ -42,7 +43,7 @@ static void gather(const struct sequence *s, long first, long last, const real *
     }
 }
 
-/* The same, transposed: [dim, width]. */
+/* Copies rows of a head transposed to [dim, width]. */
 static void gather_across(const struct sequence *s, long length, const real *x, long x_row, long dim, real *into, long width) {
     for (long j = 0; j < width; j += LANES) {
         const real *from[WIDTH / sizeof(real)];
@@ -52,20 +53,20 @@ static void gather_across(const struct sequence *s, long length, const real *x, 
     }
 }
 
-/* The sum of x y over whole vectors. */
+/* The dot product of x and y; n is a multiple of LANES. */
 INLINE real inner(const real *x, const real *y, long n) {
     vec sum = {0};
     for (long i = 0; i < n; i += LANES) sum = fused(load(x + i), load(y + i), sum);
     return total(sum);
 }
 
-/* The keys a query at place i of the whole sequence sees are [first_key, i]. */
+/* A query at position i attends to the keys [first_key, i]. */
 INLINE long first_key(const struct attention *a, long i) { return a->window ? most(0, i - a->window + 1) : 0; }
 
 /* --- forward ------------------------------------------------------------------------------------------------------ */
 
 static void forward_head(const struct attention *a, const struct sequence *s, long head, real *space) {
-    long dim = a->dim, columns = padded(dim), length = s->trunk_length + s->length, width = padded(length);
+    long dim = a->dim, columns = padded(dim), length = s->prefix_length + s->length, width = padded(length);
     long shared = a->heads / a->kv_heads;
     real *keys = space, *values = keys + dim * width, *scores = values + length * columns, *mixed = scores + QUERIES * width;
     real scale = (real)(1 / sqrt((double)dim));
@@ -73,7 +74,7 @@ static void forward_head(const struct attention *a, const struct sequence *s, lo
     gather(s, 0, length, a->v + head * dim, a->v_row, dim, values, columns);
     for (long h = head * shared; h < (head + 1) * shared; h++)
         for (long i = 0; i < s->length; i += QUERIES) {
-            long count = least(QUERIES, s->length - i), at = s->trunk_length + i, seen = at + count;
+            long count = least(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
             const real *q = a->q + (s->first + i) * a->q_row + h * dim;
             product(0, count, across, dim, q, a->q_row, 1, keys + begin, width, scores, width);
@@ -101,13 +102,13 @@ static void forward_task(void *arguments, long task, long thread) {
 /* --- backward ----------------------------------------------------------------------------------------------------- */
 
 static void backward_head(const struct attention *a, const struct sequence *s, long head, real *space) {
-    long dim = a->dim, columns = padded(dim), length = s->trunk_length + s->length, width = padded(length);
+    long dim = a->dim, columns = padded(dim), length = s->prefix_length + s->length, width = padded(length);
     long shared = a->heads / a->kv_heads, h_row = a->heads * dim;
     real *keys_across = space, *values_across = keys_across + dim * width, *keys = values_across + dim * width;
     real *grad_keys = keys + length * columns, *grad_values = grad_keys + length * columns;
     real *weights = grad_values + length * columns, *slopes = weights + QUERIES * width;
     real *queries = slopes + QUERIES * width, *grads = queries + QUERIES * columns;
-    real *outs = grads + QUERIES * columns, *grad_queries = outs; /* which are made when the results are no longer needed */
+    real *outs = grads + QUERIES * columns, *grad_queries = outs; /* shares memory: `outs` is read before it is written */
     real scale = (real)(1 / sqrt((double)dim));
     gather_across(s, length, a->k + head * dim, a->k_row, dim, keys_across, width);
     gather_across(s, length, a->v + head * dim, a->v_row, dim, values_across, width);
@@ -115,7 +116,7 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
     memset(grad_keys, 0, 2 * length * columns * sizeof(real));
     for (long h = head * shared; h < (head + 1) * shared; h++)
         for (long i = 0; i < s->length; i += QUERIES) {
-            long count = least(QUERIES, s->length - i), at = s->trunk_length + i, seen = at + count;
+            long count = least(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
             gather(s, at, seen, a->q + h * dim, a->q_row, dim, queries, columns);
             gather(s, at, seen, a->grad + h * dim, h_row, dim, grads, columns);
@@ -139,7 +140,7 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
         }
     for (long j = 0; j < length; j++) {
         real *k = a->grad_k + (row_of(s, j) * a->kv_heads + head) * dim, *v = a->grad_v + (row_of(s, j) * a->kv_heads + head) * dim;
-        int is_own = j >= s->trunk_length; /* the first to write there; those that begin with it come later */
+        int is_own = j >= s->prefix_length; /* the owner writes first; sequences that share the prefix add to it later */
         for (long d = 0; d < dim; d++) {
             k[d] = (is_own ? 0 : k[d]) + grad_keys[j * columns + d];
             v[d] = (is_own ? 0 : v[d]) + grad_values[j * columns + d];
@@ -154,7 +155,7 @@ static void backward_task(void *arguments, long task, long thread) {
         backward_head(a, a->sequences + s, head, a->space + thread * a->room);
 }
 
-/* Numbers of working memory that a thread needs for sequences up to `longest`. */
+/* Elements of working memory per thread for sequences up to `longest`. */
 EXPORT long attention_room(long longest, long dim, long is_backward) {
     long columns = padded(dim), width = padded(longest);
     if (!is_backward) return padded(dim * width + longest * columns + QUERIES * (width + columns));

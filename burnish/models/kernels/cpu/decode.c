@@ -1,23 +1,23 @@
-/* One new token a row through all layers of a decoder, over a dense cache of keys and values.
+/* One decode step: one new token per row through all layers of a decoder, over a dense KV cache.
 
-   Rows know nothing of each other, so a thread takes a block of them from the embedding to the logits: one wait for all
-   threads in a step, and a block's activations stay near its core. Weights come transposed and in panels (`pack`). */
+   Rows are independent, so a thread takes a block of rows from the embedding to the logits. Threads synchronise once per
+   step, and a block's activations stay in the core's cache. Weights are transposed and stored in panels (`pack`). */
 
 #include "product.h"
 #include "rows.h"
 
 struct linear {
-    const real *weight, *bias; /* packed; the bias may be missing */
+    const real *weight, *bias; /* the weight is packed; the bias may be NULL */
 };
 
 struct layer {
     const real *attention_norm, *mlp_norm;
-    const real *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm; /* missing where a family has none */
+    const real *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm; /* NULL if the family has none */
     struct linear qkv, out, gate_up, down;
     const real *cos, *sin; /* [positions, head_dim] */
     real *keys;            /* [rows, kv_heads, head_dim, capacity] */
     real *values;          /* [rows, kv_heads, capacity, head_dim] */
-    long window;           /* how far it looks back; 0: to the beginning */
+    long window;           /* attention window; 0 is no limit */
 };
 
 struct decoder {
@@ -35,9 +35,9 @@ struct step {
     real *logits, *space;
 };
 
-#define BLOCK 64 /* rows that go through a layer together */
+#define BLOCK 64 /* rows of a task */
 
-/* Rows of W [outputs, inputs] as panels [inputs, PANEL], each of them PANEL outputs; those that are missing are 0. */
+/* Packs W [outputs, inputs] into panels [inputs, PANEL] of PANEL outputs each; missing outputs are 0. */
 EXPORT void pack(const real *weight, real *packed, long outputs, long inputs) {
     for (long first = 0; first < outputs; first += PANEL)
         for (long p = 0; p < inputs; p++)
@@ -47,7 +47,7 @@ EXPORT void pack(const real *weight, real *packed, long outputs, long inputs) {
 
 EXPORT long panel_width(void) { return PANEL; }
 
-/* y [rows, outputs] = x [rows, inputs] W^T + bias, or added to y. */
+/* y [rows, outputs] = x [rows, inputs] W^T + bias; with `adds` it is added to y. */
 static void project(struct linear by, int adds, const real *x, real *y, long rows, long inputs, long outputs) {
     for (long j = 0; j < outputs; j += PANEL) {
         long columns = least(PANEL, outputs - j);
@@ -61,7 +61,7 @@ static void project(struct linear by, int adds, const real *x, real *y, long row
         int onto = adds || by.bias;
         long full = columns / LANES * LANES;
         product(onto, rows, full, inputs, x, inputs, 1, panel, PANEL, y + j, outputs);
-        if (full < columns) /* a part of a vector */
+        if (full < columns) /* the last, incomplete vector */
             for (long i = 0; i < rows; i++) {
                 real some[WIDTH / sizeof(real)];
                 product(0, 1, LANES, inputs, x + i * inputs, inputs, 1, panel + full, PANEL, some, LANES);
@@ -73,7 +73,7 @@ static void project(struct linear by, int adds, const real *x, real *y, long row
     }
 }
 
-/* What a projection gives is added to the residual, through a norm where the family has one. */
+/* Adds a projection to the residual, through an output norm if the family has one. */
 static void add_to_residual(const struct decoder *m, struct linear by, const real *norm, const real *from, real *x,
                             real *between, long rows, long inputs) {
     if (!norm) {
@@ -88,7 +88,7 @@ static void add_to_residual(const struct decoder *m, struct linear by, const rea
     }
 }
 
-/* Heads of one row: normed where the family does so, rotated; the key and value go to the cache at its position. */
+/* Norms (if the family does so) and rotates the heads of one row, and writes its key and value to the cache. */
 static void place(const struct decoder *m, const struct layer *l, real *qkv, long row, long at, long capacity) {
     long dim = m->head_dim;
     const real *cos = l->cos + at * dim, *sin = l->sin + at * dim;
@@ -107,7 +107,7 @@ static void place(const struct decoder *m, const struct layer *l, real *qkv, lon
     }
 }
 
-/* The query heads of one row over the keys of their head, from its window's first to its own. */
+/* Attention of the query heads of one row over the keys of its window. */
 static void attend(const struct decoder *m, const struct layer *l, const real *qkv, real *mixed, real *scores,
                    long row, long at, long capacity) {
     long dim = m->head_dim, shared = m->heads / m->kv_heads, first = l->window ? most(0, at - l->window + 1) : 0;
@@ -167,14 +167,14 @@ static void some_rows(void *arguments, long task, long thread) {
     project(m->head, 0, normed, s->logits + first * m->vocab, rows, m->hidden, m->vocab);
 }
 
-/* Numbers of working memory that a thread needs for a step over positions up to `longest`. */
+/* Elements of working memory per thread for a step over positions up to `longest`. */
 EXPORT long decode_room(const struct decoder *m, long longest) {
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
     long a_row = 2 * m->hidden + most(all_heads, 2 * m->mlp) + most(heads, m->mlp);
     return padded(BLOCK * a_row + m->heads / m->kv_heads * (padded(longest + 1) + LANES));
 }
 
-/* Logits [rows, vocab] of the token after each row's last, which stands at its position. */
+/* Logits [rows, vocab] of the token after each row's last token, which is at `positions`. */
 EXPORT void decode(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
                    long capacity, real *logits, real *space, long room, long threads) {
     long block = least(BLOCK, (rows + threads - 1) / threads);

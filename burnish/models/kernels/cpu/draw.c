@@ -1,4 +1,4 @@
-/* Drawing a token a row: one uniform number, by inversion of the cumulative distribution, and the log-prob of what was drawn. */
+/* Samples one token per row from one uniform number by inverting the cumulative distribution, with its log-prob. */
 
 #include "rows.h"
 
@@ -10,7 +10,7 @@ struct draw {
     real *logp;
 };
 
-/* exp((x - best) / temperature) of up to LANES logits; what is missing is 0. */
+/* exp((x - best) / temperature) of up to LANES logits; missing lanes are 0. */
 INLINE vec weights(const real *x, long n, real best, real temperature) {
     vec e = load_upto(x, n) - best;
     e = exponential(temperature == 1 ? e : e / temperature);
@@ -24,7 +24,7 @@ static void draw_row(void *arguments, long row, long thread) {
     const real *x = d->logits + row * d->vocab;
     double asked = d->temperature ? d->temperature[row] : 1, sum = 0, reached = 0;
     real temperature = asked == 0 ? 1 : (real)asked;
-    long best = 0, token = d->vocab - 1; /* NaN logits find no place: the log-prob says so */
+    long best = 0, token = d->vocab - 1; /* with NaN logits no token is reached, and the log-prob is NaN */
     for (long j = 1; j < d->vocab; j++) best = x[j] > x[best] ? j : best;
     for (long j = 0; j < d->vocab; j += LANES) {
         vec e = weights(x + j, d->vocab - j, x[best], temperature);
@@ -46,8 +46,8 @@ static void draw_row(void *arguments, long row, long thread) {
     d->logp[row] = (real)(((double)x[token] - x[best]) / temperature - log(sum));
 }
 
-/* Tokens [rows] and their log-probs under softmax(logits / temperature); temperature 0 takes the likeliest and tells its log-prob
-   at temperature 1, a missing one is 1. */
+/* Tokens [rows] and their log-probs under softmax(logits / temperature). Temperature 0 takes the likeliest token and
+   reports its log-prob at temperature 1; a NULL temperature is 1. */
 EXPORT void draw(const real *logits, const double *uniform, const double *temperature, long rows, long vocab, int64_t *tokens,
                  real *logp, long threads) {
     struct draw draw = {logits, uniform, temperature, vocab, tokens, logp};

@@ -1,7 +1,7 @@
-/* The learner's operations on rows, forward and backward: norms, rotations, gated activations.
+/* Row-wise operations of the learner, forward and backward: norms, rotations, gated activations.
 
-   Tasks are stretches of rows of one length, whatever the number of threads; what is summed over all rows is summed within a
-   stretch first, then over the stretches in their order. */
+   A task is STRETCH rows, for any number of threads. Sums over all rows are computed within a task first and then over
+   the tasks in order, so that they do not depend on the number of threads. */
 
 #include "rows.h"
 
@@ -25,15 +25,15 @@ static void norm_stretch(void *arguments, long task, long thread) {
         n->scale[i] = norm_row(n->x + i * n->size, n->weight, n->y + i * n->size, n->size, n->eps, n->shift, 1);
 }
 
-/* y = x * scale * (shift + weight), scale [rows] one over the root of the mean square. */
+/* y = x * scale * (shift + weight) with scale [rows] = 1 / rms(x). */
 EXPORT void norm_forward(const real *x, const real *weight, real *y, real *scale, long rows, long size, double eps, double shift,
                          long threads) {
     struct norm n = {x, weight, 0, y, scale, 0, rows, size, eps, shift};
     in_parallel(norm_stretch, &n, stretches(rows), threads);
 }
 
-/* With normal = x * scale and slope = grad * (shift + weight): d x = scale * (slope - normal * mean(slope * normal)),
-   d weight = sum over rows of grad * normal. */
+/* With normal = x * scale and slope = grad * (shift + weight): dx = scale * (slope - normal * mean(slope * normal)) and
+   dweight = sum over rows of grad * normal. */
 static void norm_back_stretch(void *arguments, long task, long thread) {
     (void)thread;
     const struct norm *n = arguments;
@@ -57,7 +57,7 @@ static void norm_back_stretch(void *arguments, long task, long thread) {
     }
 }
 
-/* d x [rows, size] and d weight [size]; parts [stretches, size] is working memory. */
+/* Gradients dx [rows, size] and dweight [size]; parts [tasks, size] is working memory. */
 EXPORT void norm_backward(const real *grad, const real *x, const real *weight, real *scale, real *grad_x, real *grad_weight,
                           real *parts, long rows, long size, double shift, long threads) {
     struct norm n = {x, weight, grad, grad_x, scale, parts, rows, size, 0, shift};
@@ -86,7 +86,7 @@ static void rotate_stretch(void *arguments, long task, long thread) {
                        r->y + (i * r->heads + h) * r->dim, r->dim, r->way);
 }
 
-/* Heads x, whose rows are x_row apart, by cos and sin [rows, dim] of their rows; with way -1 back. */
+/* Rotates heads x, whose rows are x_row apart, by cos and sin [rows, dim]; way -1 is the inverse rotation. */
 EXPORT void rotate_heads(const real *x, const real *cos, const real *sin, real *y, long rows, long heads, long dim, long x_row,
                          double way, long threads) {
     struct rotation r = {x, cos, sin, y, (real)way, rows, heads, dim, x_row};

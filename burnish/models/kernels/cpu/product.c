@@ -1,6 +1,6 @@
 #include "product.h"
 
-/* A tile of C: `down` rows, `across` vectors wide, both constants where this is called. */
+/* A tile of C: `down` rows, `across` vectors wide. Both are compile-time constants at every call. */
 INLINE void tile(int down, int across, int adds, long depth, const real *a, long a_row, long a_column, const real *b,
                  long b_row, real *c, long c_row) {
     vec sum[DOWN][ACROSS];
@@ -18,7 +18,7 @@ INLINE void tile(int down, int across, int adds, long depth, const real *a, long
         for (int j = 0; j < across; j++) store(c + i * c_row + j * LANES, sum[i][j]);
 }
 
-/* A column of tiles: the tallest that fit, then smaller ones. */
+/* A column of tiles: the tallest tiles that fit, then smaller ones. */
 #define ROWS_OF(n, across)                                                                                             \
     for (; i + (n) <= rows; i += (n))                                                                                  \
         tile(n, across, adds, depth, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row);

@@ -1,11 +1,11 @@
-/* What is done to one row of numbers at a time, by the decode step and by the learner's operations alike. */
+/* Operations on one row, shared by the decode step and the learner's operations. */
 
 #ifndef BURNISH_ROWS_H
 #define BURNISH_ROWS_H
 
 #include "vectors.h"
 
-/* One over the root of the mean square. */
+/* 1 / rms(x). */
 static inline real rms_scale(const real *x, long n, double eps) {
     vec sum = {0};
     long i = 0;
@@ -17,7 +17,7 @@ static inline real rms_scale(const real *x, long n, double eps) {
     return (real)(1 / sqrt((double)total(sum) / n + eps));
 }
 
-/* y = x / rms(x) * (shift + weight) * factor; x and y may be the same. Returns one over rms(x). */
+/* y = x / rms(x) * (shift + weight) * factor; x and y may be the same. Returns 1 / rms(x). */
 static inline real norm_row(const real *x, const real *weight, real *y, long n, double eps, double shift, real factor) {
     real scale = rms_scale(x, n, eps), by = scale * factor;
     for (long i = 0; i < n; i += LANES)
@@ -25,7 +25,7 @@ static inline real norm_row(const real *x, const real *weight, real *y, long n, 
     return scale;
 }
 
-/* Rotates one head in the half-split layout by cos and signed sin [dim]; with way -1 back. x and y may be the same. */
+/* Rotates one head in the half-split layout by cos and signed sin [dim]; way -1 is the inverse. x and y may be the same. */
 static inline void rotate_row(const real *x, const real *cos, const real *sin, real *y, long dim, real way) {
     long half = dim / 2;
     for (long i = 0; i < half; i += LANES) {
@@ -37,8 +37,8 @@ static inline void rotate_row(const real *x, const real *cos, const real *sin, r
     }
 }
 
-/* exp(scale * x - best) at columns [first, last) of a row of whole vectors, 0 elsewhere, where best is the largest scale * x there.
-   Returns their sum. */
+/* x = exp(scale * x - best) at columns [first, last) and 0 elsewhere, with best the largest scale * x there; `width` is a
+   multiple of LANES. Returns the sum. */
 static inline real exponentials(real *x, long width, long first, long last, real scale, real *best) {
     for (long j = 0; j < first; j++) x[j] = -INFINITY;
     for (long j = last; j < width; j++) x[j] = -INFINITY;
@@ -54,11 +54,11 @@ static inline real exponentials(real *x, long width, long first, long last, real
     return total(sum);
 }
 
-/* 1 / (1 + e^-x), and what it is taken of: GELU in its tanh form is x times this of twice the tanh's argument. */
+/* 1 / (1 + e^-x). GELU in its tanh form is x * logistic(gelu_argument(x)), where the argument is twice that of the tanh. */
 INLINE vec logistic(vec x) { return 1 / (1 + exponential(-x)); }
 INLINE vec gelu_argument(vec x) { return x * fused((real)0.07135481627260025 * x, x, all((real)1.5957691216057308)); }
 
-/* y [n] = act(gate) * up of a row [gate, up], act(x) = x logistic(x) or GELU. */
+/* y [n] = act(gate) * up of a row [gate, up], where act is SiLU, x * logistic(x), or GELU. */
 static inline void gate_row(const real *gate_up, real *y, long n, int is_gelu) {
     for (long i = 0; i < n; i += LANES) {
         vec gate = load_upto(gate_up + i, n - i), up = load_upto(gate_up + n + i, n - i);

@@ -1,5 +1,5 @@
-/* Tasks over the threads that torch has already: `GOMP_parallel` of the OpenMP library it loaded, handed in as an address,
-   so that there are never two pools of threads that wait for each other's cores. */
+/* Runs tasks on torch's own threads: Python passes in the address of `GOMP_parallel` of the OpenMP library that torch
+   loaded. A second thread pool would compete with torch's for the cores. */
 
 #include "vectors.h"
 
@@ -26,7 +26,7 @@ static void body(void *data) {
         share->what(share->arguments, task, number());
 }
 
-/* Each task once, on one of `threads` threads; whichever is free takes the next. */
+/* Runs each task once on one of `threads` threads; a free thread takes the next task. */
 void in_parallel(work what, void *arguments, long tasks, long threads) {
     threads = least(threads, tasks);
     if (threads < 2 || !region) {

@@ -1,8 +1,8 @@
-/* Vectors of the machine's width, their exponential, and the way work is divided over threads.
+/* SIMD vectors of the machine's width, their exponential, and the interface for threads.
 
-   Numbers are float, or double where WIDE is defined. No fast-math: sums are in the order written and rounded where written, so a result is
-   the same for any number of threads.
-   Vectors are the compiler's own extension, so that one source serves every machine. */
+   Numbers are float, or double if WIDE is defined. There is no fast-math: sums are computed in the order written and
+   rounded where written, so that a result is the same for any number of threads. Vectors are the compiler's extension, so
+   that one source serves every machine. */
 
 #ifndef BURNISH_VECTORS_H
 #define BURNISH_VECTORS_H
@@ -46,8 +46,8 @@ typedef int32_t bits __attribute__((vector_size(WIDTH)));
 INLINE vec load(const real *p) { return *(const loose *)p; }
 INLINE void store(real *p, vec x) { *(loose *)p = x; }
 INLINE vec all(real x) { return x - (vec){0}; }
-/* a b + c, rounded once where the machine can. It is asked for by name: a compiler left to itself joins products and sums in one place
-   and not in another, and then a row's bits depend on which tile it stands in (-ffp-contract=off forbids that). */
+/* a * b + c, rounded once if the machine has FMA. It is explicit because a compiler contracts products and sums in some
+   places and not in others; a row's bits would then depend on its tile (-ffp-contract=off forbids that). */
 INLINE vec fused(vec a, vec b, vec c) {
 #if defined(__AVX512F__) && defined(WIDE)
     return _mm512_fmadd_pd(a, b, c);
@@ -71,7 +71,7 @@ INLINE long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 
-/* Of all lanes: halves onto halves, in an order that depends on nothing. */
+/* The sum of all lanes, in a fixed order: the upper half is added to the lower half, repeatedly. */
 INLINE real total(vec x) {
     real lane[WIDTH / sizeof(real)];
     store(lane, x);
@@ -88,7 +88,7 @@ INLINE real largest(vec x) {
     return lane[0];
 }
 
-/* The first n < LANES numbers, and zeros. */
+/* The first n < LANES numbers, padded with zeros. */
 INLINE vec load_some(const real *p, long n) {
     vec x = {0};
     memcpy(&x, p, n * sizeof(real));
@@ -106,8 +106,8 @@ INLINE void store_upto(real *p, vec x, long n) {
         store_some(p, x, n);
 }
 
-/* e^x = 2^n e^r with |r| <= ln 2 / 2, to the last bit or two: a polynomial for e^r, and n into the exponent's bits. Below the
-   smallest normal number the result is 0; NaN stays NaN. */
+/* e^x = 2^n e^r with |r| <= ln 2 / 2, accurate to one or two units in the last place: a polynomial gives e^r, and n is
+   added to the exponent bits. Below the smallest normal number the result is 0; NaN stays NaN. */
 INLINE vec exponential(vec x) {
     const int is_wide = sizeof(real) == 8;
     const real low = is_wide ? (real)-708.0 : (real)-87.3, high = is_wide ? (real)709.0 : (real)88.7;
@@ -130,9 +130,7 @@ INLINE vec exponential(vec x) {
     return pick(x != x, x, y);
 }
 
-/* --- threads ------------------------------------------------------------------------------------------------------ */
-
-/* A piece of work: what to do with the task of a number, on the thread of a number. Who does a task must not change its result. */
+/* One task: called with its index and the index of its thread. The result must not depend on the thread. */
 typedef void (*work)(void *arguments, long task, long thread);
 
 void in_parallel(work what, void *arguments, long tasks, long threads);
