@@ -133,13 +133,13 @@ class Varlen(torch.autograd.Function):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gate(gate_up: Tensor) -> Tensor:
+    def swiglu(gate_up: Tensor) -> Tensor:
         return gate_up[:, ::2].contiguous()
 
-    rows = ModuleType("rows")
-    rows.gate = gate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "burnish.models.kernels.triton.elementwise_kernels", rows)
-    monkeypatch.setattr(triton, "rows", rows, raising=False)
+    kernels = ModuleType("elementwise_kernels")
+    kernels.swiglu = swiglu  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "burnish.models.kernels.triton.elementwise_kernels", kernels)
+    monkeypatch.setattr(triton, "elementwise_kernels", kernels, raising=False)
     monkeypatch.setattr(elementwise, "use_triton", lambda x: True)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *_: Varlen.apply(q, k, v))

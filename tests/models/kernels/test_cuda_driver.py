@@ -102,12 +102,12 @@ def test_a_kernel_that_cannot_be_kept_is_used_all_the_same(
     with caplog.at_level(logging.WARNING):
         cuda_driver.Kernel("source", "name", 1024)
     assert loaded == [CODE]
-    assert "is not kept, and will be compiled again: no space left" in caplog.text
+    assert "could not be cached and will be compiled again next time: no space left" in caplog.text
 
 
 def test_what_is_not_compiled_says_what_the_compiler_says() -> None:
     with pytest.raises(
-        RuntimeError, match="a CUDA kernel was not compiled: nvrtcCompileProgram failed: error 6\nline 1: no"
+        RuntimeError, match="a CUDA kernel did not compile: nvrtcCompileProgram failed: error 6\nline 1: no"
     ):
         cuda_driver.compile_source(Library(broken=6), "source")
 

@@ -1,7 +1,7 @@
-"""CUDA kernels: compiled by NVIDIA's run-time compiler, which comes with torch, and kept for the next time.
+"""CUDA driver calls, and CUDA kernels compiled by NVRTC, which comes with torch.
 
-A file is known by its source and by what the compiler is. Where there is no compiler that works, or with BURNISH_CUDA_KERNELS=0,
-there are no such kernels, and the operations they stand for run instead.
+Compiled kernels are cached on disk, keyed by source and compiler. If NVRTC does not work, or with BURNISH_CUDA_KERNELS=0,
+Triton and torch compute the same operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import torch
 
 from burnish.models.kernels.device import atomic_file, kernel_cache_dir
 
-# --- Calls of the CUDA driver that torch has no function for.
+logger = logging.getLogger(__name__)
+
+CUDA_KERNELS_VARIABLE = "BURNISH_CUDA_KERNELS"
+NVRTC_OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17")
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_ELF_MAGIC = b"\x7fELF"
+_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
 @cache
@@ -31,7 +39,7 @@ def _cuda_library() -> Any:
 
 
 def call_driver(name: str, *arguments: Any) -> None:
-    """Call a function of the driver; raise with its own words when it fails."""
+    """Call a function of the CUDA driver; raise its error message if it fails."""
     code = getattr(_cuda_library(), name)(*arguments)
     if code != 0:
         text = ctypes.c_char_p()
@@ -43,7 +51,7 @@ _entered = threading.local()
 
 
 def enter_device(device: int) -> None:
-    """Let this thread call the driver for a device, with the context that torch uses: a new thread has none before torch has worked in it."""
+    """Make torch's CUDA context of a device current in this thread, which has none until torch has run in it."""
     if device in getattr(_entered, "devices", ()):
         return
     handle, context = ctypes.c_int(), ctypes.c_void_p()
@@ -53,21 +61,13 @@ def enter_device(device: int) -> None:
     _entered.devices = {*getattr(_entered, "devices", ()), device}
 
 
-logger = logging.getLogger(__name__)
-
-CUDA_KERNELS_VARIABLE = "BURNISH_CUDA_KERNELS"
-NVRTC_OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17")
-_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_ELF_MAGIC = b"\x7fELF"
-
-
 class CudaKernelsUnavailable(Exception):
-    """Why there are no kernels."""
+    """The CUDA kernels cannot be compiled; the message says why."""
 
 
 @cache
 def nvrtc_library() -> ctypes.CDLL | None:
-    """The run-time compiler of torch's CUDA; None, with a word, where there is none that works."""
+    """NVRTC of torch's CUDA version; None, with a warning, if it does not work."""
     try:
         return _working_nvrtc()
     except CudaKernelsUnavailable as reason:
@@ -77,7 +77,7 @@ def nvrtc_library() -> ctypes.CDLL | None:
 
 
 def cuda_kernels_status() -> tuple[bool, str]:
-    """Whether kernels can be compiled, and what to say of it."""
+    """Whether kernels can be compiled, and a sentence about it for `burnish doctor`."""
     try:
         _working_nvrtc()
     except CudaKernelsUnavailable as reason:
@@ -97,7 +97,7 @@ def _working_nvrtc() -> ctypes.CDLL:
             break
     else:
         raise CudaKernelsUnavailable(f"there is no {name}, which comes with torch for CUDA")
-    try:  # it loads without the library of its built-in functions, and then compiles nothing
+    try:  # NVRTC also loads without its built-ins library, but then it cannot compile
         compile_source(library, 'extern "C" __global__ void nothing() {}')
     except RuntimeError as error:
         raise CudaKernelsUnavailable(str(error)) from error
@@ -105,11 +105,11 @@ def _working_nvrtc() -> ctypes.CDLL:
 
 
 class Kernel:
-    """A function of a source on the current device; `shared_bytes` of memory for each of its blocks."""
+    """A CUDA kernel on the current device, with `shared_bytes` of dynamic shared memory per block."""
 
     def __init__(self, source: str, name: str, shared_bytes: int) -> None:
         library = nvrtc_library()
-        assert library is not None, "asked for before a kernel is made"
+        assert library is not None, "the caller checks nvrtc_library() first"
         enter_device(torch.cuda.current_device())
         path, self.function = _cache_path(library, source), ctypes.c_void_p()
         module = _load_cached(path)
@@ -123,7 +123,7 @@ class Kernel:
         self.shared_bytes = shared_bytes
 
     def launch(self, blocks: tuple[int, int], threads: int, arguments: list[Any]) -> None:
-        """On torch's stream."""
+        """Launch the kernel on torch's current stream."""
         enter_device(torch.cuda.current_device())
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -139,22 +139,22 @@ def _load_module(binary: bytes) -> ctypes.c_void_p:
 
 
 def _load_cached(path: Path | None) -> ctypes.c_void_p | None:
-    """What a file holds; None, with a word, where it is of no use."""
+    """The module of a cached file; None, with a warning, if it cannot be used."""
     if path is None or not path.is_file():
         return None
     try:
         binary = path.read_bytes()
-        if binary.startswith(_ELF_MAGIC):  # the driver would take anything else for a text to translate
+        if binary.startswith(_ELF_MAGIC):  # the driver would parse anything else as PTX
             return _load_module(binary)
-        logger.warning("%s holds no machine code, and is made anew", path)
+        logger.warning("%s holds no machine code, compiling it again", path)
         return None
     except (OSError, RuntimeError) as error:
-        logger.warning("%s is made anew: %s", path, error)
+        logger.warning("%s cannot be loaded, compiling it again: %s", path, error)
         return None
 
 
 def _cache_path(library: ctypes.CDLL, source: str) -> Path | None:
-    """Where the machine code of a source is kept."""
+    """Path of a source's cached machine code."""
     release = (ctypes.c_int(), ctypes.c_int())
     library.nvrtcVersion(*map(ctypes.byref, release))
     known = "\0".join((source, *NVRTC_OPTIONS, str([part.value for part in release]), torch.version.cuda or ""))
@@ -163,16 +163,16 @@ def _cache_path(library: ctypes.CDLL, source: str) -> Path | None:
 
 
 def save_cached(path: Path, binary: bytes) -> None:
-    """For the next time, if there is room."""
+    """Write compiled machine code to the cache; a failure is only a warning."""
     try:
         with atomic_file(path) as draft:
             draft.write_bytes(binary)
     except OSError as error:
-        logger.warning("a compiled kernel is not kept, and will be compiled again: %s", error)
+        logger.warning("a compiled kernel could not be cached and will be compiled again next time: %s", error)
 
 
 def compile_source(library: Any, source: str) -> bytes:
-    """The machine code of a source."""
+    """Compile a CUDA source to machine code (cubin)."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
     def ask(function: str, *arguments: Any) -> None:
@@ -194,27 +194,23 @@ def compile_source(library: Any, source: str) -> bytes:
             ask("nvrtcCompileProgram", program, len(NVRTC_OPTIONS), options)
         except RuntimeError as error:
             log = text_of("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(f"a CUDA kernel was not compiled: {error}\n{log}".rstrip()) from error
+            raise RuntimeError(f"a CUDA kernel did not compile: {error}\n{log}".rstrip()) from error
         return text_of("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:
         ask("nvrtcDestroyProgram", ctypes.byref(program))
-
-
-# --- What the copy engine of a Hopper GPU must know of a tensor in bfloat16 and of the boxes it moves.
-
-_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
-_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
 @lru_cache(maxsize=4096)
 def tensor_map(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool
 ) -> ctypes.Array[ctypes.c_char]:
-    """The innermost dimension first, which is dense; `strides` of the others are in bytes. What lies outside is read as 0."""
+    """TMA descriptor of a bfloat16 tensor and the boxes that are copied.
+
+    Dimensions start with the innermost, which is dense; `strides` of the others are in bytes. Reads outside return 0.
+    """
     memory = ctypes.create_string_buffer(128 + 64)
     start = -ctypes.addressof(memory) % 64
-    found = (ctypes.c_char * 128).from_buffer(memory, start)  # which keeps the memory
+    found = (ctypes.c_char * 128).from_buffer(memory, start)  # keeps a reference to `memory`
     rank = len(shape)
     call_driver(
         "cuTensorMapEncodeTiled",

@@ -1,11 +1,12 @@
-// Attention of a decode step over a paged cache in bfloat16, for Hopper: a warp takes the query heads of one row that share a key head.
+// Decode attention over a paged KV cache in bfloat16, for Hopper. One warp computes the query heads of one row that share a key head.
 //
-// It rotates the row's new queries and key, stores the key and the value, and walks over the pages of the row's past. A page of a head, 16
-// keys of DIM numbers, is one copy of the copy engine; two pages of keys and of values make a step, STAGES of them on their way at once. Scores are made as keys x queries and sums
-// as numbers x queries, so that a page is a tile of the tensor cores as it lies. The new key is put into its page as that arrives.
-// A row may be cut into stretches, each a warp's: then their sums go to `sums`, and their largest scores and totals to `joints`.
+// The warp rotates the row's new queries and key, stores the key and the value, and loops over the pages of the row. A page of a head,
+// 16 keys of DIM numbers, is one TMA copy. A step has two pages of keys and of values, and STAGES steps are in flight at once. Scores
+// are computed as keys x queries and outputs as values^T x weights, so that a page is a tensor-core tile in its stored layout. The new key
+// is written into the shared-memory copy of its page. The keys of a long row are divided into splits of one warp each: their partial
+// outputs go to `sums`, their largest scores and softmax totals to `joints`.
 //
-// The compile sets DIM, STAGES, NORMED (query and key heads are normed first) and QUERIES, at most 8.
+// The host defines DIM, STAGES, NORMED (query and key heads have an RMS norm) and QUERIES, at most 8.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -16,11 +17,11 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int PAGE = 16;
-constexpr int BYTES = PAGE * DIM * 2;  // of a page of keys, and of one of values
+constexpr int BYTES = PAGE * DIM * 2;  // of a page of keys or of values
 constexpr int STEPS = DIM / 16;
 constexpr int HALF = DIM / 2;
-constexpr float NONE = -1e30f;  // the score of a key that is not there; finite, so that its distance to itself is a number
-constexpr float SLACK = 6;      // a score may be so much above the largest before sums are scaled anew
+constexpr float NONE = -1e30f;  // the score of a masked key; finite, so that NONE - NONE is 0 and not NaN
+constexpr float SLACK = 6;      // how far a score may exceed the running maximum before the sums are rescaled
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -65,10 +66,10 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int line, u32
                  : "memory");
 }
 
-// Where 16 bytes of a line of a page lie: halves of 64 numbers, lines of 128 bytes, whose eight pieces the copy engine turns by the line.
+// Shared-memory offset of a 16-byte piece of a page's line: halves of 64 numbers, lines of 128 bytes, with TMA's 128-byte swizzle.
 __device__ __forceinline__ u32 at(int line, int piece) { return (piece / 8) * (PAGE * 128) + line * 128 + ((piece % 8 ^ line % 8) << 4); }
 
-// Two neighbouring numbers of a head, normed by `scale` and the weights, as the plain operations round.
+// RMS norm of two neighbouring numbers of a head, rounded as the torch operations round.
 __device__ __forceinline__ u32 normed(u32 x, float scale, u32 weight, float shift, float factor) {
     u32 y = pack(low(x) * scale * (low(weight) + shift), high(x) * scale * (high(weight) + shift));
     return factor == 1.0f ? y : pack(low(y) * factor, high(y) * factor);
@@ -93,10 +94,10 @@ extern "C" __global__ void __launch_bounds__(32)
     }
     int position = (int)positions[row];
     const int* pages = table + (u64)row * table_stride;
-    int names = lane < width ? pages[lane] : 0, ahead = 32 + lane < width ? pages[32 + lane] : 0;  // need not wait for the position
+    int names = lane < width ? pages[lane] : 0, ahead = 32 + lane < width ? pages[32 + lane] : 0;  // loaded before the position is known
     u64 pair = (u64)row * kv_heads + head;
     u16* mine = out + pair * QUERIES * DIM;
-    if (position < 0) {  // nobody
+    if (position < 0) {  // an empty row
         if (split == 0)
             for (int i = lane; i < QUERIES * DIM / 2; i += 32) ((u32*)mine)[i] = 0;
         return;
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32)
     int page = start / PAGE, count = (stop - 1) / PAGE - page + 1;
     __syncwarp();
 
-    // Names of pages, 32 at a time, those behind them on their way. Where there is no second page, zeros come from beyond the last one.
+    // Page indices are held 32 at a time, the next 32 prefetched. A missing second page is read past the end of the cache, as zeros.
     if (page > 0) {
         names = lane < count ? pages[page + lane] : 0;
         ahead = 32 + lane < count ? pages[page + 32 + lane] : 0;
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(32)
     int steps = (count + 1) / 2;
     for (int i = 0; i < min(STAGES, steps); i++) fetch(i);
 
-    // Queries as the tensor cores take them: query lane / 4, numbers 2 (lane % 4) and the next, and those eight further, of every 16.
+    // Queries in tensor-core layout: of every 16 numbers of query lane / 4, numbers 2 (lane % 4) and the next, and those eight further.
     const u16* line = qkv + (u64)row * (QUERIES + 2) * kv_heads * DIM;
     const u16 *turn = cos + (u64)position * DIM, *slant = sin + (u64)position * DIM;
     int query = lane / 4, column = lane % 4 * 2;
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(32)
             q[k + STEPS / 2][e] = rotated(y, x, *(const u32*)(turn + HALF + d), *(const u32*)(slant + HALF + d));
         }
 
-    // The new key and value: two numbers of each half a lane.
+    // The new key and value: each lane has two numbers of each half.
     u32 new_key[2] = {0, 0}, new_value[2] = {0, 0};
     bool has_part = 2 * lane < HALF;
     if (is_last) {
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(32)
                          shared(&full[i % STAGES])),
                      "r"(i / STAGES % 2)
                      : "memory");
-        if (i == steps - 1) {  // the last page: the new token itself, and nothing behind the stretch's end, where memory may hold anything
+        if (i == steps - 1) {  // last page: insert the new token, and zero the values past the split's end, which may be NaN
             int slot = (stop - 1) % PAGE;
             u32 k_page = k_pages + (count - 1) % 2 * BYTES, v_page = k_page + 2 * BYTES;
             if (is_last && has_part)
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(32)
                              : "memory");
             __syncwarp();
         }
-        float score[2][4] = {}, odd[2][4] = {};  // of a page: keys lane / 4 and eight further, queries column and the next
+        float score[2][4] = {}, odd[2][4] = {};  // per page: keys lane / 4 and eight further, queries column and the next
         u32 v[2][STEPS][4];
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
@@ -269,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(32)
         for (int h = 0; h < 2; h++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                score[h][e] = power(score[h][e] - best[e % 2]);  // 0 of a key that is not there
+                score[h][e] = power(score[h][e] - best[e % 2]);  // 0 for a masked key
                 total[e % 2] += score[h][e];
             }
             weight[h][0] = turned(pack(score[h][0], score[h][1]));
@@ -289,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(32)
         for (int o = 4; o < 32; o *= 2) total[e] += __shfl_xor_sync(~0u, total[e], o);
     if (active == 1) {
         float inverse[2] = {1.0f / total[0], 1.0f / total[1]};
-        // Through shared memory, so that lines are written whole.
+        // Store through shared memory, so that whole lines are written.
         u16* stage = (u16*)(memory + (ring - shared(memory)));
 #pragma unroll
         for (int d = 0; d < STEPS; d++)

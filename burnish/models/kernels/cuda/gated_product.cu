@@ -1,11 +1,11 @@
-// act(x gate^T) * (x up^T) for rows x [rows, inputs] and one matrix [2 outputs, inputs] that holds gate above up, bfloat16, for Hopper.
+// act(x gate^T) * (x up^T) in bfloat16 for Hopper, with rows x [rows, inputs] and one matrix [2 outputs, inputs], gate above up.
 //
-// A block of threads makes tiles of ROWS x WIDTH outputs, one after the other. Its first warp has the copy engine bring stretches of
-// 64 inputs of the rows and of both weights into a ring of STAGES; GROUPS groups of 128 threads multiply them, each BLOCKS x 64 rows.
-// Gate and up of an output lie in the same registers of the same thread, so that their product is made where the sums end.
+// A persistent thread block computes tiles of ROWS x WIDTH outputs. Its first warp (the producer) loads slices of 64 inputs of the rows and
+// of both weights by TMA into a ring of STAGES; GROUPS warp groups (the consumers) multiply them, BLOCKS x 64 rows each.
+// Gate and up of an output are in the same registers of the same thread, so that the epilogue multiplies them without exchange.
 //
-// The compile sets ROWS, WIDTH (a multiple of 8, odd in units of 8: then rows that are stored meet no bank twice), STAGES, GROUPS,
-// BLOCKS, MOST (registers of a multiplying thread), GELU and `multiply`, the tensor cores' instruction for 2 WIDTH columns.
+// The host defines ROWS, WIDTH (an odd multiple of 8, so that stored rows have no bank conflicts), STAGES, GROUPS, BLOCKS, MOST
+// (registers of a consumer thread), GELU and `multiply`, the wgmma instruction for 2 WIDTH columns.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -19,10 +19,10 @@ constexpr int INPUTS = 64;
 constexpr int ROW_BYTES = ROWS * INPUTS * 2;
 constexpr int WEIGHT_BYTES = 2 * WIDTH * INPUTS * 2;
 constexpr int STAGE = ROW_BYTES + WEIGHT_BYTES;
-constexpr int SUMS = WIDTH;             // registers of a thread for 64 rows
-constexpr int PIECES = WIDTH / 8;       // of eight outputs
-constexpr int BAND = 16;                // tiles of rows that take turns before the next weights: what stays in the cache
-constexpr int STRIP = 16 * WIDTH * 2;   // bytes of the 16 rows a warp stores at once
+constexpr int SUMS = WIDTH;             // accumulator registers of a thread for 64 rows
+constexpr int PIECES = WIDTH / 8;       // pieces of eight outputs
+constexpr int BAND = 16;                // row tiles computed before the next weights, so that both stay in the L2 cache
+constexpr int STRIP = 16 * WIDTH * 2;   // bytes of the 16 rows that a warp stores at once
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, i
         : "memory");
 }
 
-__device__ __forceinline__ u64 describe(u32 address) {  // 64 inputs a row, 128-byte swizzle, eight rows in 1024 bytes
+__device__ __forceinline__ u64 describe(u32 address) {  // wgmma descriptor: 64 inputs per row, 128-byte swizzle, eight rows in 1024 bytes
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ float activate(float x) {
     return x * r;
 }
 
-// Rounded where the plain operations round: gate, up, the activation, the product.
+// Rounded where the torch operations round: gate, up, the activation, the product.
 __device__ __forceinline__ u32 gated(float gate0, float gate1, float up0, float up1) {
     u32 gate = pack(gate0, gate1), up = pack(up0, up1), out;
     u32 active = pack(activate(__uint_as_float(gate << 16)), activate(__uint_as_float(gate & 0xFFFF0000)));
@@ -96,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     __syncthreads();
 
-    if (warp < 4) {  // brings
+    if (warp < 4) {  // the producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x > 0) return;
-        const u64 once = 0x12F0000000000000, again = 0x14F0000000000000;  // weights may leave the cache first, rows last
+        const u64 once = 0x12F0000000000000, again = 0x14F0000000000000;  // L2 hints: evict weights first, rows last
         int stage = 0;
         u32 phase = 1;
         for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
@@ -122,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     int group = warp / 4 - 1, stage = 0;
     u32 phase = 0;
     u32 strip = ring + STAGES * STAGE + (warp - 4) * STRIP;
-    u32 corner = strip + (lane % 16) * WIDTH * 2 + (lane / 16) * 16;  // where this lane's line of four 8 x 8 pieces begins
+    u32 corner = strip + (lane % 16) * WIDTH * 2 + (lane / 16) * 16;  // this lane's row of four 8 x 8 pieces
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         Tile t = tile(index, row_tiles, column_tiles);
-        float sums[BLOCKS][SUMS] = {};  // else CUDA 12 has the tensor cores wait for each product
+        float sums[BLOCKS][SUMS] = {};  // without the zeros CUDA 12 serialises the wgmma instructions
         int before = -1;
         for (int k = 0; k < stretches; k++) {
             wait(shared(&full[stage]), phase);
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 for (int block = 0; block < BLOCKS; block++)
                     multiply(sums[block], lines + block * (64 * INPUTS * 2 / 16) + i * 2, columns + i * 2, k != 0 || i != 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            if (before >= 0) {  // the stretch before is done with
+            if (before >= 0) {  // the previous slice is finished
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                 if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(&empty[before])) : "memory");
             }
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[block][i])::"memory");  // sums are read behind the wait
+            for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[block][i])::"memory");  // keep the reads of the sums behind the wait
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(&empty[before])) : "memory");
 
 #pragma unroll
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #pragma unroll
             for (int i = 0; i < 2 * PIECES; i++)
                 word[i] = gated(sums[block][2 * i], sums[block][2 * i + 1], sums[block][2 * (i + 2 * PIECES)], sums[block][2 * (i + 2 * PIECES) + 1]);
-            if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // what was stored before has been read
+            if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the previous store has read the strip
             __syncwarp();
 #pragma unroll
             for (int p = 0; p + 1 < PIECES; p += 2)

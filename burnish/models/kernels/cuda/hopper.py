@@ -1,7 +1,13 @@
-"""Attention of a decode step on Hopper: pages come by the copy engine, a warp for each row and key head.
+"""CUDA kernels for Hopper GPUs: decode attention, and the gated MLP projection.
 
-The same as `kernels/decode_step.py`, which is for every GPU, type and head, with fewer instructions a key: what a row holds
-is read as fast as memory gives it.
+Decode attention (`decode_attention.cu`) loads pages by TMA, with one warp for each row and key head. It computes the same
+as `kernels/triton/decode_attention.py`, which supports every GPU, dtype and head size, with fewer instructions per key,
+and runs at memory bandwidth.
+
+The gated projection (`gated_product.cu`) computes act(x gate^T) * (x up^T) in one kernel. Gate and up are a layer's
+largest product, and fused with the activation its outputs are never written to memory. Triton's tiles are powers of two
+while layer sizes are not: with 140 tiles, 132 processors would wait for the last eight. Here the tile width is chosen so
+that all processors finish together (`choose_tile`).
 """
 
 from __future__ import annotations
@@ -22,17 +28,30 @@ from burnish.models.kernels.paged_cache import HeadNorms, Placement, decode_buff
 PAGE = 16
 DIMS = (64, 128)
 BLOCK = 32
-"""Keys a stretch is a multiple of, here, in the kernel and for who joins the stretches."""
+"""A split has a multiple of this many keys; the CUDA kernel and `combine_splits` assume the same."""
 MAX_QUERIES = 8
-"""Query heads to a key head: the width of a tile of the tensor cores."""
+"""Query heads per key head: the width of a tensor-core tile."""
 RING_BYTES = 32 * 1024
-"""On its way to a warp at once: two steps of 32 keys with heads of 128."""
+"""Bytes in flight to a warp: two steps of 32 keys with heads of 128."""
+
+TILE_WIDTHS = (72, 56, 40)
+"""Outputs of a tile: odd multiples of eight, limited by the accumulator registers."""
+WARP_GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
+"""Rows of a tile: (consumer warp groups, blocks of 64 rows of each)."""
+REGISTERS_PER_THREAD = {1: 232, 2: 240, 3: 160}
+"""Registers of a consumer thread by the number of warp groups: what the producer threads, with 24 each, leave of a block's."""
+SHARED_BYTES = 227 * 1024 - 2048
+"""Shared memory for stages and output strips: a processor's, less barriers and the alignment of the ring."""
+MAX_STAGES = 8
+TILE_OVERHEAD = 24
+"""Fixed cost of a tile (prologue and epilogue), in columns."""
+GATED_PRODUCT_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def has_decode_attention(
     qkv: Tensor, cos: Tensor, placement: Placement, norms: HeadNorms | None, keys: object, values: object
 ) -> bool:
-    """Whether the kernel can attend to these pages."""
+    """Whether the decode attention kernel supports these tensors."""
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_cuda and qkv.shape[0] > 0):
         return False
     _, kv_heads, page, dim = keys.shape
@@ -65,7 +84,7 @@ def decode_attention(
     splits: int,
     least: int,
 ) -> Tensor:
-    """[rows, heads * D]: `burnish.models.kernels.inference_ops.decode_attention` where `has_decode_attention`."""
+    """`burnish.models.kernels.inference_ops.decode_attention`, if `has_decode_attention`; [rows, heads * D]."""
     pages, kv_heads, page, dim = keys.shape
     rows, columns = qkv.shape
     queries = columns // dim // kv_heads - 2
@@ -73,7 +92,7 @@ def decode_attention(
     reach = window if window is not None else 1 << 30
     q_norm, k_norm, eps, shift, factor = norms or HeadNorms(qkv, qkv, 0.0)
     with torch.cuda.device(qkv.device):
-        maps = [  # halves of a line lie nearer than lines do: the copy engine does not mind
+        maps = [  # the outermost dimension, the half of a head, has a smaller stride than the rows; TMA allows that
             tensor_map(
                 x.data_ptr(), (64, pages * kv_heads * page, dim // 64), (dim * 2, 128), (64, page, dim // 64), True
             )
@@ -109,7 +128,7 @@ _compile_lock = threading.Lock()
 
 
 def _attention_kernel(*kind: Any) -> Kernel:
-    with _compile_lock:  # whole rows and cut ones may ask for it at once
+    with _compile_lock:  # threads may request the same kernel at once
         return _compile_attention_kernel(*kind)
 
 
@@ -120,43 +139,25 @@ def _compile_attention_kernel(dim: int, queries: int, is_normed: bool, device: t
 
 
 def attention_source(dim: int, queries: int, is_normed: bool, stages: int) -> str:
-    """The kernel for heads of one kind."""
+    """Source of the decode attention kernel for one head shape."""
     settings = {"DIM": dim, "QUERIES": queries, "NORMED": int(is_normed), "STAGES": stages}
     defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
     return defines + (Path(__file__).parent / "decode_attention.cu").read_text()
 
 
-# --- The gated half of an MLP as one kernel on Hopper: the product with gate and up, the activation, and gate times up.
-#
-# The projections of a layer's gate and up are its largest product, and its outputs are read once, to become half as many. Made
-# in one kernel they are never written. Triton's tiles are powers of two; the layers' sizes are not, and 132 processors would
-# wait for the eight tiles that 140 leave over. Here a tile is as wide as it must be for all processors to end together
-# (`tile_of`).
-
-TILE_WIDTHS = (72, 56, 40)
-"""Outputs of a tile: odd numbers of eights, and no more sums than registers."""
-WARP_GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
-"""Rows of a tile: warp groups that multiply, and blocks of 64 rows of each."""
-REGISTERS_PER_THREAD = {1: 232, 2: 240, 3: 160}
-"""Of a thread that multiplies, by the number of groups: what the other threads leave of a block's, whose own 24 are enough for them."""
-SHARED_BYTES = 227 * 1024 - 2048
-"""For stages and what is stored: a processor's, less what barriers and the ring's alignment take."""
-MAX_STAGES = 8
-TILE_OVERHEAD = 24
-"""What a tile costs beside its columns, in columns: it begins and ends."""
-GATED_PRODUCT_ACTIVATIONS = ("silu", "gelu_tanh")
+# --- the gated MLP projection ---
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Outputs that one block of threads makes at a time."""
+    """Outputs that a thread block computes at a time."""
 
     rows: int
     width: int
 
     @property
     def stages(self) -> int:
-        """Stretches of 64 inputs on their way at once: what the shared memory holds beside what is stored."""
+        """Slices of 64 inputs in flight: as many as fit in shared memory besides the output strips."""
         room = SHARED_BYTES - self.strip_bytes
         return min(MAX_STAGES, room // self.stage_bytes)
 
@@ -179,7 +180,7 @@ class Tile:
 
 
 def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
-    """The tile with which all processors end soonest."""
+    """The tile with which all processors finish earliest."""
     height = next((height for height in WARP_GROUPS if height >= rows), 256)
 
     def cost(width: int) -> int:
@@ -190,7 +191,7 @@ def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
 
 
 def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
-    """Whether the kernel can multiply rows x [N, in] by a matrix [2 out, in]."""
+    """Whether the gated projection kernel supports rows x [N, in] and a matrix [2 out, in]."""
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
@@ -198,7 +199,7 @@ def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
         and x.shape[0] > 0
         and x.is_contiguous()
         and weight.is_contiguous()
-        and weight.shape[1] % 8 == 0  # lines of whole 16 bytes
+        and weight.shape[1] % 8 == 0  # TMA needs rows of a multiple of 16 bytes
         and weight.shape[0] % 16 == 0
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(x.device) == (9, 0)
@@ -207,7 +208,7 @@ def has_gated_product(x: Tensor, weight: Tensor, activation: str) -> bool:
 
 
 def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """act(x gate^T) * (x up^T), [N, out]; `weight` is gate above up."""
+    """act(x gate^T) * (x up^T), [N, out]; `weight` [2 out, in] has gate above up."""
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     with torch.cuda.device(x.device):
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -225,14 +226,14 @@ def gated_product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return out
 
 
-def all_tiles(most_rows: int, outputs: int, processors: int) -> list[Tile]:
-    """All tiles that products of up to so many rows take."""
-    counts = {*WARP_GROUPS, *range(256, most_rows, 256), most_rows}
+def all_tiles(max_rows: int, outputs: int, processors: int) -> list[Tile]:
+    """All tiles that products of up to `max_rows` rows use."""
+    counts = {*WARP_GROUPS, *range(256, max_rows, 256), max_rows}
     return sorted({choose_tile(rows, outputs, processors) for rows in counts}, key=lambda tile: (tile.rows, tile.width))
 
 
 def compile_gated_kernel(tile: Tile, activation: str, device: torch.device) -> None:
-    """Have the kernel of a tile ready."""
+    """Compile and load the kernel of a tile ahead of its use."""
     with torch.cuda.device(device):
         _gated_kernel(tile, activation, device)
 
@@ -243,7 +244,7 @@ def _gated_kernel(tile: Tile, activation: str, device: torch.device) -> Kernel:
 
 
 def gated_source(tile: Tile, activation: str) -> str:
-    """The kernel for a tile."""
+    """Source of the gated projection kernel for a tile."""
     groups, blocks = WARP_GROUPS[tile.rows]
     settings = {"ROWS": tile.rows, "WIDTH": tile.width, "STAGES": tile.stages, "GROUPS": groups, "BLOCKS": blocks}
     settings |= {"MOST": REGISTERS_PER_THREAD[groups], "GELU": int(activation == "gelu_tanh")}
@@ -253,7 +254,7 @@ def gated_source(tile: Tile, activation: str) -> str:
 
 
 def _wgmma_function(columns: int) -> str:
-    """`multiply`: 64 rows x 16 inputs times so many columns, added to a thread's sums unless they begin."""
+    """The CUDA function `multiply`: wgmma of 64 rows x 16 inputs by `columns`, added to the sums if `more`."""
     registers = columns // 2
     operands = ", ".join(f"%{i}" for i in range(registers))
     sums = ", ".join(f'"+f"(sums[{i}])' for i in range(registers))

@@ -1,9 +1,9 @@
-"""Attention of a decode step in one kernel: a row's projections are rotated, its key and value stored, its past attended to.
+"""Decode attention in one kernel: rotates a row's heads, stores its key and value, and attends to its cached past.
 
-A program holds the query heads of one row that share a key head. It makes its queries and the row's new key from the fused
-projection, begins an online softmax with the new key, and walks over the pages of the past; a key is read once for all queries.
-The past of a long row is cut into stretches, each a program of its own, whose sums a second kernel joins; the stretches are
-at least `least` keys long, so that short rows beside it stay whole and write their result at once.
+A program has the query heads of one row that share a key head. It computes its queries and the row's new key from the
+fused projection, starts an online softmax with the new key, and loops over the pages of the past. A key is read once for
+all queries. The past of a long row is divided into splits, one program each, which a second kernel combines (flash
+decoding). A split has at least `least` keys, so that short rows have one split and write their result directly.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, HeadNorms, Pages, Placement, decode_buffers
 
 TILE_CONFIG = (32, 1, 4)
-"""Keys a step of the loop, warps and stages of a program, in half types: the fastest of six on an H200."""
+"""Keys per loop step, warps and stages of a program, in half types: the fastest of six on an H200."""
 FLOAT32_TILE_CONFIG = (32, 2, 3)
-"""The same in float32."""
+"""`TILE_CONFIG` in float32."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _rotated_heads(
     qkv_ptr, norm_ptr, base, column, inside, cos, sin, eps, shift, factor, dim, other,
     DIM: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Heads [n, D], which begin at the columns [n, 1], normed where that is done, and rotated; `other` is the other half of `dim`."""
+    """Heads [n, D] that start at the columns [n, 1], normed if NORMED, and rotated; `other` is `dim` in the other half."""
     x = tl.load(qkv_ptr + base + column + dim, mask=inside, other=0.0)
     swapped = tl.load(qkv_ptr + base + column + other, mask=inside, other=0.0)
     dtype = x.dtype
@@ -45,7 +45,7 @@ def _rotated_heads(
 
 @triton.jit
 def _to_fp8(x, LARGEST: tl.constexpr):
-    """A vector [1, D] as e4m3 and its scale [1, 1]."""
+    """Quantise a vector [1, D] to e4m3, with its scale [1, 1]."""
     wide = x.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)[:, None]
     scale = tl.where(largest > 0, largest * (1 / LARGEST), 1.0)
@@ -54,7 +54,7 @@ def _to_fp8(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def _split_ranges(position, window, splits, least, BLOCK: tl.constexpr):
-    """Of a row whose new token stands at `position`: the first key it sees, keys a stretch, and how many stretches there are."""
+    """First visible key, keys per split and number of splits of a row whose new token is at `position`."""
     first = tl.maximum(0, position + 1 - window)
     stretch = tl.maximum(least, tl.cdiv(tl.cdiv(position - first, splits), BLOCK) * BLOCK)
     return first, stretch, tl.maximum(1, tl.cdiv(position - first, stretch))
@@ -100,7 +100,7 @@ def _decode_attention(
     head, split = tl.program_id(0) % KV_HEADS, tl.program_id(1)
     row = tl.program_id(0) // KV_HEADS
     pages_ptr = table_ptr + row.to(tl.int64) * table_stride
-    position = tl.load(position_ptr + row).to(tl.int32)  # -1 for a row that is not there
+    position = tl.load(position_ptr + row).to(tl.int32)  # -1 for an empty row
     first, stretch, active = _split_ranges(position, window, splits, least, BLOCK)
     known = tl.maximum(position, 0)
     dim = tl.arange(0, DIM_BLOCK)[None, :]
@@ -144,13 +144,13 @@ def _decode_attention(
             wide_key = new_key.to(tl.float32)
             wide_value = new_value.to(tl.float32)
 
-        # The first stretch begins with the new key; the others have a key at least.
+        # The first split starts with the new key; the others have at least one key.
         best = tl.where(split == 0, tl.sum(q.to(tl.float32) * wide_key, 1) * scale, -float("inf"))
         total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([QUERIES], tl.float32)
         sums = tl.where(split == 0, wide_value, 0.0) + tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
         for begin in range(start, stop, BLOCK):
             index = begin + key
-            inside = tl.minimum(index, stop - 1)  # what lies beyond is read as the last key, and weighs nothing
+            inside = tl.minimum(index, stop - 1)  # keys past the end read the last key and get weight 0
             at_key = (page.to(tl.int64) * KV_HEADS + head) * PAGE + inside % PAGE
             at = at_key[:, None] * DIM + dim
             page = tl.load(pages_ptr + tl.minimum(index + BLOCK, stop - 1) // PAGE)
@@ -199,10 +199,10 @@ def _combine_splits(
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pair, query = tl.program_id(0), tl.program_id(1)  # row and key head, query head of it
+    pair, query = tl.program_id(0), tl.program_id(1)  # (row, key head), and a query head of this key head
     position = tl.load(position_ptr + pair // KV_HEADS).to(tl.int32)
     _, _, active = _split_ranges(position, window, splits, least, BLOCK)
-    if active > 1:  # a row in one piece has written its result
+    if active > 1:  # a row with one split has already written its result
         dim = tl.arange(0, DIM_BLOCK)
         best = tl.full([1], -float("inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
@@ -232,7 +232,7 @@ def decode_attention(
     splits: int,
     least: int,
 ) -> Tensor:
-    """[rows, heads * D]: `burnish.models.kernels.inference_ops.decode_attention` by one kernel, or two where rows are cut."""
+    """`burnish.models.kernels.inference_ops.decode_attention` in one kernel, or two with several splits; [rows, heads * D]."""
     _, kv_heads, page, dim = keys.shape
     rows, columns = qkv.shape
     shared = columns // dim // kv_heads - 2
@@ -278,7 +278,7 @@ def decode_attention(
         LARGEST=FP8_MAX,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=warps,
-        num_stages=stages - (dim_block >= 256),  # heads of 256 fill a processor's shared memory with one more
+        num_stages=stages - (dim_block >= 256),  # with heads of 256 another stage would not fit in shared memory
     )
     if splits > 1:
         combine_splits(sums, joints, placement.position, out, reach, splits, least, kv_heads, dim, block)
@@ -297,7 +297,7 @@ def combine_splits(
     dim: int,
     block: int,
 ) -> None:
-    """What the stretches of cut rows have found, into `out`; a stretch is a multiple of `block` keys."""
+    """Combine the partial results of rows with several splits into `out`; a split has a multiple of `block` keys."""
     shared = out.shape[1] // dim // kv_heads
     _combine_splits[(out.shape[0] * kv_heads, shared)](
         sums,

@@ -1,4 +1,4 @@
-"""Element-wise pieces of a layer, each one pass over its rows: residual + norm, rotation + cache write, gated activation."""
+"""Fused element-wise kernels, one pass over the rows each: residual + norm, rotation + cache write, SwiGLU, NF4 dequantisation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, HeadNorms, Pag
 
 if TYPE_CHECKING:
     from burnish.models.nf4 import Nf4
+
+BYTES = 1024
+"""Bytes of NF4 codes per program."""
 
 
 @triton.jit
@@ -47,7 +50,7 @@ def _add_norm(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """x += delta in place (if there is one; parts are added up), then the RMS norm of x."""
+    """Add `delta`, or the sum of its parts, to x in place, then return the RMS norm of x."""
     rows, size = x.shape
     parts = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
     out = torch.empty_like(x)
@@ -70,7 +73,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift:
 
 @triton.jit
 def _halves_to_fp8(low, high, LARGEST: tl.constexpr):
-    """The halves of vectors [heads, half] as e4m3, and the vectors' scales [heads, 1]."""
+    """Quantise both halves of vectors [heads, half] to e4m3, with the vectors' scales [heads, 1]."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))[:, None]
     scale = tl.where(largest > 0, largest * (1 / LARGEST), 1.0)
@@ -122,7 +125,7 @@ def _rotate_store(
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
         for_q = inside & (head < Q_HEADS)
         for_k = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
-        # Heads of neither kind are values: their rotation is not used either.
+        # The remaining heads are values, whose norm and rotation are not used.
         weight = tl.load(q_norm_ptr + column + tl.zeros_like(head), mask=for_q, other=0.0).to(tl.float32)
         weight += tl.load(k_norm_ptr + column + tl.zeros_like(head), mask=for_k, other=0.0).to(tl.float32)
         low = (low * scale * (weight + shift)).to(dtype).to(tl.float32)
@@ -177,7 +180,7 @@ def rotate_store(
     values: Pages,
     in_place: bool = False,
 ) -> Tensor:
-    """`burnish.models.kernels.inference_ops.rotate_store` as one kernel, a program a token."""
+    """`burnish.models.kernels.inference_ops.rotate_store` as one kernel with one program per token."""
     rows = qkv.shape[0]
     _, kv_heads, page, dim = keys.shape
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -233,7 +236,7 @@ def _swiglu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu of the first half of each row times the second half."""
+    """silu(gate) * up, where gate and up are the halves of each row."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     _swiglu[(rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4)
@@ -256,17 +259,11 @@ def _swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of `gate` with respect to its input."""
+    """The gradient of `swiglu` with respect to its input."""
     rows, size = grad.shape
     out = torch.empty_like(gate_up)
     _swiglu_backward[(rows, triton.cdiv(size, 1024))](grad.contiguous(), gate_up, out, size, BLOCK=1024, num_warps=4)
     return out
-
-
-# --- Matrices in 4 bits on a GPU: all of one as plain numbers.
-
-BYTES = 1024
-"""Of codes that one program reads."""
 
 
 @triton.jit
@@ -299,7 +296,7 @@ def _dequantise_nf4(
 
 
 def dequantise_nf4(matrix: Nf4, values: Tensor, dtype: torch.dtype, block: int, group: int) -> Tensor:
-    """[outputs, inputs] in a type."""
+    """The matrix [outputs, inputs] as `dtype`."""
     out = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
     _dequantise_nf4[(triton.cdiv(matrix.codes.numel(), BYTES),)](
         matrix.codes,

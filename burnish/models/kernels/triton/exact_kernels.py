@@ -1,8 +1,9 @@
-"""One query a row against its paged past, every row computed alike, whatever rows stand beside it.
+"""Batch-invariant kernels: paged attention and linear layers whose rows have the same bits in any batch.
 
-A program holds the query heads of one token that share a key head and walks over that head's pages with an online softmax,
-in blocks of one size from the first key to the last: no choice by the number of rows, no stretches. A token's result then
-depends on the token and its past alone, bit for bit.
+Attention: a program has the query heads of one token that share a key head. It loops over that head's pages with an
+online softmax, in blocks of one size from the first key to the last, without splits. Linear: the tile and the order over
+the depth are fixed, without split-K. Nothing is chosen by the number of rows, so a result depends bit for bit only on the
+token and its past, or on the row and the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from burnish.models.kernels.paged_cache import Placement
 
-BLOCK = 64  # keys a step of the loop
+BLOCK = 64
+"""Keys per loop step of attention."""
+ROWS, COLUMNS, DEPTH = 64, 128, 64
+"""Tile of the linear layer."""
 
 
 @triton.jit
@@ -41,7 +45,7 @@ def _exact_attention(
     row = tl.program_id(0)
     head = tl.program_id(1)
     pages_ptr = table_ptr + tl.load(owner_ptr + row) * table_stride
-    length = (tl.load(position_ptr + row) + 1).to(tl.int32)  # 0 for a row that is not there
+    length = (tl.load(position_ptr + row) + 1).to(tl.int32)  # 0 for an empty row
     first = tl.maximum(0, length - window)
 
     query = tl.arange(0, QUERIES)
@@ -76,7 +80,7 @@ def _exact_attention(
 
 
 def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None) -> Tensor:
-    """[N, heads, D]: each query against the pages of its row up to its own position."""
+    """Attention of each query over the pages of its row up to its own position; [N, heads, D]."""
     rows, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     shared = heads // kv_heads
@@ -102,18 +106,10 @@ def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placemen
         BLOCK=BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
-        # Heads of 256 fill a processor's shared memory with a stage fewer.
+        # With heads of 256 one stage less fits in shared memory.
         num_stages=(3 if q.dtype != torch.float32 else 2) - (block >= 256),
     )
     return out
-
-
-# --- A linear layer whose every row is computed alike, whatever rows stand beside it.
-#
-# The tile and the order over the depth are fixed; no split of the depth, no choice by the number of rows. A row's result then
-# depends on the row and the weights alone, bit for bit.
-
-ROWS, COLUMNS, DEPTH = 64, 128, 64
 
 
 @triton.jit
@@ -131,7 +127,7 @@ def _exact_linear(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # The tiles of one stripe of columns come one after the other: they share its weights in the cache.
+    # Tiles of the same columns run one after the other, so that they share these weights in the cache.
     tall = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % tall) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) // tall) * COLUMNS + tl.arange(0, COLUMNS)
@@ -153,7 +149,7 @@ def _exact_linear(
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[N, depth] rows through a weight [size, depth]; [N, size]."""
+    """Apply a weight [size, depth] to rows [N, depth]; [N, size]."""
     rows, depth = x.shape
     size = weight.shape[0]
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""What a loss needs of a row of logits in one pass over it, and the logits' gradient in one more, written over them."""
+"""Log-prob, normaliser and entropy of each row of logits in one pass; the gradient of the logits in another, in place."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _logit_gradients(
 def logprob_rows(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the targets, log of the normaliser and entropies (empty unless asked for) of logits [N, vocab]; float32."""
+    """Log-probs of the targets, log of the normaliser, and entropies (empty unless requested) of logits [N, vocab]; float32."""
     rows, vocab = logits.shape
     logp, total = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     entropy = torch.empty(rows if with_entropy else 0, dtype=torch.float32, device=logits.device)
@@ -99,7 +99,7 @@ def logit_gradients_(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient with respect to the logits, written over them; None is a gradient of 0."""
+    """Overwrite the logits with their gradient; a gradient of None counts as 0."""
     rows, vocab = logits.shape
     _logit_gradients[(rows, triton.cdiv(vocab, BLOCK))](
         logits,

@@ -1,10 +1,10 @@
-"""Drawing a token for each row, its log-prob and the bookkeeping of the row, in one pass over the logits.
+"""Sampling: one token per row with its log-prob, and the update of the row's state, in one pass over the logits.
 
-By inversion of the cumulative distribution in vocabulary order with one uniform number from (key, position): the first
-kernel sums exponentials over chunks of the vocabulary, the second finds the chunk the number falls into and reads that
-chunk again, so the logits are read once and never widened in memory. `burnish.core.random_keys` gives the same numbers. A row's
-bias and its truncation (`truncation.py`) are applied to what is read; the sums of the model's own distribution, where
-someone wants them, are made in the same pass.
+The cumulative distribution is inverted in vocabulary order with one uniform number from (key, position), the same number
+as `burnish.core.random_keys` gives. The first kernel sums exponentials over chunks of the vocabulary. The second finds the
+chunk that the number falls into and reads this chunk again. So the logits are read once and never stored in float32. A
+row's logit bias and its truncation (`truncation.py`) are applied when logits are loaded. The sums of the model's own
+distribution, if requested, are computed in the same pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK = 4096
 
 @triton.jit
 def _inverse_temperature(temperature):
-    """What logits are multiplied by: one division by the rounding of IEEE, since the plain one differs from kernel to kernel."""
+    """1 / temperature with IEEE rounding, since the default division differs between kernels."""
     return tl.div_rn(1.0, tl.where(temperature == 0, 1.0, temperature))
 
 
@@ -53,7 +53,7 @@ def _sum_chunks(
     RAW: tl.constexpr,
 ):
     index = tl.program_id(0)
-    chunk = chunks - 1 - tl.program_id(1)  # what was written last is in the cache still
+    chunk = chunks - 1 - tl.program_id(1)  # the chunks written last are still in the cache
     source = tl.load(source_ptr + index).to(tl.int64)
     row = tl.load(row_ptr + index)
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
@@ -77,7 +77,7 @@ def _sum_chunks(
 
 @triton.jit
 def _combine_chunks(best_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
-    """Of a row's chunks: the largest logit of each, the mass of each beside the largest of all, that largest, all mass."""
+    """Combine a row's chunks: largest logit per chunk, mass per chunk relative to the overall largest, that largest, total mass."""
     part = tl.arange(0, CHUNKS)
     bests = tl.load(best_ptr + part, mask=part < chunks, other=-float("inf"))
     totals = tl.load(total_ptr + part, mask=part < chunks, other=0.0)
@@ -153,7 +153,7 @@ def _draw(
             key + (drawn + 1).to(tl.uint64, bitcast=True) * tl.full([], GOLDEN, tl.uint64), MULTIPLIER_1, MULTIPLIER_2
         )
         uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
-        # Against the last running sum, not the sum: they may differ in the last bit, and a draw must fall inside.
+        # Compare with the last running sum, not the total: they may differ in the last bit, and the goal must be reached.
         goal = uniform * tl.max(ends, 0)
         here = tl.sum((ends < goal).to(tl.int32), 0)
         first_best = tl.min(tl.where(bests == best, part, CHUNKS), 0)
@@ -170,7 +170,7 @@ def _draw(
         x *= _inverse_temperature(temperature)
         running = before + tl.cumsum(tl.exp(x - best).to(tl.float64), 0)
         passed = tl.sum((running < goal).to(tl.int32), 0)
-        # Rounding may leave the goal beyond the last sum: then the last token that can be drawn is it.
+        # Rounding may leave the goal beyond the last sum: then take the last token with a finite logit.
         last = tl.max(tl.where(x > -float("inf"), column, 0), 0)
         found = tl.minimum(passed, last)
         found = tl.where(greedy, tl.min(tl.where(x == best, column, CHUNK - 1), 0), found)
@@ -206,11 +206,11 @@ def _chunk_sums(
     bias: Bias | None = None,
     raw: bool = False,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Biases and cuts as the kernels take them; the best logit and the mass of every chunk, then both of the model itself."""
+    """Kernel arguments of biases and cuts, and (largest logit, mass) per chunk of the sampled and of the raw distribution."""
     count, vocab = source.shape[0], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     options = (*(bias or (row, row, row)), *(cut or (row, row)))
-    # Tensors of their own: where one begins decides how a kernel reads it, and with that the order of its sums.
+    # Separate tensors: a tensor's alignment decides how a kernel reads it, and with it the order of its sums.
     sums = [torch.empty(count, chunks, dtype=torch.float32, device=logits.device) for _ in range(4 if raw else 2)]
     sums = sums if raw else [*sums, *sums]
     _sum_chunks[(count, chunks)](
@@ -228,7 +228,7 @@ def _chunk_sums(
         TRUNCATED=cut is not None,
         RAW=raw,
         num_warps=4,
-        enable_fp_fusion=False,  # what is drawn and what is scored have the same bits
+        enable_fp_fusion=False,  # log-probs of sampling and of scoring must have the same bits
     )
     return options, sums
 
@@ -246,7 +246,7 @@ def draw(
     bias: Bias | None = None,
     ring_raw: Tensor | None = None,
 ) -> None:
-    """`burnish.inference.native.device_state.RowState.draw` as two kernels; see there. `cut` is of each row of `row`, `bias` of all."""
+    """`burnish.inference.native.device_state.RowState.draw` as two kernels. `cut` has an entry per entry of `row`, `bias` one per row."""
     count, vocab = source.shape[0], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     options, sums = _chunk_sums(logits, source, row, temperature, cut, bias, ring_raw is not None)
@@ -291,14 +291,14 @@ def _token_logprobs(logits_ptr, token_ptr, inverse, best_ptr, total_ptr, out_ptr
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probs [N] of given tokens under logits [N, vocab], by the same sums in the same order as `draw` reports them."""
+    """Log-probs [N] of given tokens under logits [N, vocab], with the same sums in the same order as `draw`."""
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     every = torch.arange(count, device=logits.device)
     heat = torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
     _, (best, total, _, _) = _chunk_sums(logits, every, torch.zeros_like(every), heat)
     out = torch.empty(count, dtype=torch.float32, device=logits.device)
-    # As many warps as `_draw` has: a sum's order follows from how its terms lie in them.
+    # The same number of warps as `_draw`: the order of a sum depends on how its terms are spread over warps.
     _token_logprobs[(count,)](
         logits,
         tokens,

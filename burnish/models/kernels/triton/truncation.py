@@ -1,11 +1,11 @@
-"""Top-k, top-p and min-p without sorting: each row's smallest logit that is kept, by a search on the logits' values.
+"""Top-k, top-p and min-p without sorting, by a search for each row's smallest kept logit.
 
-What a truncation keeps is the beginning of the tokens in order of their logits (of equal ones the first come first), so it
-is said by two numbers: the smallest logit kept, and the last token kept among those equal to it. The search narrows an
-interval of logits by three pivots a pass over the row, summing what lies above each; its ends move to logits that are
-really there, so it ends exactly, after about as many passes as the interval can be quartered. A program holds one row.
+A truncation keeps the first tokens in descending order of logits, equal logits by token id. Two numbers describe it: the
+smallest kept logit, and the last kept token among those equal to it. The search narrows an interval of logits with three
+pivots per pass over the row, summing the mass above each pivot. The interval's ends move to existing logits, so the search
+is exact and takes about as many passes as the interval can be quartered. A program has one row.
 
-`burnish.inference.native.engine_common.truncate` is the twin that defines what is kept.
+`burnish.inference.native.engine_common.truncate` is the equivalent torch function, which defines what is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# --- Reading logits as a row draws from them: with its bias, and without what its truncation cuts off.
+CHUNK = 4096
+Bias = tuple[Tensor, Tensor, Tensor]
+"""Logit biases of every row: tokens [rows, most], biases [rows, most], number of biases [rows]."""
 
 
 @triton.jit
@@ -31,28 +33,23 @@ def load_logits(
     BIASED: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """The model's logits of CHUNK tokens from `start` on, and the same with the row's bias; float32, -inf past the last."""
+    """The model's logits of CHUNK tokens from `start` on, and these plus the row's bias; float32, -inf past the vocabulary."""
     column = start + tl.arange(0, CHUNK)
     raw = tl.load(line_ptr + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
     x = raw
     if BIASED:
         for k in range(tl.load(bias_count_ptr + row).to(tl.int32)):
             token = tl.load(bias_token_ptr + row * BIASES + k)
-            if (token >= start) & (token < start + CHUNK):  # most pairs are of other chunks
+            if (token >= start) & (token < start + CHUNK):  # most biases belong to other chunks
                 x += tl.where(column == token, tl.load(bias_value_ptr + row * BIASES + k).to(tl.float32), 0.0)
     return raw, x
 
 
 @triton.jit
 def mask_below_cut(x, start, value, last, CHUNK: tl.constexpr):
-    """-inf where a logit is below `value`, or equal to it behind the token `last`. What is no number stays none."""
+    """-inf for logits below `value`, or equal to it after the token `last`. NaN stays NaN."""
     column = start + tl.arange(0, CHUNK)
     return tl.where((x < value) | ((x == value) & (column > last)), -float("inf"), x)
-
-
-CHUNK = 4096
-Bias = tuple[Tensor, Tensor, Tensor]
-"""Of every row: tokens [rows, most], what is added to their logits [rows, most], how many of them there are [rows]."""
 
 
 @triton.jit
@@ -60,7 +57,7 @@ def _bounds(
     line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr,
     CHUNK: tl.constexpr, BIASED: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
-    """The smallest and the largest logit, but for those that are -inf."""
+    """The smallest logit above -inf, and the largest."""
     low = tl.full([CHUNK], float("inf"), tl.float32)
     high = tl.full([CHUNK], -float("inf"), tl.float32)
     for start in range(0, vocab, CHUNK):
@@ -74,7 +71,7 @@ def _bounds(
 
 @triton.jit
 def _token_weight(x, best, scale, MASS: tl.constexpr):
-    """What a token counts for: its probability over that of the likeliest, or 1."""
+    """A token's weight in the search: its probability relative to the likeliest (top-p), or 1 (top-k)."""
     weight = tl.where(x > -float("inf"), 1.0, 0.0)
     if MASS:
         weight = tl.exp((x - best) / scale)
@@ -100,12 +97,13 @@ def _search(
     line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, floor, best, scale, goal,
     MASS: tl.constexpr, CHUNK: tl.constexpr, BIASED: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
-    """The smallest logit from `floor` on above which there is less than `goal`, and how much there is."""
+    """The smallest logit of at least `floor` with less than `goal` weight above it, and that weight."""
     high = best
     above = goal * 0.0
-    while (floor < high) & (high - floor < float("inf")):  # infinite logits have no distribution, and no end here
+    # Infinite logits have no distribution, and the search would not end.
+    while (floor < high) & (high - floor < float("inf")):
         step = (high - floor) * 0.25
-        # Between neighbours a pivot may round to the upper end; at the lower one it still decides.
+        # Between neighbouring floats a pivot may round to the upper end; at the lower end it still narrows the interval.
         pivot_1 = tl.where(floor + step < high, floor + step, floor)
         pivot_2 = tl.where(floor + 2 * step < high, floor + 2 * step, pivot_1)
         pivot_3 = tl.where(floor + 3 * step < high, floor + 3 * step, pivot_2)
@@ -135,8 +133,8 @@ def _search(
         above_1 = tl.sum(sum_1.to(tl.float64), 0)
         above_2 = tl.sum(sum_2.to(tl.float64), 0)
         above_3 = tl.sum(sum_3.to(tl.float64), 0)
-        # The lowest pivot with less than the goal above it is the new upper end, as the logit at it or next below; the
-        # highest one with the goal or more above it the new lower end, as the logit next above.
+        # New upper end: the logit at or next below the lowest pivot with less than the goal above it.
+        # New lower end: the logit next above the highest pivot with the goal or more above it.
         if above_3 < goal:
             high = tl.max(down_3, 0)
             above = above_3
@@ -160,7 +158,7 @@ def _find_equal(
     line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr, value, wanted,
     CHUNK: tl.constexpr, BIASED: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
-    """The token that is the `wanted`-th whose logit is `value` (past the last token, if there are fewer), and how many are."""
+    """The `wanted`-th token with logit `value` (`vocab` if there are fewer), and the number of such tokens."""
     found = vocab
     passed = 0
     for start in range(0, vocab, CHUNK):
@@ -243,7 +241,7 @@ def _find_cut(
         if min_p > 0:
             least = best.to(tl.float64) + scale * tl.log(min_p)
             near = least.to(tl.float32)
-            # What rounds down is not reached by the logits that equal the rounded number.
+            # If the bound was rounded down, logits equal to the rounded number are below the bound.
             behind = tl.where(near.to(tl.float64) < least, -1, vocab)
             stricter = (near > value) | ((near == value) & (behind < last))
             value = tl.where(stricter, near, value)
@@ -262,8 +260,10 @@ def find_cut(
     min_p: Tensor,
     bias: Bias | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of each row of `row` [n], which draws from `logits[source]`: the smallest logit kept, and the last token kept of those
-    equal to it. Options are of all rows; where they ask for nothing everything is kept."""
+    """Smallest kept logit, and last kept token among those equal to it, of each row of `row` [n].
+
+    Row `row[i]` samples from `logits[source[i]]`. Options have one entry per row; a row without truncation keeps all tokens.
+    """
     count, vocab = source.shape[0], logits.shape[1]
     value = torch.empty(count, dtype=torch.float32, device=logits.device)
     last = torch.empty(count, dtype=torch.int32, device=logits.device)
