@@ -154,7 +154,7 @@ class PromptPool:
             raise UserError(f"row {row.id}: {error}") from error
         if not tokens:
             raise UserError(f"row {row.id}: its prompt has no tokens")
-        return self._tokenizer.shown(text), tokens
+        return self._tokenizer.unmarked(text), tokens
 
     def _plain_row(self, index: int) -> Row:
         if isinstance(self._rows, Sequence):

@@ -325,7 +325,7 @@ def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Pat
     if process is None or process.path is None:
         return
     directory = find_directory(process.path, base)
-    if not Tokenizer.load(directory).means_the_same_as(policy.tokenizer):
+    if not Tokenizer.load(directory).has_same_vocabulary(policy.tokenizer):
         raise UserError(
             f"algorithm.process.path={process.path} has another tokenizer than the policy, whose tokens it is to reward one by one"
         )

@@ -1,8 +1,7 @@
-"""What a decoder looks like: read from a Hugging Face config.json, written back to one.
+"""The architecture of a decoder: read from a Hugging Face config.json, and written back to one.
 
-`models/families/` has a row for each family our decoder covers. A config that asks for something the decoder does not do
-(another activation, an unknown rope type) is not native: `why_not_native` says why, and such a model goes through
-`models/transformers_model.py`.
+`model_families.py` has an entry for each supported family. A config that the native decoder does not support (another
+activation, an unknown rope type) runs through `transformers_model.py`; `why_not_native` gives the reason.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ if TYPE_CHECKING:
     from burnish.config.model import NewModel
 
 Windows = int | None | tuple[int | None, ...]
-"""How far tokens look back: one window for all layers (None is no limit), or one for each."""
+"""Attention windows: one for all layers (None is no limit), or one per layer."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
-"""The gates of our decoder, with their names in a config.json."""
+"""Gated activations of the native decoder, with their names in a config.json."""
 MAX_LAYERS = 4096
-"""The deepest published decoders have a few hundred; a wrong number would be built layer by layer before anything is compared."""
+"""Largest number of layers that is accepted. Published decoders have a few hundred; a damaged number would be built layer by layer."""
 REQUIRED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """All numbers of a decoder."""
+    """All hyper-parameters of a decoder."""
 
     family: str
     vocab_size: int
@@ -52,35 +51,35 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
-    """Tokens that a layer sees, itself included."""
+    """Attention window in tokens, the query's own included; None is no limit."""
     local_layers: tuple[bool, ...] | None = None
-    """Which layers see the window alone; None: all of them, where there is a window."""
+    """Which layers use the window; None means all of them."""
     local_theta: float | None = None
-    """Base frequency of the rotation in local layers; None: as in the others."""
+    """RoPE base of the local layers; None means the same as in the others."""
     activation: str = "silu"
     norm_shift: float = 0.0
-    """Norms multiply by this plus their weight."""
+    """Norms multiply by (norm_shift + weight)."""
     out_norms: bool = False
-    """Whether what attention and the MLP give is normed before it goes into the residual."""
+    """Whether the outputs of attention and MLP are normed before they are added to the residual."""
     query_scale: float = 1.0
-    """Queries are multiplied by this, besides the root of the head size."""
+    """Factor of the queries, besides 1 / sqrt(head_dim)."""
     scaled_embedding: bool = False
-    """Whether embeddings are multiplied by the root of the width."""
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
 
     @property
     def windows(self) -> Windows:
-        """How far each layer looks back."""
+        """The attention windows of the layers."""
         if self.window is None or self.local_layers is None:
             return self.window
         return tuple(self.window if is_local else None for is_local in self.local_layers)
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer is one of those that see the window alone, in a model that has both kinds."""
+        """Whether a layer is a windowed layer of a model that has both kinds."""
         return self.local_layers is not None and self.local_layers[layer]
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the decoder, each shared one counted once."""
+        """Number of parameters; tied ones are counted once."""
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (qkv + self.num_heads * self.head_dim + 3 * self.mlp_size) + 2 * self.hidden_size
         layer += qkv * self.qkv_bias + self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
@@ -100,21 +99,21 @@ def read_config(directory: Path) -> dict[str, Any]:
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise UserError(
-                f"{path}: num_hidden_layers is {layers:,}, and no model has more than {MAX_LAYERS:,}: it is damaged"
+                f"{path} is damaged: num_hidden_layers is {layers:,}, and no model has more than {MAX_LAYERS:,}"
             )
     _check_values(config, path)
     return config
 
 
 def check_score_model_base(directory: Path) -> None:
-    """Refuse a model that no reward model can be made of: its layers must be those of our decoder."""
+    """Raise if a directory's model cannot become a reward model, which needs the native decoder."""
     reason = why_not_native(read_config(directory))
     if reason is not None:
         raise UserError(f"a reward model needs the native decoder, and {directory} does not run on it: {reason}")
 
 
 def _check_values(config: dict[str, Any], path: Path) -> None:
-    """Refuse values that no model of our families has; `from_hf` says which are missing."""
+    """Raise for invalid values of a supported family; `architecture_from_hf` reports missing ones."""
     family = config.get("model_type")
     if family is not None and not isinstance(family, str):
         raise UserError(f"{path}: model_type should be text, got {family!r}")
@@ -134,7 +133,7 @@ def _check_values(config: dict[str, Any], path: Path) -> None:
 
 
 def why_not_native(config: dict[str, Any]) -> str | None:
-    """Why our decoder cannot run this config, or None when it can."""
+    """Why the native decoder cannot run this config; None if it can."""
     family = config.get("model_type")
     if family not in FAMILIES:
         return f"architecture {family!r} is not one of {', '.join(FAMILIES)}"
@@ -148,7 +147,7 @@ def why_not_native(config: dict[str, Any]) -> str | None:
     if config.get("quantization_config"):
         return "its weights are quantised"
     if any(name not in config for name in REQUIRED_SIZES):
-        return None  # `from_hf` says which
+        return None  # `architecture_from_hf` reports the missing key
     reason = record.refuse(config)
     if reason is not None:
         return reason
@@ -177,7 +176,7 @@ def architecture_from_hf(config: dict[str, Any], where: str = "config.json") -> 
 
 
 def max_positions_of(directory: Path) -> int | None:
-    """Tokens of the longest sequence that a directory's model is made for; None where its config.json does not say."""
+    """The longest sequence, in tokens, that a directory's model supports; None if its config.json does not say."""
     config = read_config(directory)
     if why_not_native(config) is None:
         return architecture_from_hf(config, str(directory / "config.json")).max_positions
@@ -186,10 +185,10 @@ def max_positions_of(directory: Path) -> int | None:
 
 
 def _optional_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """What follows from a config.json besides the sizes every one must name: the usual, then what the family says."""
+    """Fields of `Architecture` besides the required sizes: the defaults defaults, overridden by the family."""
     family = FAMILIES[config["model_type"]]
     theta, scaling = _rope(config)
-    usual = {
+    defaults = {
         "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "max_positions": config.get("max_position_embeddings", 2048),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -197,11 +196,11 @@ def _optional_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
         "tied": bool(config.get("tie_word_embeddings", False)),
     }
-    return {**usual, **family.read(config), **family.fixed}
+    return {**defaults, **family.read(config), **family.fixed}
 
 
 def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
-    """The architecture of `model.new`."""
+    """The architecture of a model that is created by `model.new`."""
     family = FAMILIES[new.family]
     if new.hidden_size % new.num_heads:
         raise UserError(f"model.new: hidden_size {new.hidden_size} is not a multiple of num_heads {new.num_heads}")
@@ -225,7 +224,7 @@ def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
 
 
 def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...], pad_id: int | None) -> dict[str, Any]:
-    """A config.json that transformers loads, for a model that did not come from one."""
+    """A config.json that transformers loads, for a model that was created here."""
     config: dict[str, Any] = {
         "architectures": [FAMILIES[arch.family].hf_class],
         "model_type": arch.family,
@@ -255,7 +254,7 @@ def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...],
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Base frequency and scaling; newer configs keep both in `rope_parameters`, older ones in two keys."""
+    """RoPE base and scaling; newer configs have both in `rope_parameters`, older ones in two keys."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     parameters["rope_type"] = parameters.get("rope_type") or parameters.pop("type", None) or "default"
     return float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0), parameters

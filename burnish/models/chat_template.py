@@ -1,11 +1,11 @@
-"""Chat templates rendered within limits.
+"""Rendering of chat templates with limits on steps, text size and time.
 
-A chat template is a program that comes with a model directory. Jinja's sandbox keeps it away from Python, but does not make
-it end: nested loops of 100,000 passes each, a macro that calls itself twice, or a text that is doubled sixty times would take
-the process down. Here every pass of a loop, every call and every filter counts as a step, every text that a step would make is
-measured before it is made, and a rendering that passes a limit ends with an error.
+A chat template is an untrusted program in a model directory. Jinja's sandbox blocks access to Python, but does not bound
+the work: nested loops of 100,000 passes, a macro that calls itself twice, or a text that is doubled sixty times would
+take the process down. Here every loop pass, call and filter counts as a step, and the size of a text is checked before the
+text is created. A rendering that exceeds a limit ends with an error.
 
-The names a template finds (`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls) are those of transformers.
+Templates have the same names as in transformers: `raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from burnish.config.errors import UserError
 
 MAX_STEPS, STEPS_PER_MESSAGE = 1_000_000, 200
 MAX_CHARS = 64 << 20
-"""Characters of a rendering, and of any text made on the way."""
+"""Characters of a rendering, and of any intermediate text."""
 MAX_ITEMS = 1 << 20
-"""Items of a list made on the way."""
+"""Items of an intermediate list."""
 MAX_BITS = 4096
 MAX_WIDTH = 10_000
-"""Of padding and indentation."""
+"""Width of padding and indentation."""
 MAX_SECONDS = 60.0
-"""A second net below the counts, for steps that are slow each."""
+"""Time limit, in case single steps are slow."""
 WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*:[^{}]*\d{5,}")
-"""A width of five digits in a format of either kind: `%10000d` or `{:>10000}`."""
+"""A width of five digits in a format string: `%10000d` or `{:>10000}`."""
 DYNAMIC_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
-"""A width that is one of the values to format: `%*d` or `{:{}}`."""
+"""A width that is taken from the formatted values: `%*d` or `{:{}}`."""
 SIZED_TYPES = (str, bytes, list, tuple, dict, set, frozenset, range)
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names under which messages carry thinking; templates read the first two."""
+"""Keys under which messages carry reasoning; templates read the first two."""
 
 
 class TemplateLimit(Exception):
-    """A template went past a limit."""
+    """A template exceeded a limit."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Budget:
     chars: int = 0
 
     def step(self, count: int = 1, chars: int = 0) -> None:
-        """Count steps, and characters that they write."""
+        """Count steps and the characters that they write; raise past a limit."""
         self.steps += count
         self.chars += chars
         if self.steps > self.max_steps:
@@ -75,7 +75,7 @@ _budget: ContextVar[Budget] = ContextVar("budget")
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The text that a template writes for messages; the error of a template that fails or does not end."""
+    """Render a template for messages; raise a `UserError` if it fails or exceeds a limit."""
     max_steps = MAX_STEPS + STEPS_PER_MESSAGE * len(messages)
     used = _budget.set(Budget(max_steps, time.monotonic() + MAX_SECONDS))
     try:
@@ -84,11 +84,9 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
     except (TemplateLimit, RecursionError, MemoryError, OverflowError) as error:
         said = str(error) if isinstance(error, TemplateLimit) else f"does not end ({type(error).__name__}: {error})"
         raise UserError(
-            f"the chat template of this tokenizer {said}; the model's directory is damaged, or it is not to be trusted"
+            f"the chat template of this tokenizer {said}; the model's directory is damaged or malicious"
         ) from error
-    except (
-        Exception
-    ) as error:  # a template is a program of the model directory: what it raises is about it and its messages
+    except Exception as error:  # a template is a program and may raise anything
         said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise UserError(f"the chat template refuses messages with roles {roles}: {said}") from error
@@ -110,7 +108,7 @@ def _compiled_template(source: str) -> Any:
 
 
 class Generation(Extension):
-    """`{% generation %}`, which marks what the assistant says for other programs: here its inside is written as it is."""
+    """`{% generation %}`, which marks the assistant's text for other programs. Here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own form)
 
@@ -120,12 +118,12 @@ class Generation(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox in which work is counted against the `Budget` of the rendering."""
+    """Jinja's sandbox with all work counted against the `Budget` of the rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        # Not optimized: constant expressions would be worked out while the template is compiled, before anything is counted.
+        # Not optimized: constant expressions would be evaluated at compile time, before anything is counted.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -144,18 +142,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             loop.iter = _method_call("items_of", loop.iter)
         for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
             for block in list(tree.find_all(kind)):
-                body: list[nodes.Node] = block.body  # type: ignore[attr-defined]  # of all three kinds
+                body: list[nodes.Node] = block.body  # type: ignore[attr-defined]  # all three kinds have one
                 written = sum(len(data.data) for part in body for data in _literal_text_nodes(part))
                 body.insert(0, nodes.ExprStmt(_method_call("count", nodes.Const(written))))
         _replace_concatenations(tree)
         return tree
 
     def count(self, chars: int) -> None:
-        """One pass of a loop or one call of a macro, with the template's own text in it."""
+        """Count one loop pass or macro call, and the template's own text in it."""
         _budget.get().step(1, chars)
 
     def items_of(self, items: Any) -> Any:
-        """What a loop goes over."""
+        """Count the items of a loop."""
         _budget.get().step(len(items) if isinstance(items, SIZED_TYPES) else 1)
         return items
 
@@ -194,7 +192,7 @@ def _literal_text_nodes(node: nodes.Node) -> list[nodes.TemplateData]:
 
 
 def _replace_concatenations(node: nodes.Node) -> None:
-    """Put the measured form in the place of every `~`."""
+    """Replace every `~` by a call of `concatenate`, which checks the size."""
     for name, value in list(node.iter_fields()):
         parts = value if isinstance(value, list) else [value]
         for part in parts:
@@ -205,7 +203,7 @@ def _replace_concatenations(node: nodes.Node) -> None:
 
 
 def _count_output(value: Any) -> Any:
-    """What `{{ ... }}` writes: jinja passes every such value through this function."""
+    """Count the output of `{{ ... }}`: jinja passes every such value through this function."""
     _budget.get().step(1, len(value) if isinstance(value, str) else 0)
     return value
 
@@ -229,7 +227,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_widths(form: str, args: Sequence[Any]) -> None:
-    """Formats can ask for padding of any width. Values that are only written may be of any size."""
+    """Limit the padding width of a format. The formatted values may have any size."""
     if WIDE_FORMAT.search(form):
         raise TemplateLimit(f"formats with a width above {MAX_WIDTH:,}")
     if DYNAMIC_WIDTH.search(form):
@@ -237,7 +235,7 @@ def _check_widths(form: str, args: Sequence[Any]) -> None:
 
 
 def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """A method of a text that makes a longer one."""
+    """Check a string method that can return a longer string."""
     if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
         _check_size(len(text) + text.count(args[0]) * len(args[1]))
     elif name == "join" and args and isinstance(args[0], SIZED_TYPES):
@@ -248,7 +246,7 @@ def _check_text_call(name: str, text: str, args: Sequence[Any], kwargs: Mapping[
         values = [value for arg in args for value in (arg.values() if isinstance(arg, dict) else [arg])]
         _check_widths(text, [*values, *kwargs.values()])
     elif name == "translate":
-        raise TemplateLimit("calls translate, which is not measured")
+        raise TemplateLimit("calls translate, whose result size cannot be checked")
 
 
 def _check_padding(args: Sequence[Any]) -> None:
@@ -257,13 +255,13 @@ def _check_padding(args: Sequence[Any]) -> None:
 
 
 def _check_items(items: Any, between: int = 0) -> None:
-    """Texts that are joined, or lists that are summed."""
+    """Check the size of joined texts or summed lists."""
     _budget.get().step(len(items))
     _check_size(sum((len(item) if isinstance(item, SIZED_TYPES) else 1) + between for item in items))
 
 
 PADDING_FILTERS = frozenset({"center", "indent", "tojson", "batch", "slice", "wordwrap", "xmlattr", "urlize"})
-"""Filters whose arguments behind the value are widths or counts."""
+"""Filters whose arguments after the value are widths or counts."""
 
 
 def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Whether two model directories are one architecture with one tokenizer; the first difference is an error that names it."""
+"""Compare model directories: architecture and tokenizer (the first difference is an error), and digests of their content."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ IGNORED_CONFIG_KEYS = frozenset(
         "use_cache",
     ]
 )
-"""Keys of a config that say nothing of the function its weights are for."""
+"""Keys of config.json that do not change the function that the weights define."""
+MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
+SAMPLE_BYTES, NUM_SAMPLES = 1 << 14, 64
+"""Samples of a large file for its digest. They are spread over the whole file, since training may change any part."""
 
 
 def check_same_architecture(one: Path, other: Path) -> None:
-    """Raise where two configs describe different functions of their weights."""
+    """Raise if two config.json describe different functions of the weights."""
     configs = [read_config(path) for path in (one, other)]
     if configs[0].get("model_type") != configs[1].get("model_type"):
         kinds = [config.get("model_type") for config in configs]
         raise UserError(f"the models differ in architecture: {one} is {kinds[0]!r}, {other} is {kinds[1]!r}")
     if any(why_not_native(config) for config in configs):
         described: list[dict[str, Any]] = [_relevant_keys(config) for config in configs]
-    else:  # read with the family's defaults, so that a key left out is no difference
+    else:  # with the family's defaults, so that an omitted key is not a difference
         pairs = zip(configs, (one, other), strict=True)
         described = [asdict(architecture_from_hf(config, str(path / "config.json"))) for config, path in pairs]
     for name in sorted(described[0].keys() | described[1].keys()):
@@ -52,7 +55,7 @@ def _relevant_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_tokenizer(one: Path, other: Path) -> None:
-    """Raise where a token id means another text in two directories."""
+    """Raise if a token id stands for different text in two directories."""
     for name in TOKENIZER_FILES:
         files = [path / name for path in (one, other)]
         there = [file.is_file() for file in files]
@@ -68,7 +71,7 @@ def check_same_tokenizer(one: Path, other: Path) -> None:
 
 
 def _tokenizer_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """The first token that is not the same, or the first setting; None where only spelling differs."""
+    """The first token or setting that differs; None if only the formatting of the files differs."""
     ours, theirs = _vocabulary(one), _vocabulary(other)
     for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours.get(token, 1 << 62), token)):
         if ours.get(token) != theirs.get(token):
@@ -85,33 +88,24 @@ def _tokenizer_difference(one: dict[str, Any], other: dict[str, Any]) -> str | N
 
 
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """Ids by token, with those added to the vocabulary; of a file that is the vocabulary itself, all of it."""
+    """Ids by token, with added tokens; a file without a `model` (vocab.json) is the vocabulary itself."""
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         return tokenizer
     vocabulary = model.get("vocab") or {}
-    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, the place is the id
+    if isinstance(vocabulary, list):  # Unigram: (token, score) pairs; the index is the id
         vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
     return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
 
 
-# --- What tells the content of one model directory from that of another, without reading all of its weights.
-
-MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
-SAMPLE_BYTES, NUM_SAMPLES = (
-    1 << 14,
-    64,
-)  # of a large file: read all over it, since training may leave any part as it was
-
-
 def model_digest(path: Path) -> str:
-    """A digest of a model directory: its configs and tokenizer, and samples from all over its weights."""
+    """Digest of a model directory: all of its configs and tokenizer, and samples of its weights."""
     files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
     return digest_parts(part for file in files for part in (file.name.encode(), *_sampled_bytes(file)))
 
 
 def digest_parts(parts: Iterable[bytes]) -> str:
-    """Of texts one after the other, each with its length: where one ends and the next begins counts too."""
+    """SHA-256 of byte strings, each prefixed with its length so that their boundaries count too; 16 hex digits."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little"))

@@ -1,9 +1,8 @@
-"""A decoder layer through torch.compile: what stands before attention and what stands after it, each one graph.
+"""Decoder layers through torch.compile: the operations before attention and those after it are one graph each.
 
-Attention stays as it is: it is a kernel of its own, and its plan changes with every packing. The pieces are written in plain
-operations for the compiler to fuse, instead of our kernels: residual and norm, norms and rotation, the gate. Their number of
-tokens is marked as changing, so that a micro-batch of another size is no reason to compile again. The compiler chooses by
-itself what to keep for the backward pass and what of the cheap operations to make again there.
+Attention is not compiled: it is a kernel of its own, and its plan changes with every packing. The graphs use plain torch
+operations, which the compiler fuses, instead of our kernels. The number of tokens is marked dynamic, so that a micro-batch
+of another size does not recompile. The compiler decides what to save for the backward pass and what to recompute.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from burnish.models.kernels.shared_prefix import Attend
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Have every layer of a decoder run compiled."""
+    """Switch every layer of a decoder to its compiled forward pass."""
     check_compile(model)
     for module in model.modules():
         if isinstance(module, Layer):
@@ -32,7 +31,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def check_compile(model: nn.Module) -> None:
-    """Raise where the layers cannot be compiled."""
+    """Raise if the layers cannot be compiled."""
     if not any(isinstance(module, Layer) for module in model.modules()):
         raise UserError("compile needs the native decoder, and this model runs through transformers: set compile=false")
     on_cpu = all(not parameter.is_cuda for parameter in model.parameters())
@@ -43,7 +42,7 @@ def check_compile(model: nn.Module) -> None:
 
 
 def compiled_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """The layer's forward. An engine's steps of a few tokens are left as they are."""
+    """The compiled forward pass of a layer. In inference mode (an engine's small steps) the plain one runs."""
     if torch.is_inference_mode_enabled():
         return layer.plain(x, cos, sin, attend)
     before, after, mark = _compiled_parts()
@@ -57,7 +56,7 @@ def compiled_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: 
 
 @cache
 def _compiled_parts() -> tuple[Any, Any, Any]:
-    """Made when first needed: the compiler takes seconds to import."""
+    """Compiled on first use, because the compiler takes seconds to import."""
     from torch._dynamo import maybe_mark_dynamic
 
     return (
@@ -68,7 +67,7 @@ def _compiled_parts() -> tuple[Any, Any, Any]:
 
 
 def _before_attention(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated query and key heads, value heads."""
+    """Rotated query and key heads, and value heads."""
     arch = layer.arch
     qk, v = layer.heads(layer.qkv(_normed(layer.attention_norm, x)))
     if arch.qk_norm:

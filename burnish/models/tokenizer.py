@@ -1,7 +1,17 @@
-"""Text to token ids and back: the one tokenizer everything else talks to.
+"""The tokenizer: a wrapper of a `transformers` tokenizer, from a directory or from an alphabet for the built-in tasks.
 
-A thin wrapper around a `transformers` tokenizer, loaded from a directory or made from an alphabet for the built-in
-tasks. `transformers` is imported on first use only, so that importing this module stays cheap.
+It also keeps `<|im_end|>` in a user's message from becoming the token that ends a turn. A tokenizer finds its control
+tokens anywhere in a text, also where a data row, a judged answer or a client wrote their names. So `literal` inserts a
+mark after the first character of every such name in text from outside, before the template is rendered. The template's own
+control tokens have no mark. `encode` passes a marked text to a copy of the tokenizer that looks for control tokens first
+and removes the marks afterwards, in its normalizer. The marked name is then split like other text and decodes to exactly
+what was written. A text without such a name is unchanged.
+
+Control tokens are added tokens that are `special`, the end tokens, and other added tokens in angle or square brackets that
+are in the chat template (such as `<｜User｜>`). Plain tags such as `<think>` or `</tool_call>` that are not special are not
+control tokens: models read and write them inside messages.
+
+`transformers` is imported on first use only, so that importing this module stays cheap.
 """
 
 from __future__ import annotations
@@ -20,29 +30,27 @@ from burnish.models import chat_template
 from burnish.models.model_families import FAMILIES
 from burnish.run.checkpoint.snapshot import BytesFile, Content, write_contents
 
-# --- Text is text: what keeps `<|im_end|>` in a user's message from becoming the token that ends a turn.
-#
-# A tokenizer finds its special tokens anywhere in a text, also where a data row, a judged answer or a client wrote their names. So
-# every name of a control token in such a text gets a mark behind its first character before the template is rendered. The
-# template's own control tokens have no mark. `encode` hands a text with marks to a copy of the tokenizer that looks for control
-# tokens first and takes the marks out afterwards, in its normalizer. The marked name is then split like any other text, and
-# decodes to exactly what was written. A text without such a name is never touched.
-#
-# Control tokens are all added tokens that are `special`, the end tokens, and other added tokens in angle or square brackets that stand
-# in the chat template (`<｜User｜>` of some models). Plain tags such as `<think>` or `</tool_call>` that are not special are not
-# among them: models write and read them inside messages.
+PAD, EOS = "<pad>", "<eos>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+GENERATION_CONFIG = "generation_config.json"
+REPLACEMENT_CHARACTER = "\ufffd"
+"""What a decoder writes for bytes that are not yet a whole character."""
+MAX_CHARACTER_BYTES = 4
+"""Bytes, and so tokens, of one character at most."""
+MAX_PENDING_TOKENS = 16
+"""Tokens that may wait for the end of a character. More are not text, and decoding all of them for each new token would become slow."""
 
-# Two code points that Unicode sets aside for use inside a program: no text to be exchanged has them. One that does keeps them: its
-# own ESCAPE is written as ESCAPE OWN.
+# Unicode noncharacters, reserved for use inside a program. A text that contains them anyway is preserved: its own ESCAPE is
+# written as ESCAPE OWN.
 ESCAPE, HIDDEN, OWN = "\ufdd0", "\ufdd1", "\ufdd2"
 MARK = ESCAPE + HIDDEN
 MARKUP, TAG = re.compile(r"<\S+>|\[\S+\]"), re.compile(r"</?[A-Za-z][\w-]*>")
 CONTROL_TOKEN_SCORE = -1e6
-"""Score of a control token as a piece of text, in a unigram model."""
+"""Score of a control token as a piece of text in a unigram model: too low to be chosen."""
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer of transformers, and texts in which their names are marked."""
+    """The control tokens of a transformers tokenizer; marks and encodes texts that contain their names."""
 
     def __init__(self, inner: Any, end_ids: Iterable[int]) -> None:
         self._inner = inner
@@ -54,23 +62,23 @@ class ControlTokens:
         }
         ids |= {i for i, name in markup.items() if _json_escaped(name) in template}
         names = {i: added[i].content if i in added else inner.convert_ids_to_tokens(i) for i in ids}
-        # A name of one character cannot be broken by a mark.
+        # A name of one character cannot be split by a mark.
         self.ids = {i for i, name in names.items() if len(name) > 1}
         self.names = sorted((names[i] for i in self.ids), key=lambda name: (-len(name), name))
         self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
 
     def literal(self, text: str) -> str:
-        """A text with a mark in every name of a control token; the same object where it has none."""
+        """Mark every name of a control token in a text; returns the same object if there is none."""
         if ESCAPE in text:
             text = text.replace(ESCAPE, ESCAPE + OWN)
-        while self._pattern.search(text):  # names may overlap: breaking one can leave another
+        while self._pattern.search(text):  # names may overlap: marking one can leave another
             text = self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
         return text
 
     def literal_values(self, value: Any) -> Any:
-        """The same for all texts in a tree of plain values, keys included.
+        """Apply `literal` to all texts in a tree of plain values, keys included.
 
-        Any other object becomes the name of its type: a template must not reach the methods of an image or a file.
+        Any other object becomes the name of its type, because a template must not call methods of an image or a file.
         """
         if isinstance(value, str):
             return self.literal(str.__str__(value))
@@ -81,7 +89,7 @@ class ControlTokens:
         return value if value is None or isinstance(value, bool | int | float) else f"<{type(value).__name__}>"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text with marks: control tokens are those without."""
+        """Token ids of a marked text: only unmarked names become control tokens."""
         tokens: list[int] = self._unmarking.encode(text, add_special_tokens=False).ids
         if sum(token in self.ids for token in tokens) != len(self._pattern.findall(text)):
             found = self._pattern.search(unmarked(text))
@@ -93,7 +101,7 @@ class ControlTokens:
 
     @cached_property
     def _unmarking(self) -> Any:
-        """A copy of the tokenizer that drops marks after it has looked for control tokens."""
+        """A copy of the tokenizer that removes marks after it has looked for control tokens."""
         from tokenizers import Tokenizer
 
         backend = getattr(self._inner, "backend_tokenizer", None)
@@ -106,7 +114,7 @@ class ControlTokens:
         names = set(self.names)
         for token in state["added_tokens"]:
             if token["content"] in names:
-                token["normalized"] = False  # else it is looked for again behind the normalizer
+                token["normalized"] = False  # otherwise it would also be matched after the normalizer
         if state["model"].get("type") == "Unigram":
             pieces = state["model"]["vocab"]
             state["model"]["vocab"] = [
@@ -120,12 +128,12 @@ class ControlTokens:
 
 
 def is_marked(text: str) -> bool:
-    """Whether `literal` has changed a text."""
+    """Whether a text has marks or escapes of `literal`."""
     return ESCAPE in text
 
 
 def unmarked(text: str) -> str:
-    """A text as it was before it was marked."""
+    """A marked text as it was before `literal`."""
     return text.replace(MARK, "").replace(ESCAPE + OWN, ESCAPE) if ESCAPE in text else text
 
 
@@ -134,22 +142,12 @@ def _replace(old: str, new: str) -> dict[str, Any]:
 
 
 def _json_escaped(text: str) -> str:
-    """A text as it stands inside a JSON string."""
+    """A text as it appears inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-PAD, EOS = "<pad>", "<eos>"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-GENERATION_CONFIG = "generation_config.json"
-REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder writes for bytes that are not yet a character
-MAX_CHARACTER_BYTES = 4
-"""Bytes, and so tokens, of one character at most."""
-MAX_PENDING_TOKENS = 16
-"""Tokens that may wait for the end of a character: more of them are no text, and decoding them all for each new one would take ever longer."""
-
-
 class Tokenizer:
-    """Encodes, decodes and renders chats. Everything is token ids in plain lists."""
+    """Encodes, decodes and renders chats. Token ids are plain lists."""
 
     def __init__(self, inner: Any, generation_config: dict[str, Any] | None = None, needs_bos: bool = False) -> None:
         self._inner = inner
@@ -158,14 +156,14 @@ class Tokenizer:
         self._special_ids = frozenset(inner.all_special_ids) | {
             i for i, token in inner.added_tokens_decoder.items() if token.special
         }
-        self._before = [] if self._alphabet is not None else _prefix_ids(inner)
-        if needs_bos and inner.bos_token_id is not None and self._before[:1] != [inner.bos_token_id]:
-            self._before = [inner.bos_token_id, *self._before]
+        self._prefix = [] if self._alphabet is not None else _prefix_ids(inner)
+        if needs_bos and inner.bos_token_id is not None and self._prefix[:1] != [inner.bos_token_id]:
+            self._prefix = [inner.bos_token_id, *self._prefix]
         self.eos_ids: tuple[int, ...] = _eos_ids(inner.eos_token_id, self._generation_config)
         """Tokens that end a completion: the tokenizer's own first, then those of generation_config.json."""
         self.pad_id: int = _first(inner.pad_token_id, *self.eos_ids, 0)
         self.vocab_size: int = len(inner)
-        self._contents: list[Content] | None = None  # as it is saved; it never changes
+        self._contents: list[Content] | None = None  # its saved files, which never change
 
     @property
     def has_chat_template(self) -> bool:
@@ -177,7 +175,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
-        """The tokenizer of a Hugging Face directory; nothing is fetched from the network."""
+        """Load the tokenizer of a Hugging Face directory; nothing is fetched from the network."""
         directory = Path(directory)
         if not directory.is_dir():
             raise UserError(f"no tokenizer at {directory}: it is not a directory")
@@ -188,8 +186,8 @@ class Tokenizer:
             )
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # type: ignore[attr-defined]  # mypy leaves out transformers.models
 
-        # tokenizer.json says everything about splitting; AutoTokenizer would for some model types (qwen2) rather
-        # build the family's usual pre-tokenizer, and lose every character of a tokenizer that is not of that kind.
+        # tokenizer.json defines the splitting completely. For some model types (qwen2) AutoTokenizer would build the
+        # family's usual pre-tokenizer instead, which loses the characters of a character-level tokenizer.
         loader: Any = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         try:
             inner = loader.from_pretrained(
@@ -198,10 +196,10 @@ class Tokenizer:
                 trust_remote_code=False,
                 **_mistral_regex_option(directory, loader),
             )
-        except Exception as error:  # files that others wrote, read by libraries that raise anything for a damaged one
+        except Exception as error:  # the libraries raise anything for a damaged file
             check_remote_code(directory, error)
             raise UserError(f"the tokenizer in {directory} does not load: {_one_line(error)}") from error
-        for word in ("fix_mistral_regex", "trust_remote_code"):  # to the loader, no part of the tokenizer that is saved
+        for word in ("fix_mistral_regex", "trust_remote_code"):  # options of the loader that must not be saved
             inner.init_kwargs.pop(word, None)
         return cls(inner, _read_generation_config(directory / GENERATION_CONFIG), _needs_bos(directory / "config.json"))
 
@@ -228,10 +226,10 @@ class Tokenizer:
         write_contents(Path(directory), self.contents())
 
     def contents(self) -> Sequence[Content]:
-        """The same as data: a thread that writes it does not meet the one that encodes.
+        """The files of `save` as data, so that a writer thread does not use the tokenizer while another thread encodes.
 
-        The end tokens of generation_config.json travel along, unless the directory already says its own: a
-        checkpoint that forgot them would never stop.
+        They include the end tokens of generation_config.json, unless the directory has its own; without them a model
+        loaded from a checkpoint would not stop.
         """
         if self._contents is None:
             with TemporaryDirectory() as folder:
@@ -244,10 +242,10 @@ class Tokenizer:
         return self._contents
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of a text; `special` adds what the tokenizer puts before a text (its BOS), never an end token.
+        """Token ids of a text; `special` adds the tokens that start a text (BOS), never an end token.
 
-        Names of control tokens become these tokens, except in what `literal` has marked. Text that a user, a data row or a model
-        wrote goes through `literal` first.
+        Names of control tokens become these tokens unless `literal` has marked them. Text from a user, a data row or a
+        model must go through `literal` first.
         """
         text = _check_encodable(text)
         if self._alphabet is not None:
@@ -261,37 +259,40 @@ class Tokenizer:
             tokens = self._control.encode(text)
         else:
             tokens = self._inner.encode(text, add_special_tokens=False)
-        return self._before + tokens if special else tokens
+        return self._prefix + tokens if special else tokens
 
     def encode_prerendered(self, text: str) -> list[int]:
-        """Token ids of a prompt that a user rendered: its control tokens are parsed, and BOS is added only where it has none."""
+        """Token ids of a prompt that the user has rendered: control tokens are parsed, and BOS is added if it is missing."""
         if self._alphabet is not None:
-            return self.encode(text)  # which names a character that it does not know
+            return self.encode(text)  # reports characters outside the alphabet
         tokens: list[int] = self._inner.encode(_check_encodable(text), add_special_tokens=False)
-        return tokens if tokens[: len(self._before)] == self._before else self._before + tokens
+        return tokens if tokens[: len(self._prefix)] == self._prefix else self._prefix + tokens
 
     def literal(self, text: str) -> str:
-        """A text for `encode` in which names of control tokens are plain text; see `models/tokenizer.py`."""
+        """Mark the names of control tokens in a text, so that `encode` treats them as plain text."""
         return self._control.literal(text)
 
     @staticmethod
-    def shown(text: str) -> str:
-        """What `literal` or `chat_text` made, as people should see it: without marks."""
+    def unmarked(text: str) -> str:
+        """A result of `literal` or `chat_text` without marks, for people to read."""
         return unmarked(text)
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
-        """The text of token ids, without tidying of spaces."""
+        """The text of token ids, without clean-up of spaces."""
         return str(
             self._inner.decode(list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         )
 
     def pieces(self, tokens: Sequence[int], skip_special: bool = True) -> list[str]:
-        """The text each token adds; joined they are `decode(tokens, skip_special)`.
+        """The text that each token adds; joined they equal `decode(tokens, skip_special)`.
 
-        A character whose bytes are spread over several tokens belongs to the last of them.
+        A character whose bytes span several tokens belongs to the last of them.
         """
         pieces: list[str] = []
-        window, shown = 0, 0  # tokens[window:shown] is context for decoders that treat a text's first token specially
+        window, shown = (
+            0,
+            0,
+        )  # tokens[window:shown] is context, since decoders treat the first token of a text specially
         for end in range(1, len(tokens) + 1):
             before = self.decode(tokens[window:shown], skip_special)
             text = self.decode(tokens[window:end], skip_special)
@@ -306,12 +307,12 @@ class Tokenizer:
         return pieces
 
     @property
-    def is_of_characters(self) -> bool:
-        """Whether every token but markup is one character, and a text with any other character is refused."""
+    def is_character_level(self) -> bool:
+        """Whether every token but markup is one character; `encode` then raises for characters outside the alphabet."""
         return self._alphabet is not None
 
     def pipeline(self) -> dict[str, Any] | None:
-        """The steps from a text to token ids, as tokenizer.json writes them; None for a tokenizer that is not made of such steps."""
+        """The contents of tokenizer.json: the steps from text to token ids; None for a tokenizer without one."""
         backend = getattr(self._inner, "backend_tokenizer", None)
         return None if backend is None else dict(json.loads(backend.to_str()))
 
@@ -319,12 +320,12 @@ class Tokenizer:
         """Whether a token is markup (end of turn, padding) rather than text."""
         return token in self._special_ids
 
-    def means_the_same_as(self, other: Tokenizer) -> bool:
-        """Whether every token id stands for the same text in both, so that ids of one can be given to the other's model."""
+    def has_same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether every token id stands for the same text in both, so that ids of one are valid for the other's model."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab()) and self._special_ids == other._special_ids
 
     def difference_to(self, other: Tokenizer) -> str:
-        """What differs first where ids do not stand for the same text in both, in words; empty where they do."""
+        """The first difference between two vocabularies, in words; empty if `has_same_vocabulary`."""
         mine, theirs = self._inner.get_vocab(), other._inner.get_vocab()
         if mine == theirs:
             return "" if self._special_ids == other._special_ids else "other tokens are markup"
@@ -334,13 +335,13 @@ class Tokenizer:
         return f"{len(mine):,} tokens instead of {len(theirs):,}{first}"
 
     def chat_template_mentions(self, variable: str) -> bool:
-        """Whether the chat template knows a variable; one it does not know would be ignored without a word."""
+        """Whether the chat template uses a variable; one that it does not use would be ignored silently."""
         return re.search(rf"\b{re.escape(variable)}\b", str(self._inner.chat_template or "")) is not None
 
     def chat_text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """Messages as the chat template writes them, for `encode`; `kwargs` are the template's own variables.
+        """Messages rendered by the chat template, for `encode`; `kwargs` are variables of the template.
 
-        Names of control tokens in messages and variables are marked as plain text: `shown` takes the marks out.
+        Names of control tokens in messages and variables are marked as plain text; `unmarked` removes the marks.
         """
         if not self.has_chat_template:
             raise UserError(
@@ -351,18 +352,18 @@ class Tokenizer:
         except ValueError as error:  # several templates, none of which is the default
             raise UserError(f"this tokenizer's chat template cannot be chosen: {error}") from error
         if not messages:
-            raise UserError("the chat template is asked to write a conversation of no messages")
+            raise UserError("the chat template needs at least one message, got none")
         given = {**self._inner.special_tokens_map, **self._control.literal_values(kwargs)}
         given["add_generation_prompt"] = add_generation_prompt
         return chat_template.render(source, self._control.literal_values(messages), given)
 
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        """Token ids of messages up to where the assistant starts to speak."""
+        """Token ids of messages up to the start of the assistant's turn."""
         return self.encode(self.chat_text(messages, **kwargs))
 
 
 def check_remote_code(directory: Path, error: BaseException) -> None:
-    """The error for a directory that wants to run code of its own, where that is why transformers did not load it."""
+    """Raise if transformers did not load a directory because it needs to run Python code of its own."""
     for name in ("tokenizer_config.json", "config.json"):
         wanted = read_json_object(directory / name).get("auto_map") if (directory / name).is_file() else None
         for_tokenizer = (
@@ -372,7 +373,7 @@ def check_remote_code(directory: Path, error: BaseException) -> None:
             classes = ", ".join(map(str, wanted.values() if isinstance(wanted, dict) else [wanted]))
             raise UserError(
                 f"{directory / name} asks to run Python code of the directory ({classes}), which burnish never does: use a model that "
-                "transformers knows by itself, or save its tokenizer as tokenizer.json"
+                "transformers supports by itself, or save its tokenizer as tokenizer.json"
             ) from error
 
 
@@ -382,20 +383,20 @@ def _one_line(error: BaseException) -> str:
 
 
 def _check_encodable(text: str) -> str:
-    """A text that can be written as bytes; half of a surrogate pair (`\\ud800` in JSON) is no character."""
+    """Raise if a text cannot be encoded as UTF-8: half of a surrogate pair (`\\ud800` in JSON) is not a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         where = text[max(0, error.start - 20) : error.start]
         raise UserError(
             f"the text has half of a surrogate pair ({text[error.start]!r}) at character {error.start + 1}, behind {where!r}: "
-            "it is no character and cannot be tokenised; remove it"
+            "it is not a character and cannot be tokenised; remove it"
         ) from error
     return text
 
 
 def _alphabet(inner: Any) -> frozenset[str] | None:
-    """The characters a character tokenizer knows (also after loading it from its files); None for any other."""
+    """The alphabet of a character-level tokenizer, also after loading it from its files; None for any other."""
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "WordLevel":
         return None
@@ -404,7 +405,7 @@ def _alphabet(inner: Any) -> frozenset[str] | None:
 
 
 def _prefix_ids(inner: Any) -> list[int]:
-    """What the tokenizer puts before a text; what some put after it (an end token) has no place in a prompt."""
+    """The tokens that a tokenizer puts before a text. What some put after it (an end token) must not be in a prompt."""
     bare: list[int] = inner.encode("a", add_special_tokens=False)
     full: list[int] = inner.encode("a", add_special_tokens=True)
     starts = (k for k in range(len(full) - len(bare) + 1) if full[k : k + len(bare)] == bare)
@@ -422,9 +423,9 @@ def _first(*choices: int | None) -> int:
 
 
 def _mistral_regex_option(directory: Path, loader: Any) -> dict[str, bool]:
-    """What keeps transformers from warning of Mistral's faulty pattern in a tokenizer of another family.
+    """Loader option that prevents a false warning about Mistral's faulty pattern in tokenizers of other families.
 
-    It takes every directory whose config.json does not say its transformers version for one of Mistral's.
+    transformers warns for every directory whose config.json does not state its transformers version.
     """
     config = directory / "config.json"
     kind = read_json_object(config).get("model_type", "") if config.is_file() else ""
@@ -433,7 +434,7 @@ def _mistral_regex_option(directory: Path, loader: Any) -> dict[str, bool]:
 
 
 def _needs_bos(config: Path) -> bool:
-    """Whether the model beside a tokenizer is of a family whose texts begin with BOS, whatever the tokenizer's files say."""
+    """Whether the model of a directory belongs to a family whose texts always begin with BOS."""
     family = FAMILIES.get(read_json_object(config).get("model_type", "")) if config.is_file() else None
     return family is not None and family.needs_bos
 

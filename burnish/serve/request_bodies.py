@@ -236,7 +236,7 @@ def longest_token(tokenizer: Tokenizer) -> LongestToken | None:
         return None
     added, vocab = pipeline.get("added_tokens", []), pipeline["model"]["vocab"]
     marks = [token["content"] for token in added]
-    if tokenizer.is_of_characters:
+    if tokenizer.is_character_level:
         return LongestToken(max(map(len, [*vocab, *marks])), in_bytes=False, is_composed=False)
     normalizers, splits = _steps(pipeline.get("normalizer")), _steps(pipeline.get("pre_tokenizer"))
     in_bytes = any(step["type"] == "ByteLevel" for step in splits)

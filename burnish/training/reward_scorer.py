@@ -56,7 +56,7 @@ class ModelScorer:
         self.device = device
         self.packing = Packing.of(self.model, options.token_budget)
         self.shift, self.scale = _score_statistics(directory) if options.standardise else (0.0, 1.0)
-        self.reads_tokens = self.tokenizer.means_the_same_as(policy_tokenizer)
+        self.reads_tokens = self.tokenizer.has_same_vocabulary(policy_tokenizer)
         """Whether token ids of the policy are its own."""
         if options.delimiter is not None and options.aggregate == EACH_STEP and not self.reads_tokens:
             raise UserError(

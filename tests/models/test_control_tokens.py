@@ -86,7 +86,7 @@ def test_marked_text_is_what_the_tokenizer_splits_without_its_special_tokens(nam
         else real(name)
     )
     tokens = tokenizer.encode(tokenizer.literal(text))
-    assert tokenizer.shown(tokenizer.literal(text)) == text
+    assert tokenizer.unmarked(tokenizer.literal(text)) == text
     assert tokens == tokenizer._inner.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert not any(tokenizer.is_special(token) and token != tokenizer._inner.unk_token_id for token in tokens)
 

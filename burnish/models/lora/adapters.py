@@ -1,8 +1,14 @@
-"""LoRA on our decoder: adding adapters, switching them off, swapping their content, merging them (layers: `ops/lora.py`).
+"""LoRA on the native decoder (2106.09685): add, disable, swap and merge adapters.
 
-Everything but the adapters is frozen. Their parameters have the model's type, as all that engine and learner share; in
-a half type the optimizer keeps float32 master copies of them, as of any parameter. A model with the adapter off is the
-model it was added to, bit for bit, so a reference to stay near needs no copy of the weights.
+    y_i = W_i x + scale B_i A_i x        for each block i of rows of W that has an adapter
+
+Query, key and value of a fused projection have one adapter each, as in Hugging Face's unfused layers. All A's form one
+matrix, so that x is read once; each B adds into its columns of y. The backward saves only x and A x, and computes no
+gradient of W, which may be in 4 bits (`nf4.py`).
+
+All other parameters are frozen. Adapters have the model's dtype, since engine and learner share them; in a half type the
+optimizer keeps float32 master copies. With its adapters disabled a model equals its base bit for bit, so a KL reference
+needs no copy of the weights.
 """
 
 from __future__ import annotations
@@ -25,20 +31,12 @@ from burnish.models.nf4 import Nf4, Nf4Weight, dense_weight, nf4_linear, quantis
 from burnish.models.weight_files import hf_tensors, weight_blocks
 from burnish.models.weight_layout import Projection, lora_targets, projections
 
-# --- A frozen linear layer with low-rank adapters on blocks of its outputs (LoRA, 2106.09685).
-#
-#     y_i = W_i x + scale B_i A_i x
-#
-# for each block i of rows of W that has an adapter: query, key and value of a fused projection have one each, as in Hugging
-# Face's unfused layers. All A's are one matrix, so that x is read once; each B adds into its columns of y. The backward keeps
-# x and A x alone, and computes no gradient for W, which may be in 4 bits (`ops/nf4.py`).
-
 Span = tuple[int, int]
-"""Outputs [start, stop) that one adapter adds to."""
+"""Output columns [start, stop) that one adapter adds to."""
 
 
 def add_low_rank_(y: Tensor, z: Tensor, b: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
-    """y[:, span_i] += scale z_i B_i^T, with z [N, blocks * rank] and the B's one below the other [outputs of the blocks, rank]."""
+    """y[:, span_i] += scale z_i B_i^T with z [N, blocks * rank] and the stacked B's [outputs of the blocks, rank]."""
     row = 0
     for (start, stop), part in zip(spans, z.split(b.shape[1], 1), strict=True):
         y[:, start:stop].addmm_(part, b[row : row + stop - start].t(), alpha=scale)
@@ -60,7 +58,7 @@ class _LoraFunction(torch.autograd.Function):
     ) -> Tensor:
         plain = [weight] if isinstance(weight, Tensor) else []
         if any(frozen is not None and frozen.requires_grad for frozen in (*plain, bias)):
-            raise RuntimeError("the weight under an adapter is frozen, and its gradient is never computed")
+            raise RuntimeError("the base weight of an adapter must be frozen: its gradient is never computed")
         z = functional.linear(x, a)  # [N, blocks * rank]
         ctx.save_for_backward(x, z, a, b, *plain)
         ctx.spans, ctx.scale, ctx.matrix = spans, scale, None if plain else weight
@@ -81,10 +79,10 @@ class _LoraFunction(torch.autograd.Function):
 
 
 class LoraLinear(nn.Linear):
-    """The linear layer `base`, its own tensors frozen, with an adapter on each of the `spans` of its outputs.
+    """The frozen linear layer `base` with an adapter on each of the `spans` of its outputs.
 
-    `lora_a` [blocks * rank, in] holds the A's one below the other, `lora_b` [outputs of the blocks, rank] the B's, both in
-    the type of the weight, or `dtype`: what the engine multiplies by is then what the learner trains. They start as zeros.
+    `lora_a` [blocks * rank, in] stacks the A's, `lora_b` [outputs of the blocks, rank] the B's. Both start as zeros, in
+    `dtype` or else the dtype of the weight, so that the engine multiplies by exactly what the learner trains.
     """
 
     lora_a: nn.Parameter
@@ -106,7 +104,7 @@ class LoraLinear(nn.Linear):
         self.lora_a = nn.Parameter(like.new_zeros(len(self.spans) * rank, self.in_features, dtype=dtype))
         self.lora_b = nn.Parameter(like.new_zeros(outputs, rank, dtype=dtype))
         self.is_on = True
-        """Whether the adapter takes part; without it the layer is `base`."""
+        """Whether the adapter is enabled; if not, the layer equals `base`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] rows to [N, out]."""
@@ -114,20 +112,20 @@ class LoraLinear(nn.Linear):
         return self.product(x, weight, self.bias, self.lora_a, self.lora_b)
 
     def product(self, x: Tensor, weight: Tensor | Nf4, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-        """The same by these tensors."""
+        """The forward pass with the given tensors, for tensor-parallel layers."""
         if self.is_on and torch.is_grad_enabled():
             return _LoraFunction.apply(x, weight, bias, a, b, self.spans, self.scale)
         y = nf4_linear(x, weight, bias)
         return add_low_rank_(y, functional.linear(x, a), b, self.spans, self.scale) if self.is_on else y
 
     def blocks(self) -> list[tuple[Span, Tensor, Tensor]]:
-        """The outputs, A [rank, in] and B [outputs, rank] of each adapter, as views."""
+        """(span, A [rank, in], B [outputs, rank]) of each adapter, as views."""
         rows = self.lora_b.split([stop - start for start, stop in self.spans])
         return list(zip(self.spans, self.lora_a.split(self.rank), rows, strict=True))
 
 
 def wrap_with_lora(model: Decoder, lora: Lora) -> None:
-    """Freeze the model and give its targets adapters of zeros, on the very tensors it has, or on these in 4 bits."""
+    """Freeze the model and add zero adapters to its target layers, which keep their tensors or are quantised to 4 bits."""
     model.requires_grad_(False)
     quantise_layers(model, lora.base)
     dtype = model.embedding.weight.dtype
@@ -142,9 +140,9 @@ def wrap_with_lora(model: Decoder, lora: Lora) -> None:
 
 @torch.no_grad()
 def add_lora(model: Decoder, lora: Lora, seed: int) -> None:
-    """Adapters that change nothing yet: B is 0; A is uniform in +-1/sqrt(inputs) (Kaiming's, as PEFT starts them).
+    """Add new adapters: B is 0, A is uniform in +-1/sqrt(inputs) (Kaiming, as in PEFT), so the output is unchanged.
 
-    Each A depends on the seed, its layer and its name alone.
+    Each A depends only on the seed, its layer and its name.
     """
     wrap_with_lora(model, lora)
     for index, target, a, _ in adapters(model):
@@ -164,13 +162,13 @@ def adapters(model: Decoder) -> Iterator[tuple[int, Projection, Tensor, Tensor]]
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the adapters by name; none where the model has no adapter."""
+    """The adapters' parameters by name; empty if the model has none."""
     return {name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
 
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """The model without its adapter. For passes without gradient: a backward that recomputes would find it on again."""
+    """Disable the adapters within the block. Only for passes without gradient: a recomputing backward would run with them enabled."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.is_on = False
@@ -183,30 +181,32 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def swapped_adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with other adapter weights, by name; afterwards it has its own again, bit for bit, at the same addresses.
+    """Give the model other adapter weights within the block; afterwards its own are restored in place, bit for bit.
 
-    Of a model that is spread over processes, `weights` are spread like it. A graph of the model's own forward may wait for its
-    backward meanwhile.
+    If the model is sharded over processes, `weights` are sharded alike. A graph of the model's own forward may be waiting
+    for its backward meanwhile.
     """
     own = {name: local_tensor(parameter) for name, parameter in adapter_weights(model).items()}
-    kept = {name: tensor.clone() for name, tensor in own.items()}
+    saved = {name: tensor.clone() for name, tensor in own.items()}
     _copy_weights(own, weights)
     try:
         yield
     finally:
-        _copy_weights(own, kept)
+        _copy_weights(own, saved)
 
 
 def _copy_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        # By way of `data`, which autograd does not watch: it would refuse the backward of a graph that saved the parameter.
+        # Through `data`, which autograd does not track: otherwise a graph that saved the parameter could not run its backward.
         tensor.data.copy_(local_tensor(weights[name]))
 
 
 @torch.no_grad()
 def merged_tensors(model: Decoder, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names with the adapters added in: W + scale B A in float32 at least, rounded once to the
-    model's type, or not at all if `wide`."""
+    """The weights under Hugging Face's names with the adapters merged: W + scale B A.
+
+    The sum is computed in float32 at least and rounded once to the model's dtype, or not at all if `wide`.
+    """
     deltas = {
         (f"layers.{index}.{projection.module}.weight", projection.start): (a, b)
         for index, projection, a, b in adapters(model)

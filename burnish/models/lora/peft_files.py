@@ -1,8 +1,8 @@
-"""PEFT adapter directories in and out: `adapter_config.json` and `adapter_model.safetensors`, as the `peft` library has them.
+"""Load and save PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`, as `peft` writes them.
 
-An adapter that does something our layers do not (DoRA, ranks that differ between layers, trained embeddings) is refused by
-the name of the key that asks for it; what only says how an adapter was begun or trained is read over. The adapter of a
-scorer has the scorer's head beside it, whole.
+An adapter with unsupported features (DoRA, ranks that differ between layers, trained embeddings) is an error that names
+the key. Keys about how an adapter was initialised or trained are ignored. The adapter of a score model also holds the
+model's whole head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from burnish.run.checkpoint.snapshot import BytesFile, Content, TensorFile, writ
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_FORMAT_FILE = "base_weights.json"
-"""Ours, beside what PEFT knows: how the weights below were kept where not in the model's type, since others are another model."""
+"""Our addition to a PEFT directory: the format of the base weights if it is not the model's dtype, since it changes the model."""
 READ_KEYS = (
     "peft_type",
     "r",
@@ -41,14 +41,14 @@ IGNORED_KEYS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
 )
-"""Of an adapter's making: the product of A and B is what it is without them."""
+"""Keys about an adapter's training, which do not change the product of A and B."""
 NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "none", {}, [])
 CAUSAL_LM, SEQ_CLS = "CAUSAL_LM", "SEQ_CLS"
-"""Task types: a language model, and a model for sequence classification."""
+"""Task types: language model (policy) and sequence classification (score model)."""
 HEAD_MODULES, SCORE_TENSOR = ("classifier", "score"), "base_model.model.score.weight"
-"""What peft trains whole of any scorer, by the names a head may have; ours among an adapter's tensors."""
+"""Names of the head that peft trains whole for sequence classification, and the name of our head's tensor."""
 SUPPORTED_INITS: tuple[Any, ...] = (True, False, None, "gaussian")
-"""Ways to begin an adapter that leave the weights below it alone."""
+"""Initialisations of an adapter that do not change the base weights."""
 
 
 def is_adapter(directory: Path) -> bool:
@@ -57,12 +57,12 @@ def is_adapter(directory: Path) -> bool:
 
 
 def is_score_adapter(directory: Path) -> bool:
-    """Whether a PEFT directory holds the adapter of a scorer, and its head."""
+    """Whether a PEFT directory holds the adapter and the head of a score model."""
     return read_json_object(directory / ADAPTER_CONFIG).get("task_type") == SEQ_CLS
 
 
 def read_lora_config(directory: Path, scores: bool = False) -> Lora:
-    """What adapters a directory holds; the error for those our layers cannot be, or that are no scorer's where one `scores`."""
+    """Read a PEFT directory's config; raise if it is not supported, or not of a score model if `scores`."""
     if not is_adapter(directory):
         raise UserError(f"{directory} is not a PEFT adapter directory: it has no {ADAPTER_CONFIG}")
     config = read_json_object(directory / ADAPTER_CONFIG)
@@ -73,7 +73,7 @@ def read_lora_config(directory: Path, scores: bool = False) -> Lora:
         raise UserError(_wrong_task_message(directory, scores))
     whole = config.get("modules_to_save")
     if scores and isinstance(whole, list) and set(whole) <= set(HEAD_MODULES):
-        config["modules_to_save"] = None  # the head, which is read with the adapters
+        config["modules_to_save"] = None  # the head, which is loaded with the adapters
     strange = [
         key for key, value in config.items() if key not in (*READ_KEYS, *IGNORED_KEYS) and value not in NEUTRAL_VALUES
     ]
@@ -81,7 +81,7 @@ def read_lora_config(directory: Path, scores: bool = False) -> Lora:
         raise UserError(f"{where}: {strange[0]}={config[strange[0]]!r} is not supported: merge the adapter with peft")
     if config.get("init_lora_weights") not in SUPPORTED_INITS:
         started = config["init_lora_weights"]
-        raise UserError(f"{where}: an adapter begun by {started!r} changes the weights below it: merge it with peft")
+        raise UserError(f"{where}: init_lora_weights={started!r} changes the base weights: merge the adapter with peft")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise UserError(f"{where}: r={rank!r} and lora_alpha={alpha!r}; expected two numbers above 0")
@@ -93,17 +93,17 @@ def read_lora_config(directory: Path, scores: bool = False) -> Lora:
 def _wrong_task_message(directory: Path, scores: bool) -> str:
     if scores:
         return (
-            f"{directory} is the adapter of a language model, not a reward model: that of a reward model has task_type "
+            f"{directory} is the adapter of a language model, not of a reward model: a reward model's has task_type "
             f"{SEQ_CLS}, such as a checkpoint of `burnish reward-model`"
         )
     return (
-        f"{directory} is the adapter of a reward model (task_type {SEQ_CLS}), which writes no text: it is the path of a reward "
-        "part `model`, and no start of another model"
+        f"{directory} is the adapter of a reward model (task_type {SEQ_CLS}), which generates no text: use it as the path of a "
+        "reward part `model`, not as the start of a policy"
     )
 
 
 def _read_base_format(file: Path) -> LoraBase:
-    """How the weights below an adapter were kept."""
+    """The format of the base weights that an adapter was trained on."""
     named = read_json_object(file).get("base") if file.is_file() else "dtype"
     known: tuple[LoraBase, ...] = get_args(LoraBase)
     found = next((base for base in known if base == named), None)
@@ -113,7 +113,7 @@ def _read_base_format(file: Path) -> LoraBase:
 
 
 def _read_targets(named: Any, where: Path) -> Any:
-    """`targets` of a config's `target_modules`: names, or whole paths, which peft writes where a model has few layers."""
+    """`Lora.targets` from a config's `target_modules`: names, or full paths, which peft writes for models with few layers."""
     if named == "all-linear":
         return named
     if not isinstance(named, list) or not named:
@@ -126,7 +126,7 @@ def _read_targets(named: Any, where: Path) -> Any:
 
 
 def base_model_of(directory: Path) -> Path:
-    """The directory of the model an adapter belongs to: absolute, relative to the adapter's own, or else to where we are."""
+    """The directory of an adapter's base model; a relative path is relative to the adapter's directory or the working directory."""
     named = read_json_object(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     candidates = [directory / named, Path(named)] if isinstance(named, str) and named else []
     found = next((path for path in candidates if path.is_dir()), None)
@@ -139,7 +139,7 @@ def base_model_of(directory: Path) -> Path:
 
 
 def adapter_blocks(arch: Architecture, lora: Lora) -> list[WeightBlock]:
-    """Which rows of our parameters PEFT's tensors are."""
+    """The rows of our parameters that each PEFT tensor corresponds to."""
     table = []
     for index in range(arch.num_layers):
         modules: dict[str, list[Projection]] = {}
@@ -158,7 +158,7 @@ def adapter_blocks(arch: Architecture, lora: Lora) -> list[WeightBlock]:
 
 
 def _adapter_parameters(model: Decoder, lora: Lora, head: Tensor | None) -> tuple[dict[str, Tensor], list[WeightBlock]]:
-    """What is trained, by name, a scorer's head with it, and which of its rows PEFT's tensors are."""
+    """The trained parameters by name (with a score model's head), and their PEFT tensors."""
     parameters, table = dict[str, Tensor](adapter_weights(model)), adapter_blocks(model.arch, lora)
     return (
         (parameters, table)
@@ -170,7 +170,7 @@ def _adapter_parameters(model: Decoder, lora: Lora, head: Tensor | None) -> tupl
 def adapter_contents(
     model: Decoder, stage: TensorStaging, base: Path | None, head: Tensor | None = None
 ) -> list[Content]:
-    """The adapters of a model whose frozen weights are those of the directory `base`, as files to be; with a scorer's `head`."""
+    """Files of a PEFT directory for a model whose base weights are in the directory `base`; with a score model's `head`."""
     lora = model.lora
     assert lora is not None, "a model with adapters"
     config = {
@@ -199,14 +199,14 @@ def adapter_contents(
 
 
 def save_adapter(model: Decoder, directory: Path, base: Path | None) -> None:
-    """The same, written to a directory."""
+    """Write a model's adapters as a PEFT directory."""
     write_contents(directory, adapter_contents(model, keep_in_place, base))
 
 
 def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) -> None:
-    """Copy the adapters of a directory into those of a model, in place; every tensor must be known, fit, and none may miss.
+    """Load the adapters of a PEFT directory into a model in place, and a score model's `head`.
 
-    That of a scorer has its head too.
+    Every tensor must be known and have the right shape, and none may be missing.
     """
     if model.lora is None:
         raise UserError(f"{directory} holds an adapter, and the model has none: set model.lora or model.adapter")
@@ -218,9 +218,7 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
         )
     if not (directory / ADAPTER_WEIGHTS).is_file():
         pickled = (directory / "adapter_model.bin").is_file()
-        hint = (
-            "; a pickle can run any code when it is opened: save it again as safetensors with peft" if pickled else ""
-        )
+        hint = "; loading a pickle can run any code: save it again as safetensors with peft" if pickled else ""
         raise UserError(f"{directory} has no {ADAPTER_WEIGHTS}{hint}")
     where, whose = directory / ADAPTER_WEIGHTS, f"the model and {ADAPTER_CONFIG} imply"
     parameters, table = _adapter_parameters(model, expected, head)
@@ -228,7 +226,7 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
 
 
 def describe_lora(lora: Lora) -> str:
-    """`LoRA of rank 16 x 2 on q_proj, v_proj`: the rank and the scale."""
+    """A description such as `LoRA of rank 16 x 2 on q_proj, v_proj`, with rank and scale."""
     which = "all projections" if lora.projections == PROJECTIONS else ", ".join(lora.projections)
     below = "" if lora.base == "dtype" else f" over weights in 4 bits ({lora.base})"
     return f"LoRA of rank {lora.rank} x {lora.scale:g} on {which}{below}"
