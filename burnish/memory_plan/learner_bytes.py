@@ -158,8 +158,8 @@ def _pass_bytes(model: nn.Module, decoder: Decoder, learning: LearnerPasses, on_
     forward = ActivationEstimate(arch, element, on_gpu, decoder.lora, tokens > rows, learning.longest)
     policy = learning.activations
     states = rows * arch.hidden_size * element  # one tensor of hidden states
-    activations = forward.layers(policy).of(rows, tokens) + forward.around().of(rows, tokens) + states
-    again = forward.again(policy).of(rows, tokens)
+    activations = forward.layers(policy).of(rows, tokens) + forward.outside_layers().of(rows, tokens) + states
+    again = forward.recomputed(policy).of(rows, tokens)
     layer = (
         again
         + rows

@@ -1,7 +1,7 @@
-"""How many bytes of a forward pass wait for the backward pass: the formulas of `models/activation_checkpointing.py` for every device and type.
+"""Bytes that a forward pass saves for the backward pass: the formulas of `activation_checkpointing.py` for every device and dtype.
 
-Counted are tensors, by the storage they lie in: a view of a projection holds all of it. In half types on a CPU torch has
-other kernels than on a GPU; there the numbers are those of a GPU, and only near.
+Tensors are counted by their storage: a view of a projection keeps all of it. In half types on a CPU torch has other kernels
+than on a GPU; there the numbers are those of a GPU and approximate.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH
 from burnish.models.weight_layout import lora_targets
 
 EXPLICIT_SCORES_LENGTH = 256
-"""Up to this length attention on a CPU has explicit scores (`ops/attention.py`), where there are no C kernels."""
+"""On a CPU without C kernels, sequences up to this length compute explicit scores (`kernels/attention.py`)."""
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """For each row that goes through the layers, and for each token of the packing: with shared beginnings there are more of those."""
+    """Bytes per computed row and per token of the packing; with shared prefixes there are fewer rows than tokens."""
 
     row: int
     token: int = 0
@@ -31,17 +31,17 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class ActivationEstimate:
-    """What the tensors of a forward pass depend on, besides the number of tokens."""
+    """Sizes of a forward pass's saved tensors, from the architecture and the setting."""
 
     arch: Architecture
     element: int
-    """Bytes of a number."""
+    """Bytes per element."""
     on_gpu: bool
     lora: Lora | None = None
     is_shared: bool = False
-    """Whether sequences share their beginnings."""
+    """Whether sequences share prefixes."""
     length: int = 1
-    """Of a sequence: explicit scores grow with it."""
+    """Sequence length; explicit scores grow with it."""
 
     @property
     def is_half(self) -> bool:
@@ -49,7 +49,7 @@ class ActivationEstimate:
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Residual stream, all query heads, all key heads, MLP."""
+        """Widths of the residual stream, all query heads, all key heads, and the MLP."""
         arch = self.arch
         return (
             arch.hidden_size,
@@ -58,10 +58,8 @@ class ActivationEstimate:
             arch.mlp_size,
         )
 
-    # --- a layer -------------------------------------------------------------------------------------------------------
-
     def layer(self, policy: str) -> ActivationBytes:
-        """Kept of one layer until it is differentiated."""
+        """Bytes that one layer saves for its backward pass."""
         if policy == "keep":
             return self._keep()
         if policy == "selective":
@@ -73,7 +71,7 @@ class ActivationEstimate:
         norms = (4 if self.arch.out_norms else 2) * self._norm(h, 1)
         inputs = self._input("qkv", h) + self._input("gate_up", h) + self._input("down", m)
         attention = self._attention()
-        raw = (q + 2 * k) * self.element  # the projection: its values are read as they are
+        raw = (q + 2 * k) * self.element  # the fused projection, of which attention reads the values
         has_raw = self._by_kernel and not (self.is_shared and not self._attends_in_c)
         if self.arch.qk_norm:
             has_raw |= self.is_half
@@ -89,11 +87,11 @@ class ActivationEstimate:
         return ActivationBytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token)
 
     def _norm(self, width: int, scales: int) -> int:
-        """A norm keeps its input or, in wide types, its result before the weight; and a scale for each vector."""
+        """A norm saves its input (in full precision its normalised input) and one scale per vector."""
         return width * self.element + scales * (4 if self.is_half else self.element)
 
     def _input(self, module: str, width: int) -> int:
-        """A linear layer keeps its input for the gradient of its weight or of its adapter."""
+        """A linear layer saves its input for the gradient of its weight or of its adapter."""
         trained = self.lora is None or module in self._adapted
         return width * self.element if trained else 0
 
@@ -102,12 +100,12 @@ class ActivationEstimate:
         return set() if self.lora is None else {target.module for target in lora_targets(self.arch, self.lora)}
 
     def _adapters(self) -> int:
-        """What adapters keep besides: A x."""
+        """Adapters also save A x."""
         return 0 if self.lora is None else len(lora_targets(self.arch, self.lora)) * self.lora.rank * self.element
 
     @property
     def _by_kernel(self) -> bool:
-        """Whether attention keeps views of what it is given."""
+        """Whether attention saves views of its inputs."""
         return (
             (self.on_gpu and self.is_half)
             or (self.length > EXPLICIT_SCORES_LENGTH and not self.on_gpu)
@@ -124,46 +122,43 @@ class ActivationEstimate:
         return self.in_c and self.length <= MAX_C_ATTENTION_LENGTH
 
     def _attention(self) -> ActivationBytes:
-        """Kept by attention, besides views of rotated queries and keys and of the projection."""
+        """Bytes that attention saves besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
         out = q * element
-        if self._attends_in_c:  # beginnings that sequences share are read where they are
+        if self._attends_in_c:  # shared prefixes are read without a copy
             return ActivationBytes(out + heads * element)
         if self._by_kernel:
             return ActivationBytes(out + 4 * heads, 2 * k * element if self.is_shared else 0)
         result = out if self.lora is None or "out" in self._adapted else 0
         if not self.on_gpu:
             stacked = (q + 2 * k + heads * self.length) * element
-        else:  # in a wide type torch repeats keys and values for every query head, and keeps scores and weights
+        else:  # in full precision torch repeats keys and values for every query head, and saves scores and weights
             stacked = (4 * q + 2 * heads * self.length) * element
         return ActivationBytes(result, stacked) if self.is_shared else ActivationBytes(result + stacked)
 
     def _gate(self) -> int:
-        """The gated activation keeps its input, and the activated gate where it is no kernel."""
+        """The gated activation saves its input, and without a kernel also the activated gate."""
         by_kernel = self.in_c or (self.on_gpu and self.arch.activation == "silu")
         return (2 if by_kernel else 3) * self.arch.mlp_size * self.element
 
-    # --- all of it -----------------------------------------------------------------------------------------------------
-
     def layers(self, policy: str) -> ActivationBytes:
-        """Kept of all layers when the backward pass begins."""
+        """Bytes saved by all layers when the backward pass begins."""
         one = self.layer(policy)
         if policy == "offload":
-            one = ActivationBytes(2 * self.arch.hidden_size * self.element)  # the last inputs have not left yet
-            return one
+            return ActivationBytes(2 * self.arch.hidden_size * self.element)  # the last inputs are still on the device
         return ActivationBytes(one.row * self.arch.num_layers, one.token * self.arch.num_layers)
 
-    def again(self, policy: str) -> ActivationBytes:
-        """Made again for the one layer that is being differentiated, besides what was kept."""
+    def recomputed(self, policy: str) -> ActivationBytes:
+        """Bytes recomputed for the one layer whose backward is running, besides what was saved."""
         if policy not in ("recompute", "offload"):
             return ActivationBytes(0)
         kept = self._keep()
-        # In C the first norm keeps its input, which is the layer's and waits already.
+        # The first norm in C saves its input, which is the layer's input and is saved already.
         is_there = policy == "recompute" and self.in_c
         return ActivationBytes(kept.row - self.arch.hidden_size * self.element, kept.token) if is_there else kept
 
-    def around(self) -> ActivationBytes:
-        """Kept outside the layers for each row: the final norm's input, rotations."""
+    def outside_layers(self) -> ActivationBytes:
+        """Bytes saved outside the layers: the final norm's input, and rotations."""
         tables = 1 if self.arch.local_theta is None else 2
         return ActivationBytes(self._norm(self.arch.hidden_size, 1) + 2 * tables * self.arch.head_dim * self.element)

@@ -232,14 +232,14 @@ CheckpointFunction = Callable[..., Any]
 def selective_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
     """The layer's forward; what is cheap is made again when it is needed."""
     with recomputed_output(layer.attention_norm, x) as normed:
-        qk, v = layer.heads(layer.qkv(normed))
-    with recomputed_output(layer.rotated, qk, cos, sin) as turned:
-        mixed = layer.mix(turned, v, attend)
-    x = x + layer.attended(mixed)
+        qk, v = layer.split_heads(layer.qkv(normed))
+    with recomputed_output(layer.rotate_heads, qk, cos, sin) as rotated:
+        mixed = layer.attention(rotated, v, attend)
+    x = x + layer.attention_output(mixed)
     with recomputed_output(layer.mlp_norm, x) as normed:
         gate_up = layer.gate_up(normed)
-    with recomputed_output(layer.gated, gate_up) as activated:
-        return x + layer.computed(activated)
+    with recomputed_output(layer.gated_activation, gate_up) as activated:
+        return x + layer.mlp_output(activated)
 
 
 class OffloadedCheckpoint:
@@ -275,7 +275,7 @@ def set_activations(model: nn.Module, policy: str) -> None:
         if isinstance(module, Decoder):
             module.activations = policy
         if isinstance(module, Layer):
-            module.policy = (
+            module.activation_policy = (
                 selective_forward
                 if policy == "selective"
                 else None

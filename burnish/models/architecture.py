@@ -148,7 +148,7 @@ def why_not_native(config: dict[str, Any]) -> str | None:
         return "its weights are quantised"
     if any(name not in config for name in REQUIRED_SIZES):
         return None  # `architecture_from_hf` reports the missing key
-    reason = record.refuse(config)
+    reason = record.why_unsupported(config)
     if reason is not None:
         return reason
     scaling = _optional_fields(config)["rope_scaling"] or {}
@@ -185,7 +185,7 @@ def max_positions_of(directory: Path) -> int | None:
 
 
 def _optional_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Architecture` besides the required sizes: the defaults defaults, overridden by the family."""
+    """Fields of `Architecture` besides the required sizes: the common defaults, overridden by the family."""
     family = FAMILIES[config["model_type"]]
     theta, scaling = _rope(config)
     defaults = {
@@ -196,7 +196,7 @@ def _optional_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
         "tied": bool(config.get("tie_word_embeddings", False)),
     }
-    return {**defaults, **family.read(config), **family.fixed}
+    return {**defaults, **family.read_fields(config), **family.fixed}
 
 
 def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
@@ -219,7 +219,7 @@ def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
         max_positions=new.max_positions,
         tied=new.tied,
         **family.fixed,
-        **family.invent(new.num_layers),
+        **family.new_model_fields(new.num_layers),
     )
 
 
@@ -247,7 +247,7 @@ def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...],
         "eos_token_id": list(eos_ids) if len(eos_ids) != 1 else eos_ids[0],
         "pad_token_id": pad_id,
     }
-    own = FAMILIES[arch.family].write(arch)
+    own = FAMILIES[arch.family].config_keys(arch)
     if arch.rope_scaling and "rope_parameters" not in own:
         config["rope_scaling"] = arch.rope_scaling
     return {**config, **own}

@@ -128,10 +128,10 @@ class _LayerDecodeStep:
     def add_to(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What the layer makes of its input [N, hidden] is added to it."""
         layer, has_out_norms = self.layer, self.layer.arch.out_norms
-        qk, v = layer.heads(self.qkv(_normed(layer.attention_norm, x)))
-        attended = self.out(layer.mix(layer.rotated(qk, cos, sin), v, attend))
+        qk, v = layer.split_heads(self.qkv(_normed(layer.attention_norm, x)))
+        attended = self.out(layer.attention(layer.rotate_heads(qk, cos, sin), v, attend))
         x += _normed(layer.attention_out_norm, attended) if has_out_norms else attended
-        computed = self.down(layer.gated(self.gate_up(_normed(layer.mlp_norm, x))))
+        computed = self.down(layer.gated_activation(self.gate_up(_normed(layer.mlp_norm, x))))
         x += _normed(layer.mlp_out_norm, computed) if has_out_norms else computed
 
 

@@ -27,7 +27,7 @@ def compile_layers(model: nn.Module) -> None:
     check_compile(model)
     for module in model.modules():
         if isinstance(module, Layer):
-            module.body = compiled_forward
+            module.forward_override = compiled_forward
 
 
 def check_compile(model: nn.Module) -> None:
@@ -44,12 +44,12 @@ def check_compile(model: nn.Module) -> None:
 def compiled_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
     """The compiled forward pass of a layer. In inference mode (an engine's small steps) the plain one runs."""
     if torch.is_inference_mode_enabled():
-        return layer.plain(x, cos, sin, attend)
+        return layer.eager_forward(x, cos, sin, attend)
     before, after, mark = _compiled_parts()
     for tensor in (x, cos, sin):
         mark(tensor, 0)
-    turned, v = before(layer, x, cos, sin)
-    mixed = layer.mix(turned, v, attend)
+    rotated, v = before(layer, x, cos, sin)
+    mixed = layer.attention(rotated, v, attend)
     mark(mixed, 0)
     return after(layer, x, mixed)
 
@@ -69,7 +69,7 @@ def _compiled_parts() -> tuple[Any, Any, Any]:
 def _before_attention(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated query and key heads, and value heads."""
     arch = layer.arch
-    qk, v = layer.heads(layer.qkv(_normed(layer.attention_norm, x)))
+    qk, v = layer.split_heads(layer.qkv(_normed(layer.attention_norm, x)))
     if arch.qk_norm:
         q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
         qk = torch.cat([_normed(layer.q_norm, q) * arch.query_scale, _normed(layer.k_norm, k)], 1)

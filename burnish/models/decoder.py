@@ -1,11 +1,10 @@
-"""The decoder: one definition for the learner's forward and for the native engine.
+"""The native decoder: one definition for the learner and the engine.
 
-Pre-norm, grouped-query attention with rotary positions, gated MLP; what families change of that are fields of
-`Architecture`. It sees packed tokens [N] with their positions;
-who attends to whom is the business of the `attend` callable handed in, so the same layers serve training (packed
-sequences), prefill (packed, writing the cache) and decoding (one token a row against the cache). Query, key and
-value projections are one matrix, as are gate and up: fewer, larger matmuls. `models/weight_files.py` maps them to
-Hugging Face's names.
+It is a pre-norm transformer with grouped-query attention, rotary positions and a gated MLP; differences between families
+are fields of `Architecture`. The input is packed tokens [N] with their positions. The `attend` callable decides what
+attends to what, so the same layers serve training (packed sequences), prefill (packed, writing the cache) and decoding (one
+token per row over the cache). Query, key and value projections are one matrix, as are gate and up, for fewer and larger
+matmuls. `weight_files.py` maps them to Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Layer(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         heads = arch.num_heads + 2 * arch.num_kv_heads
-        self.gated = GATED_ACTIVATIONS[arch.activation]
+        self.gated_activation = GATED_ACTIVATIONS[arch.activation]
         self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.qkv = nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
         self.out = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.out_bias)
@@ -59,36 +58,40 @@ class Layer(nn.Module):
         if arch.out_norms:
             self.attention_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
             self.mlp_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
-        self.policy: LayerPolicy | None = None
-        """How a forward pass with gradient is made where not all is kept (`models/activation_checkpointing.py`)."""
-        self.body: LayerPolicy | None = None
-        """What runs instead of the code below (`models/compiled_layers.py`)."""
+        self.activation_policy: LayerPolicy | None = None
+        """The forward pass with gradient under an activation policy other than `keep` (`activation_checkpointing.py`)."""
+        self.forward_override: LayerPolicy | None = None
+        """A replacement of `eager_forward` (`compiled_layers.py`)."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if self.policy is not None and torch.is_grad_enabled():
-            return self.policy(self, x, cos, sin, attend)
+        if self.activation_policy is not None and torch.is_grad_enabled():
+            return self.activation_policy(self, x, cos, sin, attend)
         return self.run(x, cos, sin, attend)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The forward pass, with all that the backward pass reads kept."""
-        return self.plain(x, cos, sin, attend) if self.body is None else self.body(self, x, cos, sin, attend)
+        """The forward pass that saves everything the backward pass reads."""
+        return (
+            self.eager_forward(x, cos, sin, attend)
+            if self.forward_override is None
+            else self.forward_override(self, x, cos, sin, attend)
+        )
 
-    def plain(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The same as it is written."""
-        qk, v = self.heads(self.qkv(self.attention_norm(x)))
-        x = x + self.attended(self.mix(self.rotated(qk, cos, sin), v, attend))
-        return x + self.computed(self.gated(self.gate_up(self.mlp_norm(x))))
+    def eager_forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The forward pass, not compiled."""
+        qk, v = self.split_heads(self.qkv(self.attention_norm(x)))
+        x = x + self.attention_output(self.attention(self.rotate_heads(qk, cos, sin), v, attend))
+        return x + self.mlp_output(self.gated_activation(self.gate_up(self.mlp_norm(x))))
 
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a projection [N, all heads * D]: query and key heads [N, q + k, D], value heads."""
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a fused projection [N, all heads * D] into query and key heads [N, q + k, D] and value heads [N, v, D]."""
         arch = self.arch
         qk, v = qkv.view(qkv.shape[0], -1, arch.head_dim).split(
             [arch.num_heads + arch.num_kv_heads, arch.num_kv_heads], 1
         )
         return qk, v
 
-    def rotated(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Query and key heads by their positions, normed before where the family does so."""
+    def rotate_heads(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate query and key heads by their positions, after their norm if the family has one."""
         arch = self.arch
         if arch.qk_norm:
             q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
@@ -96,18 +99,18 @@ class Layer(nn.Module):
             qk = torch.cat([q, self.k_norm(k)], 1)
         return rotate(qk, cos, sin)
 
-    def mix(self, qk: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """[N, query heads * D]: attention of rotated queries and keys over the values."""
+    def attention(self, qk: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """Attention of rotated queries and keys [N, q + k, D] over values; [N, query heads * D]."""
         q, k = qk.split([self.arch.num_heads, self.arch.num_kv_heads], 1)
         return attend(self.index, q, k, v).reshape(qk.shape[0], -1)
 
-    def attended(self, mixed: Tensor) -> Tensor:
-        """What attention adds to the residual stream."""
+    def attention_output(self, mixed: Tensor) -> Tensor:
+        """The output projection of attention, which is added to the residual."""
         out: Tensor = self.out(mixed)
         return self.attention_out_norm(out) if self.arch.out_norms else out
 
-    def computed(self, activated: Tensor) -> Tensor:
-        """What the MLP adds to it."""
+    def mlp_output(self, activated: Tensor) -> Tensor:
+        """The output projection of the MLP, which is added to the residual."""
         out: Tensor = self.down(activated)
         return self.mlp_out_norm(out) if self.arch.out_norms else out
 
@@ -124,17 +127,17 @@ class Decoder(nn.Module):
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
         self.activations = "keep"
-        """What its layers keep for the backward pass (`models/activation_checkpointing.py`)."""
+        """What the layers save for the backward pass (`activation_checkpointing.py`)."""
         self.lora: Lora | None = None
-        """The adapters of its layers (`models/lora/adapters.py`), where they have any."""
+        """The config of the layers' adapters (`lora/adapters.py`); None without adapters."""
         self.exact: ExactLogprobs | None = None
-        """Where set, log-probs have the values it gives (`models/cached_forward.py`), and the gradient of the usual forward."""
+        """If set, log-probs have the values of this function (`cached_forward.py`) and the gradient of the usual forward."""
         self.shard_rows: ShardRows | None = None
-        """Where set, this process computes some rows of a micro-batch, and its peers the others."""
+        """If set, this process computes a shard of a micro-batch's rows (sequence parallelism)."""
 
     @property
     def attention_cost(self) -> float:
-        """What attention costs: a sequence of L tokens takes L + attention_cost L^2 times the matmuls of one token."""
+        """Relative cost of attention: L tokens cost L + attention_cost L^2 times the matmuls of one token."""
         arch = self.arch
         width = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
         matmuls = arch.hidden_size * (width + arch.num_heads * arch.head_dim + 3 * arch.mlp_size)
@@ -142,31 +145,31 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocab, hidden]."""
+        """Weight of the output head, [vocab, hidden]."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
-        """Final hidden states [N, hidden]. `num_positions` bounds `positions`, known to the caller without a sync."""
-        turns: dict[bool, tuple[Tensor, Tensor]] = {}
+        """Final hidden states [N, hidden]. `num_positions` is above all `positions`; the caller knows it without a device sync."""
+        rotation_rows: dict[bool, tuple[Tensor, Tensor]] = {}
         x = self.embedded(tokens)
         for index, layer in enumerate(self.layers):
             is_local = self.arch.is_local(index)
-            if is_local not in turns:
+            if is_local not in rotation_rows:
                 cos, sin = self.rotations(num_positions, index)
-                turns[is_local] = cos[positions], sin[positions]
-            x = layer(x, *turns[is_local], attend)
+                rotation_rows[is_local] = cos[positions], sin[positions]
+            x = layer(x, *rotation_rows[is_local], attend)
         return self.norm(x)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """[N, hidden] what goes into the first layer."""
+        """Input of the first layer, [N, hidden]."""
         x: Tensor = self.embedding(tokens)
         if not self.arch.scaled_embedding:
             return x
-        # In the model's own type, as it was trained: in bfloat16 the root of 640 is 25.25.
+        # In the model's dtype, as it was trained: in bfloat16 the root of 640 is 25.25.
         return x * torch.tensor(self.arch.hidden_size**0.5, dtype=x.dtype).item()
 
     def rotations(self, num_positions: int, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """The rotation table of a layer for at least so many positions."""
+        """The rotation table of a layer, with at least `num_positions` positions."""
         weight, arch = self.embedding.weight, self.arch
         is_local = arch.is_local(layer) and arch.local_theta is not None
         table = self._tables.get(is_local)
@@ -180,7 +183,7 @@ class Decoder(nn.Module):
             theta, scaling = (arch.local_theta, None) if is_local else (arch.rope_theta, arch.rope_scaling)
             assert theta is not None
             inverse = inverse_frequencies(arch.head_dim, theta, scaling)
-            # Made on the CPU: a GPU's sines differ in the last bit, and one model has one table.
+            # Computed on the CPU: a GPU's sines differ in the last bit, and a model must have one table on all devices.
             cos, sin = rotation_table(size, inverse, weight.dtype)
             self._tables[is_local] = table = cos.to(weight.device), sin.to(weight.device)
         return table
@@ -188,14 +191,14 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
-        """Final hidden states of packed sequences, of all tokens or of those `at` [M]; beginnings in common are computed once."""
+        """Final hidden states of packed sequences, of all tokens or of those `at` [M]; shared prefixes are computed once."""
         everywhere = torch.arange(tokens.shape[0], device=tokens.device)
         return self.states(tokens, offsets, everywhere if at is None else at, shared_prefix)[0]
 
     def states(
         self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> tuple[Tensor, RowShard]:
-        """Final hidden states [m] of those of the tokens `at` [M] that this process computes, and which those are."""
+        """Final hidden states [m, hidden] of those of the tokens `at` [M] that this process computes, and the row shard."""
         lengths = offsets.diff()
         starts = torch.repeat_interleave(offsets[:-1], lengths)
         positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
@@ -208,7 +211,7 @@ class Decoder(nn.Module):
         return hidden[shard.at], shard
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, vocab]; for a few rows at a time."""
+        """Logits [N, vocab], for a few rows at a time."""
         return functional.linear(hidden, self.head_weight)
 
     def token_logprobs(
@@ -220,7 +223,7 @@ class Decoder(nn.Module):
         with_entropy: bool = False,
         shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence), and entropies."""
+        """log p(token | its past) at the `wanted` positions [M] (never the first of a sequence), and entropies if requested."""
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         if exact is not None and not torch.is_grad_enabled() and not with_entropy:
             return exact, None
@@ -228,14 +231,14 @@ class Decoder(nn.Module):
         targets = shard.select_wanted(tokens[wanted])
         logp, entropy = head_logprob(hidden, self.head_weight, targets, temperature, with_entropy)
         logp, entropy = shard.gather_wanted(logp), shard.gather_wanted(entropy)
-        # The exact value with this forward's gradient: what is added is 0.
+        # The exact value with the gradient of this forward: the added difference is 0.
         return (logp if exact is None else exact + (logp - logp.detach())), entropy
 
     @torch.no_grad()
     def distribution(
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Distribution:
-        """What may stand at the `wanted` positions that this process computes, as hidden states and an output head, without gradient."""
+        """Next-token distributions at this process's `wanted` positions, as hidden states and output head, without gradient."""
         return Distribution(self.hidden(tokens, offsets, wanted - 1, shared_prefix), self.head_weight)
 
     def token_kl(
@@ -272,7 +275,7 @@ class Decoder(nn.Module):
 
 
 def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:
-    """Random weights from a seed: normal with `std`, residual outputs scaled by depth (GPT-2), biases 0, norms 1 in all."""
+    """Initialise weights from a seed: normal with `std`, residual outputs scaled by depth (GPT-2), biases 0, effective norms 1."""
     generator = torch.Generator().manual_seed(seed)
     scale = (2 * model.arch.num_layers) ** -0.5
     with torch.no_grad():

@@ -1,4 +1,10 @@
-"""A model directory out of the files of a checkpoint: as they are, in another type, or with adapters added in."""
+"""Export a checkpoint as a model directory (`burnish export`), and merge several models into one (`burnish merge`).
+
+An export copies the files, converts the dtype of the weights, or merges adapters into their base. A merge averages the
+weights of several models with the same architecture, tokenizer and tensors. All other files (config, tokenizer, chat
+template, generation settings) come from the first model. A merge holds one block of rows of each model in memory, so that
+a model far larger than memory can be merged.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +48,20 @@ from burnish.run.durable_files import checksums
 
 SAFETENSORS = ".safetensors"
 INDEX = "model.safetensors.index.json"
+MERGE_METHODS = ("linear", "slerp")
+PROVENANCE = "merge.json"
+BLOCK_ELEMENTS = 1 << 22
+"""Elements of one block of rows of a merge."""
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+REPORT_EVERY_S = 2.0
+TIED_HEAD = "lm_head.weight"
+"""Some exporters write the tied output head, a duplicate of the embedding."""
+MERGEABLE_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if not name.startswith("F8")}
+Report = Callable[[str], None]
 
 
 def copy_model(source: Path, names: Sequence[str], out: Path, dtype: torch.dtype | None) -> None:
-    """The named files of a model in `source`, into `out`; weights become `dtype`, if one is given, a file at a time."""
+    """Copy the named files of a model from `source` to `out`; weights are converted to `dtype` if given, one file at a time."""
     num_bytes = 0
     for name in names:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +81,7 @@ def copy_model(source: Path, names: Sequence[str], out: Path, dtype: torch.dtype
 
 
 def merge_adapter(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """A whole model of an adapter's directory: its base with the adapters added in, in the base's type if none is given."""
+    """Write the base model of an adapter directory with the adapters merged, in the base's dtype by default."""
     if not is_adapter(source):
         raise UserError(f"{source} has no adapters to merge: it is a whole model already")
     name = str(dtype).removeprefix("torch.") if dtype is not None else _stored_dtype(base_model_of(source))
@@ -80,13 +96,13 @@ def merge_adapter(source: Path, out: Path, dtype: torch.dtype | None) -> None:
 
 
 def _convert_file(file: Path, out: Path, name: str, dtype: torch.dtype) -> int:
-    """One file in another type; what is not a floating-point number stays as it is. Returns the tensors' bytes."""
+    """Convert the floating-point tensors of one file to `dtype`. Returns the bytes of all tensors."""
     tensors = {}
     for key, stored in file_tensors(file):
         tensor = stored.whole()
         tensors[key] = keep_in_place(tensor.to(dtype) if tensor.is_floating_point() else tensor.clone())
     TensorFile(name, tensors, {"format": "pt"}).write(out)
-    return sum(held.num_bytes for held in tensors.values())
+    return sum(tensor.num_bytes for tensor in tensors.values())
 
 
 def _stored_dtype(base: Path) -> str:
@@ -98,45 +114,30 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=1))
 
 
-# --- `burnish merge`: a Hugging Face directory whose weights are made of those of several others, a few rows at a time.
-#
-# The models must be alike: the same architecture, the same tokenizer, the same tensors. What is not weights (config,
-# tokenizer, chat template, generation settings) is the first one's. No more is held in memory than a block of rows of
-# each model, so that a model far larger than memory can be merged.
-
-MERGE_METHODS = ("linear", "slerp")
-PROVENANCE = "merge.json"
-BLOCK_ELEMENTS = 1 << 22  # of one block of rows
-COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-MERGED_INDEX = "model.safetensors.index.json"
-REPORT_EVERY_S = 2.0
-TIED_HEAD = "lm_head.weight"
-"""Written by some exporters though it is the embedding once more."""
-MERGEABLE_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if not name.startswith("F8")}
-Report = Callable[[str], None]
+# --- merge ---
 
 
 @dataclass(frozen=True)
 class MergeRecipe:
-    """How weights are made of weights."""
+    """How the weights of several models are combined."""
 
     weights: tuple[float, ...]
     method: str = "linear"
     dtype: torch.dtype | None = None
-    """Of the result; None means as the first model has it."""
+    """Dtype of the result; None means that of the first model."""
 
 
 def merge_models(sources: Sequence[Path], folder: Path, recipe: MergeRecipe, report: Report) -> dict[str, Any]:
-    """Fill a folder with the merged model; returns what it says of where it comes from."""
+    """Write the merged model to a folder; returns its provenance record, which is also written."""
     check_merge(sources, recipe)
     with ExitStack() as stack:
         models = [open_weights(source, stack) for source in sources]
         for model, source in zip(models[1:], sources[1:], strict=True):
             check_same_tensors(models[0], model, sources[0], source)
         dtypes = {name: merged_dtype(handle.get_slice(name).get_dtype(), recipe) for name, handle in models[0].items()}
-        told = _progress_counter(report, len(models[0]))
+        tensor_done = _progress_counter(report, len(models[0]))
         blocks = {
-            name: MergedTensor(dtypes[name], _shape(handle, name), (), name, tuple(models), recipe, told)
+            name: MergedTensor(dtypes[name], _shape(handle, name), (), name, tuple(models), recipe, tensor_done)
             for name, handle in models[0].items()
         }
         sizes = [(name, block.num_bytes) for name, block in blocks.items()]
@@ -154,30 +155,27 @@ def merge_models(sources: Sequence[Path], folder: Path, recipe: MergeRecipe, rep
 
 
 def check_merge(sources: Sequence[Path], recipe: MergeRecipe) -> None:
-    """Refuse what cannot be merged, with the first difference."""
+    """Raise if the models cannot be merged, naming the first difference."""
     if len(sources) < 2:
         raise UserError(f"expected two models or more to merge, got {len(sources)}")
     if len(recipe.weights) != len(sources):
-        raise UserError(f"{len(recipe.weights)} weights for {len(sources)} models: give one each")
+        raise UserError(f"{len(recipe.weights)} weights for {len(sources)} models: give one per model")
     if abs(sum(recipe.weights) - 1) > 1e-6:
-        raise UserError(f"the weights add up to {sum(recipe.weights):g}; those of an average add up to 1")
+        raise UserError(f"the weights add up to {sum(recipe.weights):g}; the weights of an average must add up to 1")
     if recipe.method == "slerp" and (len(sources) != 2 or not 0 <= recipe.weights[1] <= 1):
-        raise UserError("slerp goes along the arc from one model to another: two models, with weights in 0..1")
+        raise UserError("slerp interpolates between two models: give two models, with weights in 0..1")
     for source in sources:
         if is_adapter(source):
             raise UserError(f"{source} is an adapter, not a whole model: `burnish export --merged` makes one of it")
         if read_config(source).get("quantization_config"):
-            raise UserError(f"{source}: its weights are quantised, and cannot be averaged")
+            raise UserError(f"{source}: its weights are quantised and cannot be averaged")
     for other in sources[1:]:
         check_same_architecture(sources[0], other)
         check_same_tokenizer(sources[0], other)
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------
-
-
 def open_weights(source: Path, stack: ExitStack) -> dict[str, Any]:
-    """Of each tensor the open file that holds it."""
+    """The open safetensors file of each tensor, by name."""
     found: dict[str, Any] = {}
     for file in weight_files(source):
         try:
@@ -191,7 +189,7 @@ def open_weights(source: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def check_same_tensors(one: dict[str, Any], other: dict[str, Any], first: Path, second: Path) -> None:
-    """Two models that differ in their tensors: the first difference is named."""
+    """Raise if two models differ in the names or shapes of their tensors."""
     if differing := sorted(one.keys() ^ other.keys()):
         owner = first if differing[0] in one else second
         raise UserError(f"the models to merge differ in their weights: only {owner} has {differing[0]}")
@@ -203,13 +201,13 @@ def check_same_tensors(one: dict[str, Any], other: dict[str, Any], first: Path, 
 
 @dataclass(frozen=True)
 class MergedTensor(TensorBytes):
-    """A tensor of the result, computed when its bytes are written."""
+    """A tensor of the result, computed block by block while it is written."""
 
     name: str
     models: tuple[dict[str, Any], ...]
     recipe: MergeRecipe
     done: Callable[[], None]
-    """Called when its bytes have been written."""
+    """Called when the tensor has been written."""
 
     @property
     def num_bytes(self) -> int:
@@ -224,7 +222,7 @@ class MergedTensor(TensorBytes):
         self.done()
 
     def weights(self, stored: Sequence[StoredTensor]) -> tuple[float, ...]:
-        """Those of the recipe, or on the arc between the two tensors."""
+        """The weights of the recipe, or the slerp weights of this tensor."""
         if self.recipe.method == "linear":
             return self.recipe.weights
         products = torch.zeros(3, dtype=torch.float64)
@@ -234,16 +232,16 @@ class MergedTensor(TensorBytes):
         return slerp_weights(angle_between(*products.tolist()), self.recipe.weights[1])
 
     def merged(self, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """One block; what is no floating-point number must be the same in all."""
+        """Average one block; tensors of integers must be equal in all models."""
         if parts[0].is_floating_point():
             return weighted_average(parts, weights).to(self.dtype)
         if any(not torch.equal(parts[0], part) for part in parts[1:]):
-            raise UserError(f"the models to merge differ in {self.name}, which holds whole numbers and has no average")
+            raise UserError(f"the models to merge differ in {self.name}, which holds integers and has no average")
         return parts[0]
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """A tensor cut along its first dimension into blocks of at most NUM_ELEMENTS, or of one row."""
+    """Index blocks of rows of at most BLOCK_ELEMENTS elements, but at least one row."""
     if not shape:
         yield ()
         return
@@ -253,10 +251,10 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
 
 
 def merged_dtype(stored: str, recipe: MergeRecipe) -> torch.dtype:
-    """The type a tensor will have, from the format's name of the one it has."""
+    """The dtype of a merged tensor, from safetensors' name of its stored dtype."""
     own = MERGEABLE_DTYPES.get(stored)
     if own is None:
-        raise UserError(f"weights of the type {stored} cannot be averaged")
+        raise UserError(f"weights of dtype {stored} cannot be averaged")
     return own if recipe.dtype is None or not own.is_floating_point else recipe.dtype
 
 
@@ -265,7 +263,7 @@ def _shape(handle: Any, name: str) -> tuple[int, ...]:
 
 
 def _progress_counter(report: Report, num: int) -> Callable[[], None]:
-    """To be called after each tensor; says every few seconds how many there have been."""
+    """A function to call after each tensor, which reports progress every few seconds."""
     count, last = 0, time.monotonic()
 
     def done() -> None:
@@ -278,20 +276,15 @@ def _progress_counter(report: Report, num: int) -> Callable[[], None]:
     return done
 
 
-# --- the rest ----------------------------------------------------------------------------------------------------------
-
-
 def config_contents(source: Path, recipe: MergeRecipe) -> list[Content]:
-    """Config, tokenizer and templates of a model: of a checkpoint those its manifest counts to the model."""
+    """Config, tokenizer and templates of a model; of a checkpoint, the model files of its manifest."""
     manifest = read_manifest(source)
     if manifest is not None:
         names = [name for name, entry in manifest["files"].items() if entry["of"] == "model"]
     else:
         names = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.suffix in COPIED_SUFFIXES]
     names = [
-        name
-        for name in names
-        if name not in (MERGED_INDEX, MANIFEST_FILE, PROVENANCE) and not name.endswith(".safetensors")
+        name for name in names if name not in (INDEX, MANIFEST_FILE, PROVENANCE) and not name.endswith(".safetensors")
     ]
     contents: list[Content] = [BytesFile(name, (source / name).read_bytes()) for name in names if name != "config.json"]
     config = read_json_object(source / "config.json")
@@ -302,7 +295,7 @@ def config_contents(source: Path, recipe: MergeRecipe) -> list[Content]:
 
 
 def provenance_of(source: Path) -> dict[str, Any]:
-    """Where a model came from: its folder, its step if it is a checkpoint, and the checksums of its weights."""
+    """A model's folder, its step if it is a checkpoint, and the checksums of its weights."""
     manifest = read_manifest(source)
     step = {} if manifest is None else {"step": manifest["step"]}
     return {"path": str(source), **step, "weights": checksums(weight_files(source))}

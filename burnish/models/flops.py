@@ -1,13 +1,12 @@
-"""Floating-point operations of a decoder, counted exactly from its architecture and the shape of a packed batch.
+"""Floating-point operations (FLOPs) of a decoder, counted exactly from its architecture and the shape of a packed batch.
 
-A product of [a, b] and [b, c] is 2 a b c operations. Counted are the products of every layer (qkv, out, gate and up, down),
-the scores and weighted values of attention over the pairs that causality and the window leave, and the output head at the
-tokens whose log-prob is wanted. Norms, activations, rotations and the optimizer are left out: they are below a
-hundredth, and bound by memory.
+A product of [a, b] and [b, c] takes 2 a b c operations. The counts include the matmuls of every layer (qkv, out, gate and
+up, down), the scores and weighted values of attention over the visible pairs, and the output head at the tokens whose
+log-prob is needed. Norms, activations, rotations and the optimizer are left out: they are below one percent and bound by
+memory.
 
-`forward` and `backward` are what the mathematics needs; `recomputed` is what is calculated a second time to save memory.
-Their quotient with a device's peak are MFU (PaLM, 2204.02311) without the latter, and the share of executed operations
-with it.
+`forward_flops` and `backward_flops` are what the mathematics needs; divided by a device's peak they give MFU (PaLM,
+2204.02311). `recomputed_flops` are computed a second time to save memory; with them the quotient is HFU.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ from dataclasses import dataclass
 
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture, Windows
-from burnish.models.weight_layout import lora_targets, num_lora_parameters
-
-LAYER_MATRICES = ("qkv", "out", "gate_up", "down")
-"""The matrices of a layer in the order of the forward pass; attention comes after the first."""
+from burnish.models.weight_layout import LAYER_MATRICES, lora_targets, num_lora_parameters
 
 
 @dataclass(frozen=True)
 class ForwardCounts:
-    """How much of everything a forward pass computes."""
+    """The sizes that the FLOPs of a forward pass depend on."""
 
     tokens: int = 0
-    """Rows that go through the layers."""
+    """Tokens that go through the layers."""
     pairs: float = 0
-    """(query, key) pairs that each head of attention looks at, in the mean over the layers."""
+    """Visible (query, key) pairs per attention head, averaged over the layers."""
     outputs: int = 0
-    """Rows that go through the output head."""
+    """Tokens that go through the output head."""
 
     def __add__(self, other: ForwardCounts) -> ForwardCounts:
         return ForwardCounts(self.tokens + other.tokens, self.pairs + other.pairs, self.outputs + other.outputs)
@@ -41,7 +37,7 @@ class ForwardCounts:
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations by what they are for."""
+    """FLOPs by kind of operation."""
 
     matmul: int = 0
     attention: int = 0
@@ -62,7 +58,7 @@ class Flops:
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Pairs of a sequence: position i looks at itself and the i before it, or the `window` - 1 before it."""
+    """Visible pairs of a causal sequence: position i attends to itself and the i before it, at most `window` in all."""
     full = length if window is None else min(length, window)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -70,12 +66,12 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 def packed_counts(
     lengths: Sequence[int], num_outputs: int, windows: Windows = None, shared: Sequence[int] | None = None
 ) -> ForwardCounts:
-    """Counts of packed sequences; the first `shared[s]` tokens of sequence s are another's, and computed there."""
-    begun = [0] * len(lengths) if shared is None else shared
-    tokens = sum(lengths) - sum(begun)
+    """Counts of packed sequences; the first `shared[s]` tokens of sequence s belong to a prefix computed elsewhere."""
+    prefixes = [0] * len(lengths) if shared is None else shared
+    tokens = sum(lengths) - sum(prefixes)
 
     def pairs(window: int | None) -> int:
-        spans = zip(lengths, begun, strict=True)
+        spans = zip(lengths, prefixes, strict=True)
         return sum(causal_pairs(length, window) - causal_pairs(start, window) for length, start in spans)
 
     if not isinstance(windows, tuple):
@@ -86,7 +82,7 @@ def packed_counts(
 
 
 def matrix_sizes(arch: Architecture) -> dict[str, int]:
-    """Weights of a layer that a token is multiplied with, by matrix."""
+    """Elements of each matrix of a layer."""
     hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
     return {
         "qkv": hidden * (heads + 2 * arch.num_kv_heads * arch.head_dim),
@@ -99,7 +95,7 @@ def matrix_sizes(arch: Architecture) -> dict[str, int]:
 def forward_flops(
     arch: Architecture, counts: ForwardCounts, head_size: int | None = None, lora: Lora | None = None
 ) -> Flops:
-    """One forward pass. `head_size` is the number of outputs a token has, if not the vocabulary: 1 for a critic."""
+    """FLOPs of one forward pass. `head_size` is the number of outputs per token if not the vocabulary size: 1 for a critic."""
     size = arch.vocab_size if head_size is None else head_size
     return Flops(
         matmul=2 * counts.tokens * arch.num_layers * sum(matrix_sizes(arch).values()),
@@ -112,10 +108,10 @@ def forward_flops(
 def backward_flops(
     arch: Architecture, counts: ForwardCounts, head_size: int | None = None, lora: Lora | None = None
 ) -> Flops:
-    """The gradients of one forward pass: of every product's two factors, so twice the forward.
+    """FLOPs of one backward pass: gradients of both factors of every product, so twice the forward.
 
-    Of weights that adapters leave frozen it is the gradient of the activations alone, and in the first layer none from the
-    lowest adapter down: nothing below it learns.
+    Frozen weights below adapters only need the gradient of the activations. In the first layer nothing below the lowest
+    adapter is trained, so no gradient is computed there.
     """
     once = forward_flops(arch, counts, head_size, lora)
     if lora is None:
@@ -142,20 +138,20 @@ def recomputed_flops(
     activations: str = "keep",
     fused_attention: bool = False,
 ) -> Flops:
-    """What the backward calculates again: the layers, by the policy for activations; scores in a fused kernel; logits.
+    """FLOPs that the backward recomputes: layers (by activation policy), scores of a fused attention kernel, and logits.
 
-    A layer that is recomputed is so up to the last tensor that its backward reads, the input of `down` (a layer with an
-    adapter there, or a norm behind it, runs to its end). A critic's single output is kept; the logits of a vocabulary never are.
+    A layer is recomputed up to the last tensor that its backward reads, the input of `down`; with an adapter there, or a
+    norm after it, it is recomputed to its end. A critic's single output is saved; logits of a vocabulary never are.
     """
     whole, scores = forward_flops(arch, counts, head_size, lora), _pair_product(arch, counts) * fused_attention
     head = whole.head if head_size is None else 0
     if activations in ("keep", "selective"):
         return Flops(attention=scores, head=head)
-    to_the_end = arch.out_norms or (lora is not None and any(t.module == "down" for t in lora_targets(arch, lora)))
-    skipped = 0 if to_the_end else 2 * counts.tokens * arch.num_layers * matrix_sizes(arch)["down"]
+    runs_to_end = arch.out_norms or (lora is not None and any(t.module == "down" for t in lora_targets(arch, lora)))
+    skipped = 0 if runs_to_end else 2 * counts.tokens * arch.num_layers * matrix_sizes(arch)["down"]
     return Flops(whole.matmul - skipped, whole.attention + scores, head, whole.adapters)
 
 
 def _pair_product(arch: Architecture, counts: ForwardCounts) -> int:
-    """One product over the pairs, such as the scores, in all layers."""
+    """FLOPs of one product over the pairs, such as the scores, in all layers."""
     return round(2 * counts.pairs * arch.num_layers * arch.num_heads * arch.head_dim)

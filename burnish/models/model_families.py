@@ -1,4 +1,12 @@
-"""What a family is: how it differs from the plain decoder, and how its config.json says so."""
+"""Model families that the native decoder supports, one entry of FAMILIES each.
+
+A `Family` says how its models differ from the plain decoder (Llama without biases) and how its config.json expresses that.
+
+Gemma 3, text only (2503.19786), alternates five windowed layers with one full layer. Further differences: separate RoPE
+bases of both kinds of layers, norms with weight 1 + w, norms after attention and MLP before the residual, norms of queries
+and keys, scores scaled by a number of the config instead of the head size, embeddings multiplied by sqrt(hidden_size), and
+GELU in the gate.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,16 @@ if TYPE_CHECKING:
 
 
 HfConfig = Mapping[str, Any]
-"""A config.json."""
+"""The contents of a config.json."""
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+LAYER_PATTERN = 6
+"""Every sixth layer of Gemma 3 is full, unless the config lists them."""
+DEFAULT_WINDOW = 4096
+"""Window of a Gemma 3 config without one, as in transformers."""
+NEW_MODEL_WINDOW = 512
+"""Window of a new Gemma 3 model."""
+LOCAL_THETA, FULL_THETA = 10_000.0, 1_000_000.0
 
 
 def _no_fields(_: Any) -> dict[str, Any]:
@@ -24,70 +41,51 @@ def _supported(_: HfConfig) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table. All fields of `Architecture` have the plain decoder's value unless a family says otherwise."""
+    """A model family. Fields of `Architecture` have the plain decoder's defaults unless the family sets them."""
 
     hf_class: str
-    """The class of transformers that loads it."""
+    """The transformers class that loads the family."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Architecture` that are the same in every model of the family."""
-    read: Callable[[HfConfig], dict[str, Any]] = _no_fields
-    """Fields of `Architecture` that follow from a config.json, besides the sizes that all families name alike."""
-    write: Callable[[Architecture], dict[str, Any]] = _no_fields
-    """Keys of a config.json for a model that did not come from one, besides those that all families name alike."""
-    refuse: Callable[[HfConfig], str | None] = _supported
-    """Why a config.json asks for something the decoder does not do; None where it does not."""
-    invent: Callable[[int], dict[str, Any]] = _no_fields
-    """Fields of `Architecture` for a new model of so many layers."""
+    """Fields of `Architecture` with the same value in every model of the family."""
+    read_fields: Callable[[HfConfig], dict[str, Any]] = _no_fields
+    """Fields of `Architecture` from a config.json, besides those that all families share."""
+    config_keys: Callable[[Architecture], dict[str, Any]] = _no_fields
+    """Keys of the config.json of a model that was created here, besides those that all families share."""
+    why_unsupported: Callable[[HfConfig], str | None] = _supported
+    """Why the native decoder does not support a config.json; None if it does."""
+    new_model_fields: Callable[[int], dict[str, Any]] = _no_fields
+    """Fields of `Architecture` of a new model with this number of layers."""
     needs_bos: bool = False
-    """Whether it writes nonsense after a text without its BOS token, so that one is put there even where a tokenizer's files
-    forget it."""
+    """Whether texts must begin with BOS even if the tokenizer's files omit it; without it such models generate nonsense."""
     norms: Mapping[str, str] = field(
         default_factory=lambda: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     )
-    """The layer's norms by our names, with theirs."""
-
-
-# --- What the families that are nearly Llama read from their config.json.
+    """Names of a layer's norms: ours, and Hugging Face's."""
 
 
 def attention_bias(config: HfConfig) -> dict[str, Any]:
-    """`attention_bias` is of all four projections. The classes of other families have no such option, and ignore the key."""
+    """`attention_bias` applies to all four projections. Other families ignore the key."""
     has_bias = bool(config.get("attention_bias", False))
     return {"qkv_bias": has_bias, "out_bias": has_bias}
 
 
 def attention_and_mlp_bias(config: HfConfig) -> dict[str, Any]:
-    """Those of attention, and those of the MLP."""
+    """Biases of attention and of the MLP."""
     return {**attention_bias(config), "mlp_bias": bool(config.get("mlp_bias", False))}
 
 
-class WindowFields:
-    """One window in all layers."""
-
-    @staticmethod
-    def read(config: HfConfig) -> dict[str, Any]:
-        return {"window": config.get("sliding_window")}
-
-    @staticmethod
-    def write(arch: Architecture) -> dict[str, Any]:
-        return {"sliding_window": arch.window}
+def window_field(config: HfConfig) -> dict[str, Any]:
+    """One attention window for all layers."""
+    return {"window": config.get("sliding_window")}
 
 
-# --- Gemma 3, text only (Gemma team 2025, 2503.19786): five layers that see a window to one that sees everything.
-#
-# What differs from the plain decoder: layers of two kinds with rotations of their own; norms that multiply by 1 + weight; a
-# norm behind attention and behind the MLP too, before the residual; normed queries and keys; scores scaled by a number of
-# the config instead of the head size; an embedding multiplied by the root of the width; GELU in the gate.
-
-LOCAL, FULL = "sliding_attention", "full_attention"
-LAYER_PATTERN = 6  # every sixth layer is full, where the config does not list them
-DEFAULT_WINDOW = 4096  # transformers' default
-LOCAL_THETA, FULL_THETA = 10_000.0, 1_000_000.0
-NEW_MODEL_WINDOW = 512  # of a model made from nothing
+def window_key(arch: Architecture) -> dict[str, Any]:
+    """The key of `window_field`."""
+    return {"sliding_window": arch.window}
 
 
-def layer_kinds(config: HfConfig) -> list[str]:
-    """The kind of every layer."""
+def gemma3_layer_types(config: HfConfig) -> list[str]:
+    """`sliding_attention` or `full_attention` of every layer."""
     kinds = config.get("layer_types")
     if kinds is not None:
         return list(kinds)
@@ -95,8 +93,8 @@ def layer_kinds(config: HfConfig) -> list[str]:
     return [FULL if (index + 1) % pattern == 0 else LOCAL for index in range(config["num_hidden_layers"])]
 
 
-def rope_parameters(config: HfConfig, kind: str) -> dict[str, Any]:
-    """The rotation of a kind of layer; older configs have two base frequencies, and scaling for the full layers alone."""
+def gemma3_rope(config: HfConfig, kind: str) -> dict[str, Any]:
+    """RoPE parameters of a layer type; older configs have two base frequencies, and scaling of the full layers only."""
     nested = config.get("rope_parameters") or {}
     if kind in nested:
         return dict(nested[kind])
@@ -107,32 +105,34 @@ def rope_parameters(config: HfConfig, kind: str) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_theta", FULL_THETA), **scaling}
 
 
-def why_unsupported(config: HfConfig) -> str | None:
-    """What Gemma 3's config may ask for that the decoder does not do."""
+def gemma3_why_unsupported(config: HfConfig) -> str | None:
+    """Why the native decoder does not support a Gemma 3 config."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.get(key):
             return f"it has {key}"
     if config.get("attention_bias"):
         return "its attention has biases"
-    unknown = sorted(set(layer_kinds(config)) - {LOCAL, FULL})
+    unknown = sorted(set(gemma3_layer_types(config)) - {LOCAL, FULL})
     if unknown:
-        return f"it has layers of the kind {unknown[0]!r}"
-    if len(layer_kinds(config)) != config["num_hidden_layers"]:
-        return f"layer_types lists {len(layer_kinds(config))} layers, and there are {config['num_hidden_layers']}"
-    if rope_parameters(config, LOCAL).get("rope_type", "default") != "default":
+        return f"it has layers of type {unknown[0]!r}"
+    if len(gemma3_layer_types(config)) != config["num_hidden_layers"]:
+        return (
+            f"layer_types lists {len(gemma3_layer_types(config))} layers, and there are {config['num_hidden_layers']}"
+        )
+    if gemma3_rope(config, LOCAL).get("rope_type", "default") != "default":
         return "the rotation of its sliding layers is scaled"
     return None
 
 
-def read_fields(config: HfConfig) -> dict[str, Any]:
-    """The fields that follow from the config."""
-    kinds, full = layer_kinds(config), rope_parameters(config, FULL)
+def gemma3_fields(config: HfConfig) -> dict[str, Any]:
+    """Fields of `Architecture` from a Gemma 3 config."""
+    kinds, full = gemma3_layer_types(config), gemma3_rope(config, FULL)
     head_dim = config.get("head_dim") or 256
     return {
         "head_dim": head_dim,
         "rope_theta": float(full["rope_theta"]),
         "rope_scaling": full if full.get("rope_type", "default") != "default" else None,
-        "local_theta": float(rope_parameters(config, LOCAL)["rope_theta"]),
+        "local_theta": float(gemma3_rope(config, LOCAL)["rope_theta"]),
         "window": config.get("sliding_window") or DEFAULT_WINDOW,
         "local_layers": tuple(kind == LOCAL for kind in kinds),
         "query_scale": (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5,
@@ -141,8 +141,8 @@ def read_fields(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def write_config(arch: Architecture) -> dict[str, Any]:
-    """The keys that say so."""
+def gemma3_config_keys(arch: Architecture) -> dict[str, Any]:
+    """Keys of a Gemma 3 config."""
     local = arch.local_layers or ()
     full_rope = {"rope_type": "default", **(arch.rope_scaling or {}), "rope_theta": arch.rope_theta}
     return {
@@ -157,8 +157,8 @@ def write_config(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def new_model_fields(num_layers: int) -> dict[str, Any]:
-    """A new model of so many layers: the published pattern, of which at least the last layer is full."""
+def gemma3_new_model_fields(num_layers: int) -> dict[str, Any]:
+    """Fields of a new Gemma 3 model: the published pattern, with the last layer always full."""
     local = tuple((index + 1) % LAYER_PATTERN != 0 and index + 1 < num_layers for index in range(num_layers))
     return {"local_layers": local, "window": NEW_MODEL_WINDOW, "local_theta": LOCAL_THETA, "rope_theta": FULL_THETA}
 
@@ -166,10 +166,10 @@ def new_model_fields(num_layers: int) -> dict[str, Any]:
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     fixed={"qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True},
-    read=read_fields,
-    write=write_config,
-    refuse=why_unsupported,
-    invent=new_model_fields,
+    read_fields=gemma3_fields,
+    config_keys=gemma3_config_keys,
+    why_unsupported=gemma3_why_unsupported,
+    new_model_fields=gemma3_new_model_fields,
     needs_bos=True,
     norms={
         "attention_norm": "input_layernorm",
@@ -180,15 +180,10 @@ GEMMA3 = Family(
 )
 
 
-# --- The families our decoder covers: one row each.
-#
-# A family that is Llama with a flag or two is all in its row. One that differs in more has a file beside this one, which
-# says how its config.json is read and written, what of it is not covered, and what its tensors are called.
-
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", read=attention_and_mlp_bias),
+    "llama": Family("LlamaForCausalLM", read_fields=attention_and_mlp_bias),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, read=attention_bias),
-    "mistral": Family("MistralForCausalLM", read=WindowFields.read, write=WindowFields.write),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, read_fields=attention_bias),
+    "mistral": Family("MistralForCausalLM", read_fields=window_field, config_keys=window_key),
     "gemma3_text": GEMMA3,
 }

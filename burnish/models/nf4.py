@@ -1,14 +1,17 @@
-"""Frozen matrices in 4 bits: NF4, the quantiles of a normal distribution, in blocks with a scale each (QLoRA, 2305.14314).
+"""Frozen matrices in 4 bits: NF4, the quantiles of a normal distribution (QLoRA, 2305.14314), and decoders made of them.
 
-A matrix, read row by row, is cut into blocks of 64 numbers. Of each block the largest magnitude is kept as its scale in
-float32, and of each number over it which of 16 values is nearest: 4.5 bits a number. In `double` form the scales are whole
-numbers of 8 bits between the least and the largest of 256 of them: 4.13 bits.
+A matrix is divided row by row into blocks of 64 numbers. A block's scale is its largest magnitude in float32; each number
+divided by the scale becomes the nearest of 16 values: 4.5 bits per number. With `double` quantisation the scales become
+8-bit integers between the smallest and the largest of 256 scales: 4.13 bits.
 
-    w = VALUES[code] scale                       (in float32, rounded once to the type of the arithmetic)
-    scale = low + step code                      (double)
+    w = NF4_VALUES[code] * scale                 (in float32, rounded once to the compute dtype)
+    scale = low + step * code                    (double)
 
-There is one dense matrix for a moment where a product needs it, made anew in the forward and in the backward pass, which
-keeps nothing of it. Every product, the learner's and the engine's, is by the same numbers w.
+A dense matrix exists only during a product. It is dequantised in the forward and again in the backward pass, which saves
+nothing. All products, the learner's and the engine's, use the same numbers w.
+
+In a decoder only the layers' matrices are quantised; embedding, output head, norms and biases keep the model's dtype. An
+`Nf4Weight` is a module with the name of the parameter that it replaces, so that it is found by that name.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch.nn import functional
 
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
+from burnish.models.weight_layout import LAYER_MATRICES
 
 if TYPE_CHECKING:
     from burnish.config.model import LoraBase
@@ -35,28 +39,28 @@ NF4_VALUES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 NF4_BLOCK = 64
-"""Numbers with one scale."""
+"""Numbers per scale."""
 SCALES_PER_GROUP = 256
-"""Scales with one range."""
+"""Scales per range, with double quantisation."""
 SCALE_STEPS = 255
 QUANTISE_CHUNK = 1 << 24
-"""Numbers that are quantised at once: what is computed beside them takes several times their memory."""
+"""Numbers quantised at once; the temporaries take several times their memory."""
 
 
 class Nf4(NamedTuple):
     """A matrix [outputs, inputs] in 4 bits."""
 
     codes: Tensor
-    """[blocks * 32] bytes: two numbers each, the first in the upper half."""
+    """[blocks * 32] bytes of two numbers each, the first in the upper four bits."""
     scales: Tensor
-    """[blocks] float32, or bytes where there are ranges."""
+    """[blocks] float32, or bytes with double quantisation."""
     ranges: Tensor | None
-    """[groups, 2] float32: the least of a group's scales, and the step between two codes."""
+    """[groups, 2] float32: the smallest scale of a group and the step between codes; None without double quantisation."""
     shape: tuple[int, int]
 
 
 def quantise_nf4(weight: Tensor, double: bool) -> Nf4:
-    """A matrix in 4 bits; what a last block lacks is 0."""
+    """Quantise a matrix; the last block is padded with 0."""
     flat = weight.detach().reshape(-1)
     parts = [
         _quantise_blocks(functional.pad(part, (0, -part.numel() % NF4_BLOCK)).float())
@@ -70,16 +74,14 @@ def quantise_nf4(weight: Tensor, double: bool) -> Nf4:
         -1, SCALES_PER_GROUP
     )
     low, high = groups.aminmax(dim=1)
-    step = (high - low) / torch.full_like(
-        high, SCALE_STEPS
-    )  # by a plain number a GPU divides otherwise, in the last bit
+    step = (high - low) / torch.full_like(high, SCALE_STEPS)  # a GPU rounds division by a Python number differently
     number = (groups - low[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
     whole = number.round_().to(torch.uint8).view(-1)[: scales.numel()].clone()
     return Nf4(codes, whole, torch.stack([low, step], 1), shape)
 
 
 def _quantise_blocks(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of whole blocks."""
+    """Codes and scales of complete blocks."""
     blocks = flat.view(-1, NF4_BLOCK)
     scales = blocks.abs().amax(1)
     unit = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
@@ -88,8 +90,8 @@ def _quantise_blocks(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_nf4(matrix: Nf4, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] the numbers that the codes stand for."""
-    is_plain = dtype == torch.float64 or torch.compiler.is_compiling()  # the compiler fuses what is below by itself
+    """The dense matrix [outputs, inputs]."""
+    is_plain = dtype == torch.float64 or torch.compiler.is_compiling()  # torch.compile fuses the code below
     if use_triton(matrix.codes) and not is_plain:
         from burnish.models.kernels.triton import elementwise_kernels as kernel
 
@@ -102,7 +104,7 @@ def dequantise_nf4(matrix: Nf4, dtype: torch.dtype) -> Tensor:
 
 
 def block_scales(matrix: Nf4) -> Tensor:
-    """[blocks] the scales in float32."""
+    """The scales [blocks] in float32."""
     if matrix.ranges is None:
         return matrix.scales
     low, step = matrix.ranges.repeat_interleave(SCALES_PER_GROUP, 0)[: matrix.scales.numel()].unbind(1)
@@ -116,19 +118,16 @@ def _value_table(device: torch.device) -> Tensor:
 
 @cache
 def _midpoints(device: torch.device) -> Tensor:
-    """[15] where the nearer of two values changes."""
+    """Midpoints [15] between neighbouring values."""
     wide = torch.tensor(NF4_VALUES, dtype=torch.float64)
     return ((wide[1:] + wide[:-1]) / 2).float().to(device)
 
 
 @cache
 def _byte_values(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[256, 2] the two numbers of a byte."""
+    """The two numbers of each byte, [256, 2]."""
     values = torch.tensor(NF4_VALUES).to(device, dtype)
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)
-
-
-# --- products ------------------------------------------------------------------------------------------------------------
 
 
 class _Nf4LinearFunction(torch.autograd.Function):
@@ -143,7 +142,7 @@ class _Nf4LinearFunction(torch.autograd.Function):
 
 
 def nf4_linear(x: Tensor, matrix: Tensor | Nf4, bias: Tensor | None) -> Tensor:
-    """Rows [N, inputs] to [N, outputs] by a matrix in 4 bits or in the type of x; from 4 bits a gradient goes to x alone."""
+    """Apply an NF4 or dense matrix to rows [N, inputs]; [N, outputs]. With NF4 the gradient flows only to x."""
     if isinstance(matrix, Tensor):
         return functional.linear(x, matrix, bias)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -151,11 +150,11 @@ def nf4_linear(x: Tensor, matrix: Tensor | Nf4, bias: Tensor | None) -> Tensor:
     return functional.linear(x, dequantise_nf4(matrix, x.dtype), bias)
 
 
-# --- as modules ----------------------------------------------------------------------------------------------------------
+# --- modules ---
 
 
 class Nf4Weight(nn.Module):
-    """What stands where a linear layer has its weight: a matrix in 4 bits, which nothing trains."""
+    """A frozen NF4 matrix in place of a linear layer's weight."""
 
     codes: Tensor
     scales: Tensor
@@ -165,7 +164,7 @@ class Nf4Weight(nn.Module):
         super().__init__()
         self.shape, self.is_double = shape, double
         blocks = -(-shape[0] * shape[1] // NF4_BLOCK)
-        # Floats lie as whole numbers of as many bits: a module that is given another type would round them.
+        # Floats are stored as integers of the same size, because `module.to(dtype)` would round float buffers.
         kinds = torch.uint8 if double else torch.int32
         ranges = torch.empty(-(-blocks // SCALES_PER_GROUP), 2, dtype=torch.int32, device=device) if double else None
         self.register_buffer("codes", torch.empty(blocks * NF4_BLOCK // 2, dtype=torch.uint8, device=device))
@@ -174,20 +173,20 @@ class Nf4Weight(nn.Module):
 
     @property
     def matrix(self) -> Nf4:
-        """The matrix."""
+        """The matrix as an `Nf4`."""
         if self.ranges is None:
             return Nf4(self.codes, self.scales.view(torch.float32), None, self.shape)
         return Nf4(self.codes, self.scales, self.ranges.view(torch.float32), self.shape)
 
     def write(self, weight: Tensor) -> None:
-        """Become the 4 bits of a matrix."""
+        """Quantise a dense matrix into this weight."""
         for mine, new in zip(self.matrix[:3], quantise_nf4(weight, self.is_double)[:3], strict=True):
             if isinstance(mine, Tensor) and isinstance(new, Tensor):
                 mine.copy_(new)
 
 
 class Nf4Linear(nn.Linear):
-    """A linear layer whose weight is in 4 bits; that of `base`, where it has numbers already."""
+    """A linear layer with an NF4 weight, quantised from `base` unless `base` is on the meta device."""
 
     weight: Nf4Weight  # type: ignore[assignment]  # torch's Linear declares a tensor; adapters need a Linear
 
@@ -204,69 +203,63 @@ class Nf4Linear(nn.Linear):
 
 
 def dense_weight(weight: Tensor | Nf4 | Nf4Weight, dtype: torch.dtype) -> Tensor:
-    """A weight as a matrix of plain numbers."""
+    """A weight as a dense matrix."""
     if isinstance(weight, Tensor):
         return weight
     return dequantise_nf4(weight.matrix if isinstance(weight, Nf4Weight) else weight, dtype)
 
 
-# --- A decoder whose layers' matrices are in 4 bits (`ops/nf4.py`): made so, filled from plain tensors, read as plain tensors.
-#
-# Embedding, output head, norms and biases stay in the model's type. A matrix in 4 bits is a module of the name its parameter
-# had, so that whoever asks for weights by name finds it.
-
-QUANTISED_MODULES = ("qkv", "out", "gate_up", "down")
-"""The linear layers of a decoder layer."""
+# --- decoders ---
 
 
 def quantise_layers(model: Decoder, base: LoraBase) -> None:
-    """Have the matrices of all layers in 4 bits, if `base` says so; those that are already stay as they are."""
+    """Quantise the matrices of all layers if `base` is an NF4 format; quantised ones are left unchanged."""
     if base == "dtype":
         return
     for layer in model.layers:
-        for name in QUANTISED_MODULES:
+        for name in LAYER_MATRICES:
             linear = cast(nn.Linear, getattr(layer, name))
             if isinstance(linear.weight, Tensor):
                 setattr(layer, name, Nf4Linear(linear, base == "nf4-double"))
 
 
 def quantised_weights(model: nn.Module) -> dict[str, Nf4Weight]:
-    """The matrices in 4 bits by the names their parameters would have."""
+    """The NF4 matrices by the names of the parameters that they replace."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Weight)}
 
 
 def quantised_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What the matrices in 4 bits lie in, by name: beside the parameters all that the model is."""
+    """The buffers of the NF4 matrices by name. With the parameters they are the whole state of the model."""
     return {
         f"{name}.{key}": t for name, weight in quantised_weights(model).items() for key, t in weight.named_buffers()
     }
 
 
 def num_quantised_parameters(model: nn.Module) -> int:
-    """Numbers that are in 4 bits."""
+    """Number of quantised weights."""
     return sum(weight.shape[0] * weight.shape[1] for weight in quantised_weights(model).values())
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights of a model, in whatever type."""
+    """Bytes of all parameters and buffers of a model."""
     return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
 
 
 def dequantise_bytes(model: Decoder, on_gpu: bool) -> int:
-    """Bytes that are there while the largest matrix in 4 bits is made plain for a product: where no kernel does it, indices too."""
+    """Bytes needed to dequantise the largest NF4 matrix for a product; without a kernel they include indices."""
     largest = max((w.shape[0] * w.shape[1] for w in quantised_weights(model).values()), default=0)
     return largest * (model.embedding.weight.itemsize if on_gpu else 6)
 
 
 def weight_shapes(model: Decoder) -> dict[str, Tensor]:
-    """A tensor of the shape and type of each weight, by name: the parameter, or one without memory."""
+    """A tensor with the shape and dtype of each weight by name: the parameter, or a meta tensor for an NF4 matrix."""
     dtype = model.embedding.weight.dtype
     without = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in quantised_weights(model).items()}
     return dict(model.named_parameters()) | without
 
 
 class _WeightsByName(Mapping[str, Tensor]):
-    """Names of a model's weights; what is behind a name is for those who read, or write."""
+    """Mapping of a model's weight names; subclasses define the values."""
 
     def __init__(self, model: Decoder) -> None:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -281,16 +274,16 @@ class _WeightsByName(Mapping[str, Tensor]):
 
 
 class DenseWeights(_WeightsByName):
-    """To read: the parameters, and each matrix in 4 bits as the plain one it stands for, made when it is asked for."""
+    """Weights for reading: parameters, and NF4 matrices dequantised on access."""
 
     def __getitem__(self, name: str) -> Tensor:
         return dense_weight(self.quantised[name], self.dtype) if name in self.quantised else self.parameters[name]
 
 
 class WeightsToFill(_WeightsByName):
-    """To write: the parameters, and for each matrix in 4 bits a plain one that lasts until it is full.
+    """Weights for loading: parameters, and for each NF4 matrix a dense buffer until it is filled.
 
-    In float32, so that the 4 bits are those of the file's numbers, whatever the model's type.
+    The buffer is in float32, so that the file's numbers are quantised without rounding to the model's dtype first.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -306,9 +299,6 @@ class WeightsToFill(_WeightsByName):
         return self.waiting[name]
 
     def filled(self, name: str) -> None:
-        """To be called when all of a weight was written."""
+        """Quantise a weight that has been filled completely."""
         if name in self.waiting:
             self.quantised[name].write(self.waiting.pop(name))
-
-
-# --- Quantised weights and KV caches.

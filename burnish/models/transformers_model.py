@@ -1,7 +1,7 @@
-"""Any other architecture: transformers does the forward. Slower than our decoder, and correct.
+"""Models of unsupported architectures, whose forward pass runs in transformers: slower than the native decoder.
 
-Sequences are right-padded for the call (transformers knows no packed batches for every architecture); log-probs come
-from its logits, so the memory of [tokens, vocab] is paid here.
+Sequences are right-padded for the call, since transformers does not support packed batches for every architecture.
+Log-probs come from its logits, so the memory of [tokens, vocab] is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from burnish.run.checkpoint.snapshot import Checksums, Content, TensorBytes, fil
 
 
 def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
-    """transformers' model of a directory, every weight in place; no code from it is run, no pickle is opened."""
+    """Load the transformers model of a directory with every weight checked; no code of it is run and no pickle is opened."""
     from transformers import AutoModelForCausalLM  # type: ignore[attr-defined]  # mypy leaves out transformers.models
 
     weight_files(directory)
@@ -46,7 +46,7 @@ def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
         check_remote_code(directory, error)
         raise UserError(f"transformers cannot load {directory}: {error}") from error
     inner, info = loaded
-    # Of both, transformers would only warn and go on with random numbers in their place.
+    # For both transformers would only warn and continue with random weights.
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise UserError(f"{directory}: {name} is {tuple(stored)} but config.json implies {tuple(wanted)}")
     missing = sorted(info["missing_keys"])
@@ -56,15 +56,15 @@ def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersPolicy(nn.Module):
-    """A causal language model of transformers behind the interface of our decoder."""
+    """A causal language model of transformers with the interface of the native decoder."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.inner = inner.eval()  # no dropout: the log-probs trained on must be those sampled from
+        self.inner = inner.eval()  # no dropout: the learner's log-probs must be those of the sampling distribution
 
     @staticmethod
     def load(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersPolicy:
-        """From a local directory."""
+        """Load a model from a local directory."""
         policy = TransformersPolicy(_load_pretrained(directory, dtype))
         policy.to(device)
         return policy
@@ -72,8 +72,8 @@ class TransformersPolicy(nn.Module):
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of a saved directory in place; tensors keep their addresses.
 
-        They are read by way of a second model: the names and the grouping of tensors in a file are not always
-        those of the module, and only transformers knows how to translate them.
+        They are read through a second model: names and grouping of tensors in a file may differ from the module's, and
+        only transformers can translate them.
         """
         own = self.inner.state_dict()
         read = _load_pretrained(directory, self.inner.dtype).state_dict()
@@ -86,8 +86,10 @@ class TransformersPolicy(nn.Module):
                 raise UserError(f"{directory} does not fit the model: {name} is {shapes}")
         with torch.no_grad():
             for name, tensor in own.items():
-                held = local_shard(tensor)
-                block = tuple(slice(start, start + size) for start, size in zip(held.offsets, held.sizes, strict=True))
+                shard = local_shard(tensor)
+                block = tuple(
+                    slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True)
+                )
                 local_tensor(tensor).copy_(read[name][block])
 
     def token_logprobs(
@@ -99,7 +101,7 @@ class TransformersPolicy(nn.Module):
         with_entropy: bool = False,
         shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(token given its past) at the `wanted` positions, and entropies if asked; beginnings are not shared here."""
+        """Log-probs at the `wanted` positions, and entropies if requested. `shared_prefix` is ignored."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
         logp = log_p.gather(1, tokens[wanted][:, None]).squeeze(1)
         return logp, -(log_p.exp() * log_p).sum(-1) if with_entropy else None
@@ -119,7 +121,7 @@ class TransformersPolicy(nn.Module):
         return log_p.gather(1, tokens[wanted][:, None]).squeeze(1), -(p * log_p).sum(-1), p.square().sum(-1)
 
     def _log_softmax(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-        """[M, vocab] over what may stand at the `wanted` positions, in float32 at least."""
+        """Log-probs [M, vocab] of all tokens at the `wanted` positions, in float32 at least."""
         logits = _padded_forward(self.inner, tokens, offsets).logits
         logits = from_padded(logits, offsets.diff())[0][wanted - 1]
         if logits.dtype in (torch.bfloat16, torch.float16):
@@ -127,30 +129,30 @@ class TransformersPolicy(nn.Module):
         return (logits / temperature).log_softmax(-1)
 
     def contents(self, stage: TensorStaging) -> Content:
-        """A Hugging Face directory (weights and configs); of a model that is spread over processes the first's is whole."""
+        """Weights and configs of a Hugging Face directory; of a sharded model, process 0 has all of it."""
         part = writer_rank_of(self.parameters())
         if part.count > 1 and not isinstance(stage, HostCopy):
-            stage = HostCopy()  # what is gathered is gone when the next tensor is
-        held: dict[int, TensorBytes] = {}  # tied tensors stay one, or both would be written
+            stage = HostCopy()  # a gathered tensor is freed when the next one is gathered
+        staged: dict[int, TensorBytes] = {}  # by id, so that tied tensors are written once
         state: dict[str, TensorBytes] = {}
         for name, tensor in self.inner.state_dict(keep_vars=True).items():
-            if id(tensor) not in held:
+            if id(tensor) not in staged:
                 whole = full_tensor(tensor)
-                held[id(tensor)] = stage(whole if part.index == 0 else whole[:0])
-            state[name] = held[id(tensor)]
+                staged[id(tensor)] = stage(whole if part.index == 0 else whole[:0])
+            state[name] = staged[id(tensor)]
         return PretrainedFiles(self.inner, state)
 
 
 @dataclass(frozen=True)
 class PretrainedFiles:
-    """A model of transformers to be saved, with the weights it had: only transformers knows the names of its files."""
+    """A transformers model to be saved with the given weights. transformers chooses the names of its files."""
 
     inner: Any
     state: Mapping[str, TensorBytes]
 
     def write(self, folder: Path) -> Checksums:
         with TemporaryDirectory(dir=folder) as own:
-            self.inner.save_pretrained(own, state_dict={name: held.tensor for name, held in self.state.items()})
+            self.inner.save_pretrained(own, state_dict={name: staged.tensor for name, staged in self.state.items()})
             written = sorted(path for path in Path(own).rglob("*") if path.is_file())
             names = [str(path.relative_to(own)) for path in written]
             for path, name in zip(written, names, strict=True):
@@ -160,7 +162,7 @@ class PretrainedFiles:
 
 
 class TransformersBackbone(nn.Module):
-    """A copy of such a model without its output head: hidden states behind the interface of our decoder."""
+    """A copy of a transformers model without its output head: hidden states with the interface of the native decoder."""
 
     def __init__(self, policy: TransformersPolicy) -> None:
         super().__init__()
@@ -175,13 +177,13 @@ class TransformersBackbone(nn.Module):
     def states(
         self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> tuple[Tensor, RowShard]:
-        """Final hidden states of the tokens `at` of packed sequences; beginnings are not shared here, nor is work divided."""
+        """Final hidden states of the tokens `at` of packed sequences. `shared_prefix` is ignored, and rows are not sharded."""
         hidden = from_padded(_padded_forward(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
         return hidden[at], UnshardedRows(at)
 
 
 def _padded_forward(inner: Any, tokens: Tensor, offsets: Tensor) -> Any:
-    """A model of transformers on packed sequences, right-padded for it."""
+    """Run a transformers model on packed sequences, right-padded."""
     padded = to_padded(tokens, offsets)
     real = torch.arange(padded.shape[1], device=tokens.device) < offsets.diff()[:, None]
     return inner(input_ids=padded, attention_mask=real.long(), use_cache=False)

@@ -1,4 +1,9 @@
-"""The linear layers of a decoder as Hugging Face names them, and where they stand in ours, which are fused. No torch here."""
+"""How Hugging Face's linear layers map to rows of our fused matrices, and the row order of tensor-parallel models.
+
+Query, key and value are one matrix, as are gate and up. A tensor-parallel rank (`training/parallel/tensor_parallel.py`)
+needs its rows of each to be contiguous. Such a model therefore has its rows in another order: all rows of the first rank, then
+all of the second. Code that reads weights of such a model restores Hugging Face's order (`in_hf_order`).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,16 @@ from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
 
+LAYER_MATRICES = ("qkv", "out", "gate_up", "down")
+"""The matrices of a decoder layer in the order of the forward pass. Attention comes after the first."""
+FUSED_MODULES = ("qkv", "gate_up")
+RowOrder = Callable[[str], "Tensor | None"]
+"""Parameter name -> order of its rows; None is Hugging Face's order."""
+
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows [start, stop) of the matrix `module` of our layer are Hugging Face's `path`."""
+    """Hugging Face's linear layer `path` is rows [start, stop) of our layer's matrix `module`."""
 
     name: str
     path: str
@@ -31,7 +42,7 @@ class Projection:
 
 
 def projections(arch: Architecture) -> list[Projection]:
-    """Those of one decoder layer, in the order of the forward pass."""
+    """The projections of one decoder layer, in the order of the forward pass."""
     hidden, mlp = arch.hidden_size, arch.mlp_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     return [
@@ -51,30 +62,19 @@ def lora_targets(arch: Architecture, lora: Lora) -> list[Projection]:
 
 
 def num_lora_parameters(arch: Architecture, lora: Lora) -> int:
-    """Parameters of the adapters: an A [rank, in] and a B [out, rank] for each target of each layer."""
+    """Number of adapter parameters: A [rank, in] and B [out, rank] for each target of each layer."""
     widths = sum(projection.num_inputs + projection.num_outputs for projection in lora_targets(arch, lora))
     return arch.num_layers * lora.rank * widths
 
 
-# --- The order of rows in matrices that hold several, when each of a number of ranks shall have one block of rows.
-#
-# Query, key and value rows are one matrix here, as are gate and up. A rank with some heads needs its rows of each to stand
-# together, so a model whose layers are cut (`training/parallel/tensor_parallel.py`) has them in another order than usual: all
-# of the first rank, then all of the second. Whoever takes weights out of such a model puts them back.
-
-FUSED_MODULES = ("qkv", "gate_up")
-RowOrder = Callable[[str], "Tensor | None"]
-"""Of a parameter's name: the order its rows have; None is the usual one."""
-
-
 def fused_row_counts(arch: Architecture, module: str) -> tuple[int, ...]:
-    """Rows of each matrix that a fused one holds."""
+    """Rows of each matrix within a fused matrix."""
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     return (q, kv, kv) if module == "qkv" else (arch.mlp_size, arch.mlp_size)
 
 
 def row_order(sizes: tuple[int, ...], parts: int) -> Tensor:
-    """Which row stands where when each part's rows of every matrix stand together: row i of the result is row order[i]."""
+    """Row order in which each part's rows of all matrices are contiguous: row i of the result is row order[i]."""
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     blocks = [
         torch.arange(start + part * size // parts, start + (part + 1) * size // parts)
@@ -85,12 +85,12 @@ def row_order(sizes: tuple[int, ...], parts: int) -> Tensor:
 
 
 def tensor_parallel_size(model: Decoder) -> int:
-    """Into how many parts the layers of a model are cut: each knows the architecture of its own part."""
+    """The number of tensor-parallel parts; each layer has the architecture of its own part."""
     return model.arch.num_heads // cast(Layer, model.layers[0]).arch.num_heads
 
 
 def row_order_of(model: Decoder, name: str) -> Tensor | None:
-    """The order that the rows of a parameter have in a model; None where it is the usual one."""
+    """The row order of a parameter of a model; None if it is Hugging Face's."""
     parts, (module, kind) = tensor_parallel_size(model), ("", *name.split("."))[-2:]
     if parts == 1 or module not in FUSED_MODULES or kind == "lora_a":
         return None
@@ -101,5 +101,5 @@ def row_order_of(model: Decoder, name: str) -> Tensor | None:
 
 
 def in_hf_order(whole: Tensor, order: Tensor | None) -> Tensor:
-    """A whole parameter with its rows in the usual order, given the one they have."""
+    """A whole parameter with its rows in Hugging Face's order, given the order that they have."""
     return whole if order is None else whole[order.argsort().to(whole.device)]

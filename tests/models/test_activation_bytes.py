@@ -36,7 +36,7 @@ def arch_of(family: str, num_layers: int) -> Architecture:
     kind = FAMILIES[family]
     window = {"window": 5 if family in ("mistral", "gemma3_text") else None}
     sizes = (61, 32, num_layers, 4, 2, 8, 96, 64)
-    return Architecture(family, *sizes, **{**kind.fixed, **kind.invent(num_layers), **window})
+    return Architecture(family, *sizes, **{**kind.fixed, **kind.new_model_fields(num_layers), **window})
 
 
 def made(family: str, num_layers: int, dtype: torch.dtype, lora: Lora | None) -> Decoder:
@@ -191,7 +191,9 @@ def test_a_layer_on_a_real_gpu_keeps_what_the_formula_says(family: str, policy: 
     lengths = torch.arange(100, 164)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda()
     for num_layers in (5, 4):
-        arch = Architecture(family, 512, 512, num_layers, 8, 2, 64, 1536, 512, **kind.fixed, **kind.invent(num_layers))
+        arch = Architecture(
+            family, 512, 512, num_layers, 8, 2, 64, 1536, 512, **kind.fixed, **kind.new_model_fields(num_layers)
+        )
         model = Decoder(arch).to("cuda", torch.bfloat16)
         set_activations(model, policy)
         tokens = torch.arange(int(offsets[-1]), device="cuda") % 512

@@ -31,7 +31,7 @@ WANTED = torch.tensor([1, 4, 6, 9, 15, 19, 22])
 def make(family: str, dtype: torch.dtype = torch.float64, num_layers: int = 3) -> Decoder:
     kind = FAMILIES[family]
     window = {"window": 5 if family in ("mistral", "gemma3_text") else None}
-    fields = {**kind.fixed, **kind.invent(num_layers), **window}
+    fields = {**kind.fixed, **kind.new_model_fields(num_layers), **window}
     model = Decoder(Architecture(family, 61, 32, num_layers, 4, 2, 8, 96, 64, **fields))
     initialise(model, 0, 0.3)
     return model.to(dtype)
@@ -117,7 +117,7 @@ def test_a_policy_can_be_changed_back(policy: str) -> None:
     set_activations(model, policy)
     set_activations(model, "keep")
     assert model.activations == "keep"
-    assert all(layer.policy is None for layer in model.layers)
+    assert all(layer.activation_policy is None for layer in model.layers)
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_a_pass_without_gradient_ignores_the_policy() -> None:
     model = make("llama")
     expected = model.hidden(TOKENS, OFFSETS).detach()
     for layer in model.layers:
-        layer.policy = lambda *_: pytest.fail("called")
+        layer.activation_policy = lambda *_: pytest.fail("called")
     with torch.no_grad():
         torch.testing.assert_close(model.hidden(TOKENS, OFFSETS), expected)
 

@@ -183,7 +183,7 @@ def test_old_and_new_configs_say_the_same() -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_activation": "gelu"}, "activation 'gelu' is not gelu_pytorch_tanh"),
-        ({"layer_types": ["chunked_attention"] * 7}, "layers of the kind 'chunked_attention'"),
+        ({"layer_types": ["chunked_attention"] * 7}, "layers of type 'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, "lists 1 layers, and there are 7"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
     ],

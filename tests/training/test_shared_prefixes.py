@@ -30,7 +30,7 @@ VOCAB = 17
 
 def decoder(family: str = "qwen2", window: int | None = None) -> Decoder:
     record = FAMILIES[family]
-    fields = {**record.fixed, **record.invent(2), "window": window, "tied": True}
+    fields = {**record.fixed, **record.new_model_fields(2), "window": window, "tied": True}
     arch = Architecture(family, VOCAB, 16, 2, 4, 2, 8, 24, 256, **fields)
     model = Decoder(arch).double()
     initialise(model, 3, std=0.4)

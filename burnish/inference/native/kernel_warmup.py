@@ -104,9 +104,9 @@ def warm_up_kernels(
 
     def gate() -> None:
         if exact:
-            layer.gated(zeros(rows, 2 * arch.mlp_size))
+            layer.gated_activation(zeros(rows, 2 * arch.mlp_size))
         else:
-            gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated)
+            gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated_activation)
 
     def tiles() -> list[Callable[[], None]]:  # of all numbers of rows: others come later
         with torch.inference_mode():

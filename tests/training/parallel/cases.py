@@ -139,7 +139,7 @@ def parallel_of(case: Case) -> Parallel:
 def make_model(case: Case) -> nn.Module:
     family = "gemma3_text" if case.gemma3 else "qwen3"
     fields = FAMILIES[family].fixed | (
-        FAMILIES[family].invent(2) | {"window": 3} if case.gemma3 else {"qkv_bias": True}
+        FAMILIES[family].new_model_fields(2) | {"window": 3} if case.gemma3 else {"qkv_bias": True}
     )
     decoder = Decoder(Architecture(family, VOCAB, 32, 2, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied))
     initialise(decoder.double(), 0, std=0.3)
