@@ -1,7 +1,13 @@
-"""The decoder's forward pass without gradient over a paged KV cache, on the same parameters.
+"""Forward passes of the decoder over a KV cache, without gradient, on the same parameters as the learner.
 
-The same arithmetic as `Decoder.forward` in fewer memory passes: residual and norm together, rotation together with the
-write to the cache. A test holds the two to the same numbers for every family.
+- `paged_forward`: over a paged cache on any device. Residual and norm are fused, as are rotation and cache write.
+- `DecodeStep`: one new token per row on a CPU in torch. For a hundred rows of a small model the calls cost as much as the
+  arithmetic, so views of the weights are created once for many steps, and the residual is updated in place.
+- `CDecodeStep`: the whole step of a small model in one call of a C kernel (`kernels/cpu/decode.c`). Threads synchronise
+  once per step. The kernel reads its own packed copy of the weights, which is renewed when weights were written.
+- `exact_logprobs`: log-probs by the batch-invariant operations of an exact engine, bit for bit.
+
+All have the arithmetic of `Decoder.forward`; tests compare them for every family.
 """
 
 from __future__ import annotations
@@ -24,12 +30,19 @@ from burnish.models.kernels.shared_prefix import Attend
 
 EXACT_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
 PagedAttend = Callable[[int, Tensor, HeadNorms | None, Any, Any], Tensor]
-"""(layer, fused projections [N, all heads * D], head norms, keys, values of the layer's `Pages`) -> [N, heads * D]; the new keys and
-values are in the pages afterwards."""
+"""(layer, fused projections [N, all heads * D], head norms, the layer's key pages, value pages) -> [N, heads * D].
 
-
+It writes the new keys and values to the pages."""
 Project = Callable[[nn.Linear, Tensor], Tensor]
-"""How a linear layer is applied to rows [N, in]."""
+"""Applies a linear layer to rows [N, in]."""
+ProjectRows = Callable[[Tensor], Tensor]
+MAX_C_PARAMETERS = 1 << 24
+"""Largest model of the C decode step. Larger models spend their time in the products, and the packed copy would cost memory."""
+PAGE = 16
+"""Page size of `exact_logprobs`, the same as the engine's: attention sums page by page."""
+MAX_LOGITS = 1 << 25
+"""Logits held at once."""
+Pointer, Long = ctypes.c_void_p, ctypes.c_long
 
 
 def paged_forward(
@@ -40,16 +53,16 @@ def paged_forward(
     linear: Project | None = None,
     which: Tensor | None = None,
 ) -> Tensor:
-    """Final hidden states [N, hidden] of the tokens, or of some of them; `cache` is [layers, 2, P, kv_heads, page, D].
+    """Final hidden states [N, hidden] of the tokens, or of those `which`; `cache` is [layers, 2, P, kv_heads, page, D].
 
-    Behind the last layer's keys and values the tokens that are not asked for have no part in anything.
-    What goes into the residual may come in parts, which the norm adds up (`ops/partial_sums.py`), unless a `linear` is given:
-    then everything is exact (`ops/exact.py`).
+    After the last layer's keys and values are stored, only the tokens `which` are computed further. Outputs to the
+    residual may be partial sums, which the norm adds up (`partial_linear`). With a `linear` all operations are
+    batch-invariant (`kernels/exact.py`).
     """
     arch = model.arch
     activate = GATED_ACTIVATIONS[arch.activation] if linear is None else EXACT_GATES[arch.activation]
     is_exact = linear is not None
-    # What is normed before it goes into the residual must be whole.
+    # An output norm needs complete sums.
     into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
     linear = linear or nn.Linear.__call__
     eps, shift = arch.norm_eps, arch.norm_shift
@@ -61,7 +74,7 @@ def paged_forward(
         mixed = attend(index, qkv, head_norms(layer), keys, values)
         if which is not None and index == arch.num_layers - 1:
             x, mixed = x[which], mixed[which]
-            if not which.shape[0]:  # pieces of prompts, none of them the last
+            if not which.shape[0]:  # prefill chunks, none of them the last of its prompt
                 return x
         delta = into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
@@ -76,29 +89,20 @@ def paged_forward(
 
 
 def head_norms(layer: Layer) -> HeadNorms | None:
-    """The norms of a layer's query and key heads, where it has any."""
+    """The norms of a layer's query and key heads; None if it has none."""
     arch = layer.arch
     if not arch.qk_norm:
         return None
     return HeadNorms(layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps, arch.norm_shift, arch.query_scale)
 
 
-# --- One new token a row through the decoder on a CPU, without gradient.
-#
-# The arithmetic of `Decoder.forward` in fewer and cheaper calls: for a hundred rows of a small model the calls cost as much as what
-# they compute. Views of the weights, as a product reads them, are made once for many steps, and what a layer adds goes into
-# the residual in place. A test holds it to the decoder's forward for every family.
-
-ProjectRows = Callable[[Tensor], Tensor]
-
-
 def decode_step_of(model: Decoder) -> Callable[[Tensor, Tensor, Attend, int], Tensor]:
-    """The forward pass of a model for one token a row: in fewer calls where it is the decoder's own."""
+    """The forward pass of a model for one token per row: a `DecodeStep`, or the model itself if it overrides `forward`."""
     return DecodeStep(model) if type(model).forward is Decoder.forward else model
 
 
 class DecodeStep:
-    """A model's forward pass, for as long as its modules are the same ones; weights may be written to in place."""
+    """One token per row in torch. Valid while the model's modules are the same; weights may be written in place."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -106,19 +110,19 @@ class DecodeStep:
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden], as `Decoder.forward` gives them."""
-        model, turns = self.model, dict[bool, tuple[Tensor, Tensor]]()
+        model, rotation_rows = self.model, dict[bool, tuple[Tensor, Tensor]]()
         x = model.embedded(tokens)
         for index, layer in enumerate(self.layers):
             is_local = model.arch.is_local(index)
-            if is_local not in turns:
+            if is_local not in rotation_rows:
                 cos, sin = model.rotations(num_positions, index)
-                turns[is_local] = cos[positions], sin[positions]
-            layer.add_to(x, *turns[is_local], attend)
+                rotation_rows[is_local] = cos[positions], sin[positions]
+            layer.add_to(x, *rotation_rows[is_local], attend)
         return _normed(model.norm, x)
 
 
 class _LayerDecodeStep:
-    """A layer with its products at hand."""
+    """A decoder layer with its linear layers as functions on views of the weights."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -126,7 +130,7 @@ class _LayerDecodeStep:
         self.gate_up, self.down = _project(layer.gate_up), _project(layer.down)
 
     def add_to(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """What the layer makes of its input [N, hidden] is added to it."""
+        """Apply the layer to x [N, hidden] in place."""
         layer, has_out_norms = self.layer, self.layer.arch.out_norms
         qk, v = layer.split_heads(self.qkv(_normed(layer.attention_norm, x)))
         attended = self.out(layer.attention(layer.rotate_heads(qk, cos, sin), v, attend))
@@ -136,7 +140,7 @@ class _LayerDecodeStep:
 
 
 def _project(module: nn.Linear) -> ProjectRows:
-    """A linear layer on rows [N, in]; by views of its tensors where it is no more than that."""
+    """A function that applies a linear layer to rows [N, in]; a plain `nn.Linear` through views of its tensors."""
     if type(module) is not nn.Linear:
         return module
     weight = module.weight.detach().t()
@@ -149,18 +153,6 @@ def _project(module: nn.Linear) -> ProjectRows:
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
     assert norm.eps is not None
     return rms_norm(x, norm.weight, norm.eps, norm.shift)
-
-
-# --- One new token a row through a small decoder on a CPU, in one call of a C kernel (`ops/cpu/decode.c`).
-#
-# The arithmetic of `Decoder.forward` and its output head. For a hundred rows of a small model torch's calls cost as much as what they
-# compute, and threads that meet in each of them wait for each other; here they meet once a step. The kernel reads copies of
-# the weights in an order of its own, so it is for models whose copy is small; it is made anew whenever weights were written.
-
-MAX_C_PARAMETERS = 1 << 24
-"""Larger models gain nothing: their time is in the products, and a copy would cost memory."""
-
-Pointer, Long = ctypes.c_void_p, ctypes.c_long
 
 
 class _CLinear(ctypes.Structure):
@@ -185,17 +177,17 @@ class _CDecoder(ctypes.Structure):
 
 
 def c_decode_step(model: Decoder) -> CDecodeStep | None:
-    """The model's steps in one call each; None where it is too large, not all its own, or there is no kernel."""
+    """The C decode step of a model; None if the model is too large or not plain, or there is no C kernel."""
     is_plain = type(model).forward is Decoder.forward and all(type(linear) is nn.Linear for linear in _linears(model))
     parameters = list(model.parameters())
     is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
-    is_followed = not any(p.is_inference() for p in parameters)  # those do not tell whether they were written
+    is_followed = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter
     library = c_kernels(*parameters) if is_plain and is_small and is_followed else None
     return None if library is None else CDecodeStep(model, library)
 
 
 class CDecodeStep:
-    """A model's steps, for as long as its modules are the same ones; weights may be written to in place."""
+    """One token per row in one C call. Valid while the model's modules are the same; weights may be written in place."""
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
@@ -203,14 +195,14 @@ class CDecodeStep:
         self.panel = library.panel_width()
         self.packed: dict[int, Tensor] = {}
         self.parameters = list(model.parameters())
-        self.places = _parameter_addresses(model)
-        self.seen = self._written()
+        self.addresses = _parameter_addresses(model)
+        self.packed_versions = self._versions()
         self.layers = (_CLayer * model.arch.num_layers)()
         self.decoder = self._describe()
         self.space = torch.empty(0, dtype=model.embedding.weight.dtype)
 
     def __call__(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, longest: int) -> Tensor:
-        """Logits [n, vocab] of the token after each row's last, [n] tokens at their positions, `longest` the greatest.
+        """Logits [n, vocab] of the token after each row's last token; `longest` is the largest of the positions [n].
 
         Keys are [layers, rows, kv_heads, head_dim, capacity], values [layers, rows, kv_heads, capacity, head_dim].
         """
@@ -231,24 +223,24 @@ class CDecodeStep:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's parameters are those it was made of, and where they were."""
-        return _parameter_addresses(self.model) == self.places
+        """Whether the model still has the same parameters at the same addresses."""
+        return _parameter_addresses(self.model) == self.addresses
 
     def refresh(self) -> None:
-        """Copy the weights again if any was written since."""
-        written = self._written()
-        if written == self.seen:
+        """Pack the weights again if any was written since."""
+        versions = self._versions()
+        if versions == self.packed_versions:
             return
         for linear in _linears(self.model):
             self._pack(linear.weight)
         self._pack(self.model.head_weight)
-        self.seen = written
+        self.packed_versions = versions
 
-    def _written(self) -> list[int]:
+    def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
 
     def _pack(self, weight: Tensor) -> int:
-        """The kernel's copy of a matrix; its address."""
+        """Copy a matrix into the kernel's packed layout; returns the address of the copy."""
         outputs, inputs = weight.shape
         into = self.packed.get(id(weight))
         if into is None:
@@ -282,38 +274,34 @@ def _parameter_addresses(model: Decoder) -> list[tuple[int, int]]:
 
 
 def _linears(model: Decoder) -> list[nn.Linear]:
-    """The matrices of all layers."""
+    """The linear layers of all decoder layers."""
     layers = [cast(Layer, layer) for layer in model.layers]
     return [module for layer in layers for module in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
 
-# --- Log-probs of given tokens by the very operations that an exact engine draws them with.
-#
-# The packed sequences get pages of their own and go through `paged_forward` with exact operations, every token a query
-# against its row, as in decoding. Slower than the learner's forward, which gives the gradient; the value is the engine's,
-# bit for bit.
-
-PAGE = 16  # as the engine's: attention walks over keys page by page
-MAX_LOGITS = 1 << 25  # held at once
-
-
 @torch.no_grad()
 def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
-    """log p(token given its past) at the `wanted` positions [M] (none may be first in its sequence)."""
+    """log p(token | its past) at the `wanted` positions [M] (never the first of a sequence), as an exact engine computes it.
+
+    The packed sequences get pages of their own and run through `paged_forward` with batch-invariant operations, every
+    token as a query over its row, as in decoding. This is slower than the learner's forward, which gives the gradient.
+    """
     lengths = offsets.diff()
     owner = torch.repeat_interleave(torch.arange(lengths.shape[0], device=tokens.device), lengths)
     position = torch.arange(tokens.shape[0], device=tokens.device) - offsets[:-1][owner]
     longest = int(lengths.max())
     pages = -(-lengths // PAGE)
     width = -(-longest // PAGE)
-    first = pages.cumsum(0) - pages + 1  # page 0 is nobody's
+    first = pages.cumsum(0) - pages + 1  # page 0 is unused
     table = (first[:, None] + torch.arange(width, device=tokens.device)).int()
     table = torch.where(torch.arange(width, device=tokens.device) < pages[:, None], table, 0)
     placement = Placement(owner, position, table)
     arch = model.arch
     shape = (int(pages.sum()) + 1, arch.num_kv_heads, PAGE, arch.head_dim)
     store = torch.zeros(2, *shape, dtype=model.embedding.weight.dtype, device=tokens.device)
-    cache = store.expand(arch.num_layers, *store.shape)  # one layer's keys and values are done with before the next's
+    cache = store.expand(
+        arch.num_layers, *store.shape
+    )  # all layers share the memory: a layer's keys are not needed after it
 
     def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
         q = rotate_store(qkv, *model.rotations(longest, layer), placement, norms, keys, values)

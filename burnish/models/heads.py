@@ -1,14 +1,19 @@
-"""A critic's model: the layers of a policy under a head that gives one number a token.
+"""Decoders with a scalar head: the value model of a critic, and the score model behind a reward model.
 
-The value of a token is that of the state before it was written, so it is read off the hidden state one position to
-the left: it has seen everything the policy had seen when it chose the token, and nothing more.
+The value of a token is the value of the state before it was sampled. It is read from the hidden state one position to the
+left, which has seen exactly what the policy had seen.
+
+A score model gives one number per sequence, read at its last token that is not padding (`score_positions`). On disk it is a
+transformers model for sequence classification with one label, and `AutoModelForSequenceClassification` gives the same
+scores. That class also skips padding, which matters if a tokenizer pads with its end token. With adapters it is a PEFT
+directory of such a model: the adapters and the whole head.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -50,11 +55,15 @@ from burnish.models.weight_layout import row_order_of
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
 
+SCORE_WEIGHT = "score.weight"
+SCORE_STATISTICS_FILE = "scores.json"
+"""Next to a score model's weights: statistics of its scores on held-out answers."""
+
 
 def copy_backbone(policy: Decoder | TransformersPolicy) -> Decoder | TransformersBackbone:
-    """A copy of a policy without its output head, of which no copy is ever made; an embedding tied to it stays.
+    """Copy a policy without its output head; an embedding tied to the head stays.
 
-    Of a policy with adapters these alone are copied: the frozen weights below are the policy's own tensors.
+    If the policy has adapters, only these are copied: the frozen weights are shared with the policy.
     """
     if isinstance(policy, TransformersPolicy):
         return TransformersBackbone(policy)
@@ -62,7 +71,7 @@ def copy_backbone(policy: Decoder | TransformersPolicy) -> Decoder | Transformer
 
 
 def without_head(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
-    """A decoder without output head on the very tensors of another, but for copies of those whose names are in `copied`."""
+    """A decoder without output head that shares another's tensors, except for copies of those named in `copied`."""
     with on_meta_device():
         copy = Decoder(replace(policy.arch, tied=True))
         if policy.lora is not None:
@@ -73,13 +82,13 @@ def without_head(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
 
 
 class ValueModel(nn.Module):
-    """A policy's backbone and a scalar head that starts at 0: the first advantages are then plain returns."""
+    """A policy's backbone and a scalar head. The head starts at 0, so that the first advantages are plain returns."""
 
     def __init__(self, policy: Decoder | TransformersPolicy) -> None:
         super().__init__()
         self.backbone = copy_backbone(policy)
         out = policy.head_weight if isinstance(policy, Decoder) else policy.inner.get_output_embeddings().weight
-        # In a half type values near 1 would be 2^-8 apart, and so would the targets' differences.
+        # In bfloat16 values near 1 would be 2^-8 apart, too coarse for differences of targets.
         wide = torch.promote_types(out.dtype, torch.float32)
         self.head = nn.Parameter(torch.zeros(1, out.shape[1], dtype=wide, device=out.device))
 
@@ -91,26 +100,13 @@ class ValueModel(nn.Module):
     def token_values(
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
-        """[M] the value of the state before each `wanted` token (none may be first in its sequence)."""
+        """Values [M] of the states before the `wanted` tokens (never the first of a sequence)."""
         hidden, shard = self.backbone.states(tokens, offsets, wanted - 1, shared_prefix)
-        # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
-        return shard.gather_wanted((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
-
-
-# --- A scorer: the layers of a decoder under a head that gives one number a sequence, read at its last token.
-#
-# On disk it is what transformers calls a model for sequence classification with one label, so that
-# `AutoModelForSequenceClassification` gives the same scores. That class reads the score at the last token that is not
-# padding; so does this one (`score_positions`), which matters where a tokenizer pads with its end token. With adapters
-# it is what peft saves of such a model: the adapters, and the head whole.
-
-SCORE_WEIGHT = "score.weight"
-SCORE_STATISTICS_FILE = "scores.json"
-"""Beside a scorer's weights: where its scores of held-out answers lie."""
+        return shard.gather_wanted(_scalar_outputs(hidden, self.head))
 
 
 class ScoreModel(nn.Module):
-    """A backbone and a scalar head without bias."""
+    """A decoder backbone and a scalar head without bias, which scores a text."""
 
     def __init__(self, backbone: Decoder, head: Tensor) -> None:
         super().__init__()
@@ -128,22 +124,22 @@ class ScoreModel(nn.Module):
     def token_values(
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
     ) -> Tensor:
-        """[M] the score of the text up to each `wanted` token, that token included."""
+        """Scores [M] of the text up to and including each `wanted` token."""
         hidden, shard = self.backbone.states(tokens, offsets, wanted, shared_prefix)
-        # The sum over one entry is a tensor of its own: FSDP hangs its hook on what is returned, and a view would lose it.
-        return shard.gather_wanted((hidden.to(self.head.dtype) @ self.head.t()).sum(1))
+        return shard.gather_wanted(_scalar_outputs(hidden, self.head))
 
     def contents(
         self, stage: TensorStaging, source: Path | None, tokenizer: Tokenizer, merged: bool = False
     ) -> list[Content]:
-        """A Hugging Face directory for sequence classification, where the layers came from `source`; of a model that is spread
-        over processes, this one's files. With adapters a PEFT directory, unless they shall be `merged` into the layers.
+        """Files of a Hugging Face directory for sequence classification; of a sharded model, those of this process.
+
+        The layers came from `source`. With adapters it is a PEFT directory, unless they are to be `merged`.
         """
         if self.backbone.lora is not None and not merged:
             return [*adapter_contents(self.backbone, stage, source, self.head), *tokenizer.contents()]
         part = writer_rank_of(self.parameters())
         if part.count > 1 and not isinstance(stage, HostCopy):
-            stage = HostCopy()  # what is gathered is gone when the next parameter is
+            stage = HostCopy()  # a gathered parameter is freed when the next one is gathered
         shapes = weight_shapes(self.backbone)
         sizes = [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in weight_blocks(self.arch)]
         sizes.append((SCORE_WEIGHT, self.head.numel() * self.head.element_size()))
@@ -157,9 +153,7 @@ class ScoreModel(nn.Module):
         return [*files, *weight_contents(tensors, sizes, stage, part)]
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of a saved directory in place, those of adapters and head where there are adapters; tensors keep
-        their addresses.
-        """
+        """Copy the weights of a saved directory in place (with adapters: adapters and head); tensors keep their addresses."""
         if self.backbone.lora is not None:
             load_adapter(self.backbone, directory, self.head)
             return
@@ -175,7 +169,7 @@ class ScoreModel(nn.Module):
             )
 
     def _config(self, source: Path | None, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The config.json of the model it was made of, for another class of transformers."""
+        """The source's config.json for the sequence classification class."""
         dtype = str(self.backbone.embedding.weight.dtype).removeprefix("torch.")
         config = (
             architecture_to_hf(self.arch, dtype, tokenizer.eos_ids, tokenizer.pad_id)
@@ -189,7 +183,7 @@ class ScoreModel(nn.Module):
 
 
 def score_positions(tokens: Tensor, offsets: Tensor, pad_id: int) -> Tensor:
-    """[S] where each packed sequence is scored: at its last token that is not `pad_id`; at its first if all are."""
+    """Position [S] at which each packed sequence is scored: its last token that is not `pad_id`, or its first if all are."""
     places = torch.arange(tokens.numel(), device=tokens.device)
     candidates = torch.where(tokens == pad_id, torch.zeros_like(places), places)
     ids = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device=tokens.device), offsets.diff())
@@ -198,19 +192,19 @@ def score_positions(tokens: Tensor, offsets: Tensor, pad_id: int) -> Tensor:
 
 
 def new_score_model(policy: nn.Module, seed: int) -> ScoreModel:
-    """A scorer that takes over a policy's layers, the very tensors and adapters: its scores begin near 0, and differ."""
+    """A score model that takes over a policy's tensors and adapters. Its head is random, so initial scores are near 0."""
     if not isinstance(policy, Decoder):
         raise UserError("a reward model needs the native decoder, and this model runs through transformers")
     backbone = without_head(policy)
     weight = backbone.embedding.weight
-    # In a half type scores near 1 would be 2^-8 apart, which is more than many pairs differ by.
+    # In bfloat16 scores near 1 would be 2^-8 apart, more than many pairs differ by.
     wide, width = torch.promote_types(weight.dtype, torch.float32), policy.arch.hidden_size
     noise = torch.randn(1, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ScoreModel(backbone, (noise / math.sqrt(width + 1)).to(weight.device, wide))
 
 
 def load_score_model(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
-    """A scorer from a Hugging Face directory for sequence classification with one label, or from a PEFT directory of one."""
+    """Load a score model from a Hugging Face directory for sequence classification with one label, or its PEFT directory."""
     if is_adapter(directory):
         return _load_adapted_score_model(directory, dtype, device)
     config = read_config(directory)
@@ -223,7 +217,7 @@ def load_score_model(directory: Path, dtype: torch.dtype, device: torch.device) 
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2
     if labels != 1:
         raise UserError(
-            f"{directory} gives {labels} numbers a text, and a reward is one: its config needs num_labels 1"
+            f"{directory} gives {labels} numbers per text, and a reward is one number: its config needs num_labels 1"
         )
     model = _with_zero_head(_empty_backbone(directory, config, dtype, device))
     model.load_weights(directory)
@@ -231,7 +225,7 @@ def load_score_model(directory: Path, dtype: torch.dtype, device: torch.device) 
 
 
 def _load_adapted_score_model(directory: Path, dtype: torch.dtype, device: torch.device) -> ScoreModel:
-    """The adapters and the head of a PEFT directory on the base it names: a language model, or a scorer whose head is not used."""
+    """Load the adapters and head of a PEFT directory on its base: a language model, or a score model whose head is dropped."""
     lora, base = read_lora_config(directory, scores=True), base_model_of(directory)
     backbone = _empty_backbone(base, read_config(base), dtype, device, lora.base)
     load_tensors(backbone, ((name, tensor) for name, tensor in stored_tensors(base) if name != SCORE_WEIGHT), str(base))
@@ -244,10 +238,10 @@ def _load_adapted_score_model(directory: Path, dtype: torch.dtype, device: torch
 def _empty_backbone(
     directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, base: LoraBase = "dtype"
 ) -> Decoder:
-    """A decoder of a directory's shape without output head, its numbers to come."""
+    """An uninitialised decoder of a directory's architecture, without output head."""
     reason = why_not_native(config)
     if reason is not None:
-        raise UserError(f"{directory} cannot run on the native decoder, which scores: {reason}")
+        raise UserError(f"a reward model needs the native decoder, and {directory} cannot run on it: {reason}")
     with on_meta_device():
         backbone = Decoder(replace(architecture_from_hf(config, str(directory / "config.json")), tied=True))
         quantise_layers(backbone, base)
@@ -262,10 +256,12 @@ def _with_zero_head(backbone: Decoder) -> ScoreModel:
 
 
 def _score_model_blocks(arch: Architecture) -> list[WeightBlock]:
-    """Our parameters under transformers' names: those of the layers, and the head."""
-    return [*_backbone(arch), WeightBlock(SCORE_WEIGHT, "head")]
+    """Our parameters under transformers' names: the backbone's, and the head."""
+    backbone = [replace(block, ours=f"backbone.{block.ours}") for block in weight_blocks(arch)]
+    return [*backbone, WeightBlock(SCORE_WEIGHT, "head")]
 
 
-def _backbone(arch: Architecture) -> Iterator[WeightBlock]:
-    for block in weight_blocks(arch):
-        yield replace(block, ours=f"backbone.{block.ours}")
+def _scalar_outputs(hidden: Tensor, head: Tensor) -> Tensor:
+    """The scalar head on hidden states [m, hidden]; [m]."""
+    # The sum over one entry makes a new tensor: FSDP attaches its hook to the output, and a view would lose it.
+    return (hidden.to(head.dtype) @ head.t()).sum(1)

@@ -1,4 +1,4 @@
-"""A policy ready to train and to sample: the module, its tokenizer, and where it came from."""
+"""Load and save policies: the module, its tokenizer and its source directory."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from burnish.run.checkpoint.snapshot import Content, WriterRank, write_contents,
 
 @dataclass(frozen=True)
 class PolicyOutline:
-    """A policy as its config and its directory describe it. Weights are neither loaded nor made."""
+    """A policy as its config and directory describe it, without loading or creating weights."""
 
     tokenizer: Tokenizer
     max_positions: int | None
-    """The longest sequence the model is made for; None where its config does not say."""
+    """The longest sequence that the model supports; None if its config does not say."""
     arch: Architecture | None
-    """The architecture of the native decoder; None where the model runs through transformers."""
+    """The architecture of the native decoder; None if the model runs through transformers."""
     source: Path | None = None
-    """The model directory, of an adapter that of its base; None for a new model."""
+    """The model directory (the base's, for an adapter); None for a new model."""
     adapter: Path | None = None
     reason: str = ""
-    """Why the model runs through transformers, where it does."""
+    """Why the model runs through transformers; empty if it does not."""
 
 
 @dataclass
 class PolicyModel:
-    """`module` is our decoder, or transformers' model behind the same interface; `note` says which and why."""
+    """A loaded policy: the native decoder, or a transformers model with the same interface. `note` says which and why."""
 
     module: Decoder | TransformersPolicy
     tokenizer: Tokenizer
@@ -64,32 +64,32 @@ class PolicyModel:
 
     @property
     def arch(self) -> Architecture | None:
-        """The architecture of the native decoder; None where the model runs through transformers."""
+        """The architecture of the native decoder; None if the model runs through transformers."""
         return self.module.arch if isinstance(self.module, Decoder) else None
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model is made for; None where its config does not say."""
+        """The longest sequence that the model supports; None if its config does not say."""
         if isinstance(self.module, Decoder):
             return self.module.arch.max_positions
         return getattr(self.module.inner.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def lora(self) -> Lora | None:
-        """The adapters the model has; then they alone are trained, saved and loaded."""
+        """The config of the adapters, which alone are trained, saved and loaded; None without adapters."""
         return self.module.lora if isinstance(self.module, Decoder) else None
 
     @property
     def is_plain_below(self) -> bool:
-        """Whether the weights below the adapters are those of the model's directory: in 4 bits they are another model."""
+        """Whether the base weights are exactly those of the model's directory; quantised to 4 bits they are not."""
         return self.lora is None or self.lora.base == "dtype"
 
     def save(self, directory: Path) -> None:
-        """Weights, configs and tokenizer as a Hugging Face directory; of a model with adapters those, as PEFT saves them."""
+        """Write a Hugging Face directory with weights, configs and tokenizer; with adapters, a PEFT directory."""
         write_contents(directory, self.contents(keep_in_place))
 
     def contents(self, stage: TensorStaging) -> list[Content]:
-        """The same as files to be; of a model that is spread over processes, those that this one writes."""
+        """The files of `save` as contents; of a sharded model, those that this process writes."""
         tokenizer, is_first = self.tokenizer, self.part.index == 0
         if isinstance(self.module, Decoder) and self.module.lora is None:
             each = decoder_contents(self.module, stage, self.source, tokenizer.eos_ids, tokenizer.pad_id)
@@ -102,7 +102,7 @@ class PolicyModel:
 
     @property
     def part(self) -> WriterRank:
-        """Which of the processes that hold the model this is."""
+        """This process's rank among those that hold the model."""
         return writer_rank_of(self.module.parameters())
 
     def load_weights(self, directory: Path) -> None:
@@ -116,24 +116,26 @@ class PolicyModel:
 
 
 AnyPolicy = PolicyModel | PolicyOutline
-"""What checks of tokens and lengths take: a policy with or without its weights."""
+"""A policy with or without its weights, for checks of tokens and lengths."""
 
 
 def full_hf_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, with adapters added in: what any other engine of the model takes. If `wide`, what
-    is a sum with adapters is in float32."""
+    """The weights under Hugging Face's names with adapters merged, as other engines load them.
+
+    If `wide`, merged weights are in float32.
+    """
     if isinstance(policy.module, Decoder):
         yield from merged_tensors(policy.module, wide)
         return
     seen: set[int] = set()
     for name, tensor in policy.module.inner.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # a tied tensor has two names, and its files one
+        if id(tensor) not in seen:  # a tied tensor has two names, but is stored once
             seen.add(id(tensor))
             yield name, full_tensor(tensor)
 
 
 def save_merged(policy: PolicyModel, directory: Path) -> None:
-    """A whole Hugging Face directory of a model with adapters, which are added into the weights."""
+    """Write a Hugging Face directory of a model with its adapters merged into the weights."""
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
     ends, pad = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
     save_decoder(policy.module, directory, policy.source, ends, pad, merged_tensors(policy.module))
@@ -142,12 +144,12 @@ def save_merged(policy: PolicyModel, directory: Path) -> None:
 
 @torch.no_grad()
 def check_finite(policy: PolicyModel, tokens: Sequence[int] = ()) -> None:
-    """Refuse a model that gives no probabilities behind these tokens: every token it could sample would be noise."""
+    """Raise if a model's log-probs after these tokens are NaN, since every sampled token would be noise."""
     end = policy.tokenizer.pad_id
     probe = torch.tensor([*(tokens or [end]), end], device=next(policy.module.parameters()).device)
     offsets = torch.tensor([0, len(probe)], device=probe.device)
     logp = policy.module.token_logprobs(probe, offsets, torch.tensor([len(probe) - 1], device=probe.device))[0]
-    if not torch.isnan(logp).any():  # a token of probability 0 is no fault
+    if not torch.isnan(logp).any():  # -inf is fine: a token of probability 0
         return
     named = policy.module.named_parameters()
     broken = next((name for name, tensor in named if tensor.is_floating_point() and not tensor.isfinite().all()), None)
@@ -160,7 +162,7 @@ def check_finite(policy: PolicyModel, tokens: Sequence[int] = ()) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU when there is one."""
+    """The torch device of `model.device`; `auto` is the GPU if there is one. Raise if the device does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -179,7 +181,7 @@ def resolve_device(name: str) -> torch.device:
 def outline_policy(
     config: Model, path: Path | None, alphabet: str | None, adapter: Path | None = None
 ) -> PolicyOutline:
-    """The policy of a config before its weights are loaded, and the error for one that cannot be. The arguments are those of `load_policy`."""
+    """The outline of a config's policy; raise if it cannot be loaded. The arguments are those of `load_policy`."""
     if adapter is None and path is not None and is_adapter(path):
         adapter = path
         path = base_model_of(path)
@@ -206,9 +208,9 @@ def outline_policy(
 def load_policy(
     config: Model, path: Path | None, alphabet: str | None, seed: int, adapter: Path | None = None
 ) -> PolicyModel:
-    """The policy of a config: from `path` if given (the resolved model directory), else `model.new` from nothing.
+    """Load the policy of a config from `path`, the resolved model directory, or create `model.new` if there is no path.
 
-    With `adapter`, a PEFT directory, or a `path` that is one, it has those adapters; with `model.lora` new ones.
+    `adapter`, or a `path` that is a PEFT directory, gives it those adapters; `model.lora` gives it new ones.
     """
     dtype, device = getattr(torch, config.dtype), resolve_device(config.device)
     outline = outline_policy(config, path, alphabet, adapter)
@@ -234,7 +236,7 @@ def load_policy(
 
 
 def _add_adapters(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:
-    """Give a model the adapters of a directory, or new ones, or none; what to say of it."""
+    """Add the adapters of a directory, new ones, or none; returns the text about them for the policy's note."""
     if lora is None:
         return ""
     if adapter is not None:
@@ -247,7 +249,7 @@ def _add_adapters(module: Decoder, lora: Lora | None, adapter: Path | None, seed
 
 
 def _check_embeddings(tokenizer: Tokenizer, num_embeddings: int, path: Path) -> None:
-    """Refuse a model without an embedding for each token of its tokenizer; a spare embedding does no harm."""
+    """Raise if the tokenizer has more tokens than the model has embeddings; more embeddings than tokens are fine."""
     if tokenizer.vocab_size > num_embeddings:
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for {num_embeddings} only; "
@@ -262,18 +264,15 @@ def _outline_new(config: Model, alphabet: str | None) -> PolicyOutline:
         raise UserError("model.new makes a native decoder; model.backend=transformers needs a model.path")
     if alphabet is None:
         raise UserError(
-            "model.new needs a task that names its characters (sort_digits, addition, countdown); give model.path for other data"
+            "model.new needs a task with a known alphabet (sort_digits, addition, countdown); give model.path for other data"
         )
     tokenizer = Tokenizer.from_characters(alphabet)
     arch = new_architecture(config.new, tokenizer.vocab_size)
     return PolicyOutline(tokenizer, arch.max_positions, arch)
 
 
-# --- burnish.models.policy
-
-
 def find_directory(path: str, base: Path | None) -> Path:
-    """A model directory, relative to the recipe's folder or to the working directory."""
+    """Find a model directory, relative to the recipe's folder or the working directory."""
     candidates = [Path(path)] if base is None else [base / path, Path(path)]
     found = next((c for c in candidates if c.is_dir()), None)
     if found is None:

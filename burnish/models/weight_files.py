@@ -1,7 +1,11 @@
-"""Hugging Face directories in: safetensors only, checked tensor by tensor (out: `models/weight_files.py`).
+"""Load and save the decoder as a Hugging Face directory: safetensors only, checked tensor by tensor.
 
 Each Hugging Face tensor is a block of rows of one of our parameters (query, key and value are rows of `qkv`), so one
-table serves loading and saving.
+table (`weight_blocks`) serves loading and saving.
+
+Saving returns contents that are written now or later. If a model is sharded over processes, each process writes whole
+tensors, about the same number of bytes, to its own files; `transformers` reads them like any model in several files. A
+single writer would hold the whole model in memory, and all processes would wait for its disk.
 """
 
 from __future__ import annotations
@@ -56,17 +60,21 @@ from burnish.run.checkpoint.snapshot import (
     writer_rank_of,
 )
 
-# --- Modules with shapes and no memory: for weights that come from elsewhere, and for what follows from shapes alone.
-
+LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+FILE_BYTES = 4 << 30
+"""Bytes of one safetensors file at most."""
+METADATA = {"format": "pt"}
+T = TypeVar("T")
 _patch_lock = threading.RLock()
-"""Two threads that put back what they found would leave nothing of it."""
+"""Only one thread may patch `reset_parameters` at a time; otherwise the original functions would be lost."""
 
 
 @contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Modules made here are on the meta device and draw no first numbers.
+    """Create modules on the meta device without initialising them.
 
-    To draw them there is a function in Python, whose first call imports the compiler: two seconds for nothing.
+    On the meta device torch's initialisation runs in Python, and its first call imports the compiler, which takes two seconds.
     """
     kinds: tuple[Any, ...] = (nn.Linear, nn.Embedding)
     with _patch_lock:
@@ -82,9 +90,9 @@ def on_meta_device() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a module's tensors memory on a device, their numbers to come; those of floating point get the type.
+    """Allocate a meta module's tensors on a device, uninitialised; floating-point tensors get `dtype`.
 
-    In this order no float32 copy of a model is ever made. torch has `to_empty` for it, which imports the compiler too.
+    No float32 copy of the model is ever created. torch's `to_empty` does the same, but imports the compiler.
     """
     module.to(dtype)
     for part in module.modules():
@@ -102,13 +110,9 @@ def _skip_init(module: nn.Module) -> None:
     pass
 
 
-LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
-PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
 @dataclass(frozen=True)
 class WeightBlock:
-    """Rows [start, stop) of our parameter `ours` are Hugging Face's tensor `theirs`."""
+    """Hugging Face's tensor `theirs` is rows [start, stop) of our parameter `ours`."""
 
     theirs: str
     ours: str
@@ -116,14 +120,14 @@ class WeightBlock:
     stop: int | None = None
 
     def shard(self, parameters: Mapping[str, Tensor]) -> Shard:
-        """The same, as a block of the whole parameter."""
+        """The block as a shard of the whole parameter."""
         shape = tuple(parameters[self.ours].shape)
         stop = shape[0] if self.stop is None else self.stop
         return Shard(shape, (self.start, *(0 for _ in shape[1:])), (stop - self.start, *shape[1:]))
 
 
 def weight_blocks(arch: Architecture) -> list[WeightBlock]:
-    """The whole correspondence, in Hugging Face's order."""
+    """All tensors of a decoder, in Hugging Face's order."""
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     table = [WeightBlock("model.embed_tokens.weight", "embedding.weight")]
     for i in range(arch.num_layers):
@@ -156,7 +160,7 @@ def weight_blocks(arch: Architecture) -> list[WeightBlock]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory; pickled weights are refused."""
+    """The safetensors files of a model directory; raise for pickled weights."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = {check_file_name(name, index) for name in _weight_map(index).values()}
@@ -170,7 +174,7 @@ def weight_files(directory: Path) -> list[Path]:
     pickles = sorted(f.name for pattern in PICKLE_PATTERNS for f in directory.glob(pattern))
     if pickles:
         raise UserError(
-            f"{directory} holds its weights as pickle ({', '.join(pickles[:3])}), which can run any code when it is opened; "
+            f"{directory} holds its weights as pickle ({', '.join(pickles[:3])}), which can run any code when it is loaded; "
             "convert it to safetensors (transformers: model.save_pretrained(...)) and load that"
         )
     raise UserError(f"{directory} has no weights: expected model.safetensors or model.safetensors.index.json")
@@ -188,7 +192,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base: LoraBase = "dtype") -> Decoder:
-    """Our decoder with the weights of a Hugging Face directory; those of its layers in 4 bits where `base` says so."""
+    """Load the native decoder from a Hugging Face directory; its layers' matrices are quantised if `base` is an NF4 format."""
     config = read_config(directory)
     reason = why_not_native(config)
     if reason:
@@ -205,7 +209,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base
 
 
 def _check_layers(directory: Path, arch: Architecture) -> None:
-    """Refuse a config.json with other layers than the files have, before any of them is made."""
+    """Raise if config.json has another number of layers than the files, before any layer is created."""
     found = {int(match[1]) for name, _ in stored_tensors(directory) if (match := LAYER_NAME.match(name))}
     if arch.num_layers != len(found):
         raise UserError(
@@ -214,7 +218,7 @@ def _check_layers(directory: Path, arch: Architecture) -> None:
 
 
 def _check_shapes(directory: Path, model: Decoder) -> None:
-    """Refuse tensors of other shapes than config.json implies, before memory is taken for them."""
+    """Raise if a tensor's shape differs from what config.json implies, before memory is allocated."""
     known, parameters = {block.theirs: block for block in weight_blocks(model.arch)}, dict(model.named_parameters())
     for name, tensor in stored_tensors(directory):
         if name in known and known[name].shard(parameters).sizes != tensor.shape:
@@ -223,10 +227,10 @@ def _check_shapes(directory: Path, model: Decoder) -> None:
 
 
 def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTensor]], where: str) -> None:
-    """Copy named Hugging Face tensors into the model in place; every one must be known, fit, and none may miss."""
+    """Copy named Hugging Face tensors into the model in place. All must be known and fit, and none may be missing."""
 
     def is_spare(name: str) -> bool:
-        """Some exporters write the tied head a second time; old exports carry a derived buffer of the rotation."""
+        """Some exporters write the tied head as well, and old exports contain RoPE's derived buffer."""
         return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
 
     wanted = ((name, tensor) for name, tensor in tensors if not is_spare(name))
@@ -251,10 +255,10 @@ def load_weight_blocks(
     order: RowOrder | None = None,
     filled: Callable[[str], None] | None = None,
 ) -> None:
-    """Copy named tensors into the blocks of parameters they are; `whose` are the shapes, in an error.
+    """Copy named tensors into their blocks of the parameters; `whose` says in an error what implies the shapes.
 
-    Of parameters that are spread over processes each reads what it holds. `order` tells of a parameter whose rows do not
-    stand in the usual order; `filled` is told of each that has all its blocks.
+    If parameters are sharded over processes, each process reads only its shard. `order` gives the row order of a
+    parameter; `filled` is called with the name of each parameter that has all its blocks.
     """
     known = {block.theirs: block for block in table}
     waiting, left = set(known), Counter(block.ours for block in known.values())
@@ -278,7 +282,7 @@ def load_weight_blocks(
 
 
 class StoredTensor:
-    """A tensor in an open safetensors file: read as far as it is asked for."""
+    """A tensor in an open safetensors file; only the requested part is read."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self._handle, self._name, self._slice = handle, name, handle.get_slice(name)
@@ -296,13 +300,13 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of a model directory under their Hugging Face names, to be read one at a time or in part."""
+    """The tensors of a model directory by their Hugging Face names, read one at a time or in part."""
     for file in weight_files(directory):
         yield from file_tensors(file)
 
 
 def file_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of one safetensors file, likewise."""
+    """The tensors of one safetensors file by name."""
     try:
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
@@ -312,9 +316,9 @@ def file_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, as views of our parameters; of those in 4 bits, the numbers they stand for.
+    """The weights under Hugging Face's names, as views of our parameters; NF4 matrices are dequantised.
 
-    Those of a model that is spread over processes are gathered one parameter at a time: all must ask for all of them.
+    If the model is sharded over processes, parameters are gathered one at a time, and all processes must iterate over all.
     """
     yield from block_tensors(DenseWeights(model), weight_blocks(model.arch), partial(row_order_of, model))
 
@@ -322,7 +326,7 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 def block_tensors(
     parameters: Mapping[str, Tensor], table: Iterable[WeightBlock], order: RowOrder | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The blocks of parameters under the others' names, in the order of the table."""
+    """The blocks of the parameters under their file names, in the order of the table."""
     name, tensor = "", torch.empty(0)
     for block in table:
         if block.ours != name:
@@ -331,15 +335,7 @@ def block_tensors(
         yield block.theirs, tensor[block.start : block.stop]
 
 
-# --- Hugging Face directories out, as contents to write now or later (in: `models/weight_files.py`).
-#
-# Of a model that is spread over processes every one writes whole tensors, about as many bytes as the others, into files
-# of its own: `transformers` reads them like any model in several files. One process that writes for all would hold all of
-# it in its memory, and all would wait for its disk.
-
-FILE_BYTES = 4 << 30
-METADATA = {"format": "pt"}
-T = TypeVar("T")
+# --- saving ---
 
 
 def save_decoder(
@@ -350,10 +346,10 @@ def save_decoder(
     pad_id: int | None = None,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """A Hugging Face directory that transformers loads unchanged (the tokenizer is saved by its own class).
+    """Write a Hugging Face directory that transformers loads; the tokenizer is saved separately.
 
-    A model that came from a directory keeps that directory's config.json (with the dtype it now has) and
-    generation_config.json; a new one gets both written. `tensors` are the weights, where they are not the model's own.
+    A model from a directory keeps that directory's config.json (with its current dtype) and generation_config.json; a new
+    model gets new ones. `tensors` replace the model's own weights.
     """
     write_contents(directory, decoder_contents(model, keep_in_place, source, eos_ids, pad_id, tensors))
 
@@ -366,7 +362,7 @@ def decoder_contents(
     pad_id: int | None = None,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> Iterator[Content]:
-    """The same as contents, one at a time; of a model that is spread over processes, this process's."""
+    """The files of `save_decoder` as contents, one at a time; of a sharded model, those of this process."""
     part = writer_rank_of(model.parameters())
     if part.index == 0:
         yield from _config_contents(model, source, eos_ids, pad_id)
@@ -376,7 +372,7 @@ def decoder_contents(
         for block in weight_blocks(model.arch)
     ]
     if part.count > 1 and not isinstance(stage, HostCopy):
-        stage = HostCopy()  # what is gathered is gone when the next parameter is
+        stage = HostCopy()  # a gathered parameter is freed when the next one is gathered
     yield from weight_contents(hf_tensors(model) if tensors is None else tensors, sizes, stage, part)
 
 
@@ -386,10 +382,9 @@ def weight_contents(
     stage: Callable[[T], TensorBytes],
     part: WriterRank,
 ) -> Iterator[Content]:
-    """The files of named tensors that are this process's, each as soon as its last tensor is there.
+    """This process's files of named tensors, each as soon as its last tensor is staged.
 
-    `sizes` has the names of all tensors, in their order, with their bytes; of a model in several files the first
-    process also has the index.
+    `sizes` has the names and bytes of all tensors in order. If there are several files, process 0 also has the index.
     """
     files = plan_files(sizes, part.count)
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
@@ -411,12 +406,14 @@ def weight_contents(
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], num_parts: int) -> list[tuple[int, list[str]]]:
-    """Which process writes which tensors, file by file: in order, about the same bytes for all, at most FILE_BYTES a file."""
+    """(process, tensor names) of each file: tensors in order, about equal bytes per process, at most FILE_BYTES per file."""
     total = sum(size for _, size in sizes)
     files: list[tuple[int, list[str]]] = []
     before = filled = 0
     for name, size in sizes:
-        owner = (2 * before + size) * num_parts // (2 * total)  # whose share the tensor's middle falls into
+        owner = (
+            (2 * before + size) * num_parts // (2 * total)
+        )  # the process whose share contains the middle of the tensor
         if not files or files[-1][0] != owner or filled + size > FILE_BYTES:
             files.append((owner, []))
             filled = 0

@@ -136,7 +136,7 @@ def module_of(policy: PolicyModel) -> Decoder:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"bias": "all"}, "bias='all'"),
         ({"something_new": 1}, "something_new=1"),
-        ({"init_lora_weights": "pissa"}, "begun by 'pissa'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "no target 'lm_head'"),
         ({"target_modules": ".*q_proj"}, "expected a list of q_proj"),
         ({"target_modules": []}, "expected a list of q_proj"),
@@ -186,7 +186,7 @@ def test_tensors_that_do_not_fit_are_named(tiny_model: TinyModel, tmp_path: Path
             load_adapter(model, tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"no adapter_model.safetensors; a pickle can run any code"):
+    with pytest.raises(UserError, match=r"no adapter_model.safetensors; loading a pickle can run any code"):
         load_adapter(model, tmp_path)
 
 

@@ -179,12 +179,13 @@ def test_the_base_may_be_a_scorer_whose_own_head_is_not_used(
 
 def test_an_adapter_of_the_other_kind_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tiny_model("qwen2")[1]
+    Tokenizer.from_characters("0123456789>").save(source)
     folder = saved(scorer(source, SOME), tmp_path / "scorer", source)
     with pytest.raises(UserError, match=r"the adapter of a reward model .* generates no text.* part `model`"):
         load_policy(Model(device="cpu"), folder, None, 0)
     (tmp_path / "policy").mkdir()
     save_adapter(scorer(source, SOME).backbone, tmp_path / "policy", source)
-    with pytest.raises(UserError, match=r"adapter of a language model, not a reward model.*`burnish reward-model`"):
+    with pytest.raises(UserError, match=r"adapter of a language model, not of a reward model.*`burnish reward-model`"):
         load_score_model(tmp_path / "policy", torch.float32, CPU)
 
 
