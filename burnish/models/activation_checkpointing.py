@@ -1,17 +1,17 @@
-"""What of a layer's forward pass waits for the backward pass, and what is made again there: memory against time.
+"""Activation checkpointing: what a layer saves for the backward pass, and what is recomputed there.
 
-Bytes per token and layer, `b` the bytes of a number, h the width of the residual stream, q and k the widths of all query and
-of all key heads, H the number of query heads, m the width of the MLP; attention and activation by the kernels of a GPU, in a
-half type (`memory_plan/planner.py` has the same for every device and type, a test counts):
+Bytes per token and layer with the GPU kernels in a half type. b is the bytes per element, h the width of the residual
+stream, q and k the widths of all query and all key heads, H the number of query heads, m the width of the MLP.
+`activation_bytes.py` has the formulas for every device and dtype, and a test counts the bytes.
 
-    keep       b (4 h + 3 q + 3 k + 3 m) + 4 (H + 2)    everything that a formula of the backward pass reads
-    selective  b (2 h + 2 q + 2 k + 2 m) + 4 H          results of matmuls and of attention; norms, rotations and gates again
-    recompute  b h                                      the layer's input; its whole forward again, a third more arithmetic
-    offload    0                                        as recompute, the inputs in pinned host memory
+    keep       b (4 h + 3 q + 3 k + 3 m) + 4 (H + 2)    everything that the backward pass reads
+    selective  b (2 h + 2 q + 2 k + 2 m) + 4 H          outputs of matmuls and attention; recomputes norms, rotations, gates
+    recompute  b h                                      the layer's input; recomputes the layer, a third more arithmetic
+    offload    0                                        as recompute, with the inputs in pinned host memory
 
-and with the last two one layer's `keep` once, for the layer that is being differentiated. Samples that share a prompt
-(`models/kernels/shared_prefix.py`) keep another 2 k b for each token of the packing, except with the last two. With a norm on queries and keys
-`keep` has 4 more for every such head. Gradients are the same to the bit.
+The last two also need one layer's `keep` for the layer whose backward is running. Samples that share a prompt
+(`kernels/shared_prefix.py`) save another 2 k b per token of the packing, except with the last two. With norms on queries
+and keys `keep` saves 4 more bytes for every such head. Gradients are the same bit for bit with every policy.
 """
 
 from __future__ import annotations
@@ -30,30 +30,34 @@ from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.shared_prefix import Attend
 
-# --- Forward results that are made again in the backward pass instead of being kept.
-#
-# Autograd asks a pair of hooks what to keep of every tensor that a backward formula needs. Here it keeps a number, and the
-# stretch of forward that made the tensor runs again when the first of them is asked for. `recomputed` does that with all that
-# a function saves. `lent` does it with a cheap function whose result an expensive one reads: the expensive one runs once.
-#
-# torch.utils.checkpoint does the former too, but imports the compiler for it, seconds of every start, and always runs
-# everything that comes before the last tensor needed.
-
 InputsGetter = Callable[[], tuple[Any, ...]]
-"""The inputs of a stretch, from wherever they wait."""
+"""Returns the saved inputs of a recomputation."""
+CheckpointFunction = Callable[..., Any]
+"""(forward of a layer, its input, other arguments) -> its output."""
+
+
+# --- recomputation ---
+#
+# Autograd calls a pair of hooks for every tensor that a backward formula saves. Here the hooks save an index, and the
+# function that produced the tensor runs again when the first of its tensors is read. `checkpointed` does that for all
+# tensors that a function saves. `recomputed_output` does it for a cheap function whose output an expensive one reads, so
+# that the expensive one runs once.
+#
+# torch.utils.checkpoint also does the former, but it imports the compiler, which takes seconds at every start, and its
+# recomputation does not stop at the last saved tensor.
 
 
 class _AllRecomputed(Exception):
-    """All tensors that were saved have been made again."""
+    """All saved tensors have been recomputed."""
 
 
 class _Recomputation:
-    """A function run once in the forward pass, and again in the backward pass for what it saved and gave."""
+    """A function that runs in the forward pass, and again in the backward pass for its saved tensors and its output."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: InputsGetter) -> None:
         self.function, self.inputs = function, inputs
         self.num_saved = 0
-        self.is_lent = False
+        self.has_output = False
         self.saved: list[Tensor | None] | None = None
         self.result: Tensor | None = None
 
@@ -64,94 +68,96 @@ class _Recomputation:
     def unpack(self, index: int) -> Tensor:
         self.run_again()
         assert self.saved is not None
-        tensor, self.saved[index] = (
-            self.saved[index],
-            None,
-        )  # its memory goes when the formula that asked is done with it
+        tensor = self.saved[index]
+        self.saved[index] = None  # free the memory as soon as the backward formula has used it
         if tensor is None:
             raise RuntimeError("a saved tensor was read twice; an autograd function must read ctx.saved_tensors once")
         return tensor
 
     def run_again(self) -> None:
-        """Once; what is found is there until the last formula that needs it has run."""
+        """Recompute once; the tensors stay until the last backward formula has read them."""
         if self.saved is not None:
             return
         found: list[Tensor | None] = []
 
         def pack(tensor: Tensor) -> None:
             found.append(tensor.detach())
-            # Formulas save what they read before they compute: after the last one nothing is worth computing.
-            if len(found) == self.num_saved and not self.is_lent:
+            # An operation saves its tensors before it computes, so nothing after the last saved tensor is needed.
+            if len(found) == self.num_saved and not self.has_output:
                 raise _AllRecomputed
 
         def unpack(nothing: None) -> Tensor:
-            raise RuntimeError("the graph of a forward that runs again has no backward")
+            raise RuntimeError("the graph of a recomputed forward pass has no backward")
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
                 result = self.function(*self.inputs())
-            self.result = result.detach() if self.is_lent else None
+            self.result = result.detach() if self.has_output else None
         except _AllRecomputed:
             pass
         if len(found) != self.num_saved:
-            raise RuntimeError(f"a forward saved {self.num_saved} tensors, and {len(found)} when it ran again")
+            raise RuntimeError(
+                f"a forward pass saved {self.num_saved} tensors, but {len(found)} when it was recomputed"
+            )
         self.saved = found
 
 
 def detached_leaf(x: Any) -> Any:
-    """A tensor without its history, which asks for a gradient if it did; anything else as it is."""
+    """A tensor detached from its graph, which requires a gradient if it did before; anything else unchanged."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
-def checkpointed(function: Callable[..., Tensor], *inputs: Any, held: InputsGetter | None = None) -> Tensor:
-    """function(*inputs), of which the backward pass keeps the inputs alone, or what `held` gives for them."""
-    if held is None:
+def checkpointed(function: Callable[..., Tensor], *inputs: Any, saved_inputs: InputsGetter | None = None) -> Tensor:
+    """function(*inputs), of which only the inputs are saved for the backward pass, or what `saved_inputs` returns for them."""
+    if saved_inputs is None:
         leaves = tuple(detached_leaf(x) for x in inputs)
-        held = lambda: leaves  # noqa: E731
-    stretch = _Recomputation(function, held)
-    with saved_tensors_hooks(stretch.pack, stretch.unpack):
+        saved_inputs = lambda: leaves  # noqa: E731
+    recomputation = _Recomputation(function, saved_inputs)
+    with saved_tensors_hooks(recomputation.pack, recomputation.unpack):
         return function(*inputs)
 
 
 @contextmanager
 def recomputed_output(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
-    """function(*inputs) for the operations of a `with` block, which do not keep it: it is made again when they need it."""
+    """function(*inputs) for the operations of a `with` block. They do not save it; it is recomputed when their backward reads it."""
     leaves = tuple(detached_leaf(x) for x in inputs)
-    stretch = _Recomputation(function, lambda: leaves)
-    stretch.is_lent = True
-    with saved_tensors_hooks(stretch.pack, stretch.unpack):
+    recomputation = _Recomputation(function, lambda: leaves)
+    recomputation.has_output = True
+    with saved_tensors_hooks(recomputation.pack, recomputation.unpack):
         result = function(*inputs)
-    place, borrowers = result.untyped_storage().data_ptr(), 0
+    place, num_readers = result.untyped_storage().data_ptr(), 0
 
     def pack(tensor: Tensor) -> Any:
-        nonlocal borrowers
+        nonlocal num_readers
         if tensor.untyped_storage().data_ptr() != place:
             return tensor
-        borrowers += 1
+        num_readers += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Any) -> Tensor:
-        nonlocal borrowers
+        nonlocal num_readers
         if isinstance(packed, Tensor):
             return packed
-        stretch.run_again()
-        if stretch.result is None:
-            raise RuntimeError("a lent tensor was read twice; an autograd function must read ctx.saved_tensors once")
-        found = stretch.result.as_strided(*packed)
-        borrowers -= 1
-        if not borrowers:  # the function's own backward, which comes next, does not need it
-            stretch.result = None
+        recomputation.run_again()
+        if recomputation.result is None:
+            raise RuntimeError(
+                "a recomputed tensor was read twice; an autograd function must read ctx.saved_tensors once"
+            )
+        found = recomputation.result.as_strided(*packed)
+        num_readers -= 1
+        if not num_readers:  # the function's own backward, which comes next, does not need it
+            recomputation.result = None
         return found
 
     with saved_tensors_hooks(pack, unpack):
         yield result
 
 
-# --- Tensors that wait in host memory between the forward and the backward pass.
+# --- offloading ---
 #
-# On a GPU both copies run on a stream of their own beside the arithmetic: a tensor leaves while the next layer computes, and
-# comes back while the layer after it, which the backward pass reaches first, is differentiated. Elsewhere a copy is made at
-# once, so that the same code can be tested.
+# Tensors are in host memory between the forward and the backward pass. On a GPU both copies run on a side stream: a tensor
+# is copied out while the next layer computes, and copied back while the backward of that layer runs. On a CPU the copy is
+# synchronous, so that the same code can be tested.
 
 
 @cache
@@ -160,7 +166,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class OffloadedTensor:
-    """A tensor in host memory; `before` is the one that went before it, and will be wanted after it."""
+    """A tensor offloaded to host memory. `before` was offloaded before it, and will be read after it."""
 
     def __init__(self, tensor: Tensor, before: OffloadedTensor | None) -> None:
         self._before = None if before is None else weakref.ref(before)
@@ -178,13 +184,13 @@ class OffloadedTensor:
         with torch.cuda.stream(side):
             self.host.copy_(tensor, non_blocking=True)
         self._left = side.record_event()
-        self._source = tensor  # until the copy is made: its memory must not be given to another
+        self._source = tensor  # until the copy is complete, so that its memory is not reused
 
     def get(self) -> Tensor:
-        """The tensor on its device; the one before it sets out."""
+        """The tensor on its device. This also starts the copy of the one before it."""
         if self.device.type != "cuda":
             return self.host
-        found = self._source  # the last to leave is wanted first, and still here
+        found = self._source  # the last offloaded tensor is read first and still on the device
         if found is None:
             self._fetch()
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
@@ -197,7 +203,7 @@ class OffloadedTensor:
         return found
 
     def _gone(self) -> None:
-        """The device's copy is let go of once it has left."""
+        """Free the device's copy once it has been copied out."""
         if self._source is not None:
             torch.cuda.current_stream(self.device).wait_event(self._left)
             self._source = None
@@ -207,30 +213,26 @@ class OffloadedTensor:
             return
         side, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
         self._coming = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
-        side.wait_stream(current)  # what had this memory before may still be in use
+        side.wait_stream(current)  # the previous user of this memory may still be running
         with torch.cuda.stream(side):
             self._coming.copy_(self.host, non_blocking=True)
         self._arrived = side.record_event()
 
 
 class OffloadQueue:
-    """Where tensors go to wait, one after the other; each knows the one before it."""
+    """Offloads tensors one after the other; each has a reference to the one before it."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[OffloadedTensor] | None = None
 
     def put(self, tensor: Tensor) -> OffloadedTensor:
-        waiting = OffloadedTensor(tensor, None if self._last is None else self._last())
-        self._last = weakref.ref(waiting)
-        return waiting
-
-
-CheckpointFunction = Callable[..., Any]
-"""(forward of a layer, its input, anything else) -> its output."""
+        offloaded = OffloadedTensor(tensor, None if self._last is None else self._last())
+        self._last = weakref.ref(offloaded)
+        return offloaded
 
 
 def selective_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """The layer's forward; what is cheap is made again when it is needed."""
+    """A layer's forward pass that recomputes its cheap operations in the backward pass."""
     with recomputed_output(layer.attention_norm, x) as normed:
         qk, v = layer.split_heads(layer.qkv(normed))
     with recomputed_output(layer.rotate_heads, qk, cos, sin) as rotated:
@@ -243,19 +245,21 @@ def selective_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend:
 
 
 class OffloadedCheckpoint:
-    """`recomputed` with the layer's first input in host memory; one of these for all layers of a model."""
+    """`checkpointed` with the layer's first input in host memory. All layers of a model share one of these."""
 
     def __init__(self) -> None:
         self.queue = OffloadQueue()
 
     def __call__(self, function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-        waiting, asks = self.queue.put(x.detach()), x.requires_grad
+        offloaded, requires_grad = self.queue.put(x.detach()), x.requires_grad
         rest = tuple(detached_leaf(other) for other in others)
-        return checkpointed(function, x, *others, held=lambda: (waiting.get().requires_grad_(asks), *rest))
+        return checkpointed(
+            function, x, *others, saved_inputs=lambda: (offloaded.get().requires_grad_(requires_grad), *rest)
+        )
 
 
 def check_activations(model: nn.Module, policy: str) -> None:
-    """Raise where the model's layers cannot do what is asked."""
+    """Raise if the model's layers do not support an activation policy."""
     if policy == "keep" or any(isinstance(module, Layer) for module in model.modules()):
         return
     if policy == "selective":
@@ -263,49 +267,47 @@ def check_activations(model: nn.Module, policy: str) -> None:
             "activations=selective needs the native decoder, and this model runs through transformers: use recompute, offload or keep"
         )
     if not _transformers_layers(model):
-        raise UserError(f"activations={policy}: transformers does not say what the layers of this model are: use keep")
+        raise UserError(f"activations={policy}: transformers does not expose the layers of this model: use keep")
 
 
 def set_activations(model: nn.Module, policy: str) -> None:
-    """Have every layer of the model keep its activations by a policy: keep, selective, recompute or offload."""
+    """Set the activation policy of every layer of a model: keep, selective, recompute or offload."""
     check_activations(model, policy)
-    ways: dict[str, CheckpointFunction] = {"recompute": checkpointed, "offload": OffloadedCheckpoint()}
-    around = ways.get(policy)
+    functions: dict[str, CheckpointFunction] = {"recompute": checkpointed, "offload": OffloadedCheckpoint()}
+    checkpoint = functions.get(policy)
     for module in model.modules():
         if isinstance(module, Decoder):
             module.activations = policy
         if isinstance(module, Layer):
-            module.activation_policy = (
-                selective_forward
-                if policy == "selective"
-                else None
-                if around is None
-                else partial(_checkpoint_native_layer, around)
-            )
+            if policy == "selective":
+                module.activation_policy = selective_forward
+            else:
+                module.activation_policy = checkpoint and partial(_checkpoint_native_layer, checkpoint)
     for layer in _transformers_layers(model):
         vars(layer).pop("forward", None)
-        if around is not None:
-            layer.forward = partial(_checkpoint_transformers_layer, around, layer.forward)
+        if checkpoint is not None:
+            layer.forward = partial(_checkpoint_transformers_layer, checkpoint, layer.forward)
 
 
 def _checkpoint_native_layer(
-    around: CheckpointFunction, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    checkpoint: CheckpointFunction, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
 ) -> Tensor:
-    return around(layer.run, x, cos, sin, attend)
+    return checkpoint(layer.run, x, cos, sin, attend)
 
 
 def _checkpoint_transformers_layer(
-    around: CheckpointFunction, forward: Callable[..., Any], hidden: Tensor, *others: Any, **options: Any
+    checkpoint: CheckpointFunction, forward: Callable[..., Any], hidden: Tensor, *others: Any, **options: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(hidden, *others, **options)
-    return around(partial(forward, **options), hidden, *others)
+    return checkpoint(partial(forward, **options), hidden, *others)
 
 
 def _transformers_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that transformers itself would checkpoint.
 
-    Its own way acts in training mode only, in which some models drop out: the log-probs would not be those sampled from.
+    Its own checkpointing works only in training mode, in which some models apply dropout; log-probs would then not be
+    those of the sampling distribution.
     """
     from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
 

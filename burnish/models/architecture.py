@@ -180,8 +180,8 @@ def max_positions_of(directory: Path) -> int | None:
     config = read_config(directory)
     if why_not_native(config) is None:
         return architecture_from_hf(config, str(directory / "config.json")).max_positions
-    said = config.get("text_config", config).get("max_position_embeddings")
-    return None if said is None else int(said)
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    return None if positions is None else int(positions)
 
 
 def _optional_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class CDecodeStep:
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        library.decode_room.restype = library.panel_width.restype = Long
+        library.decode_workspace_size.restype = library.panel_width.restype = Long
         self.panel = library.panel_width()
         self.packed: dict[int, Tensor] = {}
         self.parameters = list(model.parameters())
@@ -199,7 +199,7 @@ class CDecodeStep:
         self.packed_versions = self._versions()
         self.layers = (_CLayer * model.arch.num_layers)()
         self.decoder = self._describe()
-        self.space = torch.empty(0, dtype=model.embedding.weight.dtype)
+        self.workspace = torch.empty(0, dtype=model.embedding.weight.dtype)
 
     def __call__(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, longest: int) -> Tensor:
         """Logits [n, vocab] of the token after each row's last token; `longest` is the largest of the positions [n].
@@ -211,13 +211,16 @@ class CDecodeStep:
             cos, sin = self.model.rotations(longest + 1, index)
             layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
             layer.keys, layer.values = keys[index].data_ptr(), values[index].data_ptr()
-        threads, room = num_threads(), self.library.decode_room(ctypes.byref(self.decoder), Long(longest))
-        if self.space.numel() < threads * room:
-            self.space = self.space.new_empty(threads * room)
-        logits = self.space.new_empty(tokens.shape[0], self.decoder.vocab)
+        threads, workspace_size = (
+            num_threads(),
+            self.library.decode_workspace_size(ctypes.byref(self.decoder), Long(longest)),
+        )
+        if self.workspace.numel() < threads * workspace_size:
+            self.workspace = self.workspace.new_empty(threads * workspace_size)
+        logits = self.workspace.new_empty(tokens.shape[0], self.decoder.vocab)
         self.library.decode(
             ctypes.byref(self.decoder), Long(tokens.shape[0]), Pointer(tokens.data_ptr()), Pointer(positions.data_ptr()),
-            Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.space.data_ptr()), Long(room), Long(threads),
+            Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.workspace.data_ptr()), Long(workspace_size), Long(threads),
         )  # fmt: skip
         return logits
 

@@ -82,14 +82,14 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         given = {"tools": None, "documents": None, **variables, "messages": [_with_reasoning(m) for m in messages]}
         return _compiled_template(source).render(given)
     except (TemplateLimit, RecursionError, MemoryError, OverflowError) as error:
-        said = str(error) if isinstance(error, TemplateLimit) else f"does not end ({type(error).__name__}: {error})"
+        reason = str(error) if isinstance(error, TemplateLimit) else f"does not end ({type(error).__name__}: {error})"
         raise UserError(
-            f"the chat template of this tokenizer {said}; the model's directory is damaged or malicious"
+            f"the chat template of this tokenizer {reason}; the model's directory is damaged or malicious"
         ) from error
     except Exception as error:  # a template is a program and may raise anything
-        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         roles = ", ".join(str(m.get("role")) for m in messages)
-        raise UserError(f"the chat template refuses messages with roles {roles}: {said}") from error
+        raise UserError(f"the chat template refuses messages with roles {roles}: {reason}") from error
     finally:
         _budget.reset(used)
 

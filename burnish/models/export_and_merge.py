@@ -86,8 +86,10 @@ def merge_adapter(source: Path, out: Path, dtype: torch.dtype | None) -> None:
         raise UserError(f"{source} has no adapters to merge: it is a whole model already")
     name = str(dtype).removeprefix("torch.") if dtype is not None else _stored_dtype(base_model_of(source))
     if is_score_adapter(source):
-        scorer = load_score_model(source, getattr(torch, name), torch.device("cpu"))
-        write_contents(out, scorer.contents(keep_in_place, base_model_of(source), Tokenizer.load(source), merged=True))
+        score_model = load_score_model(source, getattr(torch, name), torch.device("cpu"))
+        write_contents(
+            out, score_model.contents(keep_in_place, base_model_of(source), Tokenizer.load(source), merged=True)
+        )
         if (source / SCORE_STATISTICS_FILE).is_file():
             shutil.copyfile(source / SCORE_STATISTICS_FILE, out / SCORE_STATISTICS_FILE)
         return

@@ -71,7 +71,7 @@ def copy_backbone(policy: Decoder | TransformersPolicy) -> Decoder | Transformer
 
 
 def without_head(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
-    """A decoder without output head that shares another's tensors, except for copies of those named in `copied`."""
+    """A decoder without output head that shares the tensors of another, except for copies of those named in `copied`."""
     with on_meta_device():
         copy = Decoder(replace(policy.arch, tied=True))
         if policy.lora is not None:

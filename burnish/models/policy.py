@@ -137,8 +137,8 @@ def full_hf_tensors(policy: PolicyModel, wide: bool = False) -> Iterator[tuple[s
 def save_merged(policy: PolicyModel, directory: Path) -> None:
     """Write a Hugging Face directory of a model with its adapters merged into the weights."""
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
-    ends, pad = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
-    save_decoder(policy.module, directory, policy.source, ends, pad, merged_tensors(policy.module))
+    eos_ids, pad_id = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
+    save_decoder(policy.module, directory, policy.source, eos_ids, pad_id, merged_tensors(policy.module))
     policy.tokenizer.save(directory)
 
 
@@ -189,17 +189,17 @@ def outline_policy(
         path = base_model_of(adapter)
     if path is None:
         return _outline_new(config, alphabet)
-    said = read_config(path)
-    reason = why_not_native(said)
+    hf_config = read_config(path)
+    reason = why_not_native(hf_config)
     if config.backend == "native" and reason:
         raise UserError(f"model.backend=native, but {path} cannot run on it: {reason}")
     if config.backend == "transformers" or reason:
         why = reason or "model.backend=transformers"
         if config.lora is not None or adapter is not None:
             raise UserError(f"adapters need the native decoder, and {path} runs through transformers ({why})")
-        positions = said.get("text_config", said).get("max_position_embeddings")
+        positions = hf_config.get("text_config", hf_config).get("max_position_embeddings")
         return PolicyOutline(Tokenizer.load(path), positions, None, path, None, why)
-    arch = architecture_from_hf(said, str(path / "config.json"))
+    arch = architecture_from_hf(hf_config, str(path / "config.json"))
     tokenizer = Tokenizer.load(path)
     _check_embeddings(tokenizer, arch.vocab_size, path)
     return PolicyOutline(tokenizer, arch.max_positions, arch, path, adapter)
@@ -244,8 +244,8 @@ def _add_adapters(module: Decoder, lora: Lora | None, adapter: Path | None, seed
         load_adapter(module, adapter)
     else:
         add_lora(module, lora, seed)
-    come = f" from {adapter}" if adapter is not None else ""
-    return f", {describe_lora(lora)}{come} ({num_lora_parameters(module.arch, lora):,} parameters)"
+    source_text = f" from {adapter}" if adapter is not None else ""
+    return f", {describe_lora(lora)}{source_text} ({num_lora_parameters(module.arch, lora):,} parameters)"
 
 
 def _check_embeddings(tokenizer: Tokenizer, num_embeddings: int, path: Path) -> None:

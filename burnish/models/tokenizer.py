@@ -378,8 +378,8 @@ def check_remote_code(directory: Path, error: BaseException) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
+    message = " ".join(str(error).split())
+    return message if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
 
 
 def _check_encodable(text: str) -> str:

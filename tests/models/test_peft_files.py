@@ -209,7 +209,7 @@ def test_what_cannot_have_an_adapter_says_so(tiny_model: TinyModel, tmp_path: Pa
     with pytest.raises(UserError, match=r"not a PEFT adapter directory: it has no adapter_config.json"):
         load_adapter(model, tmp_path)
     save_adapter(model, tmp_path, tmp_path / "gone")
-    with pytest.raises(UserError, match=r"gone.*no such directory here.*model.path beside model.adapter"):
+    with pytest.raises(UserError, match=r"gone.*no such directory here.*model.path as well as model.adapter"):
         base_model_of(tmp_path)
     with pytest.raises(UserError, match=r"the model has none: set model.lora or model.adapter"):
         load_adapter(load_decoder(base, torch.float32, CPU), tmp_path)

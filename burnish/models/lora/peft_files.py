@@ -133,7 +133,7 @@ def base_model_of(directory: Path) -> Path:
     if found is None:
         raise UserError(
             f"{directory / ADAPTER_CONFIG}: base_model_name_or_path is {named!r}, and there is no such directory here; "
-            "correct it there, or in a recipe give model.path beside model.adapter"
+            "correct it there, or in a recipe give model.path as well as model.adapter"
         )
     return found
 

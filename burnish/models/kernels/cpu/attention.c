@@ -25,8 +25,8 @@ struct attention {
     real *out, *lse; /* [rows, heads, dim], [rows, heads] */
     const real *grad;
     real *grad_q, *grad_k, *grad_v;
-    real *space;
-    long room, longest;
+    real *workspace;
+    long workspace_size, longest;
 };
 
 /* The row of position j of a sequence, prefix included. */
@@ -47,7 +47,7 @@ static void gather(const struct sequence *s, long first, long last, const real *
 static void gather_across(const struct sequence *s, long length, const real *x, long x_row, long dim, real *into, long width) {
     for (long j = 0; j < width; j += LANES) {
         const real *from[WIDTH / sizeof(real)];
-        for (long i = 0; i < LANES; i++) from[i] = x + row_of(s, least(j + i, length - 1)) * x_row;
+        for (long i = 0; i < LANES; i++) from[i] = x + row_of(s, min_long(j + i, length - 1)) * x_row;
         for (long d = 0; d < dim; d++)
             for (long i = 0; i < LANES; i++) into[d * width + j + i] = from[i][d];
     }
@@ -61,20 +61,20 @@ INLINE real inner(const real *x, const real *y, long n) {
 }
 
 /* A query at position i attends to the keys [first_key, i]. */
-INLINE long first_key(const struct attention *a, long i) { return a->window ? most(0, i - a->window + 1) : 0; }
+INLINE long first_key(const struct attention *a, long i) { return a->window ? max_long(0, i - a->window + 1) : 0; }
 
 /* --- forward ------------------------------------------------------------------------------------------------------ */
 
-static void forward_head(const struct attention *a, const struct sequence *s, long head, real *space) {
+static void forward_head(const struct attention *a, const struct sequence *s, long head, real *workspace) {
     long dim = a->dim, columns = padded(dim), length = s->prefix_length + s->length, width = padded(length);
     long shared = a->heads / a->kv_heads;
-    real *keys = space, *values = keys + dim * width, *scores = values + length * columns, *mixed = scores + QUERIES * width;
+    real *keys = workspace, *values = keys + dim * width, *scores = values + length * columns, *mixed = scores + QUERIES * width;
     real scale = (real)(1 / sqrt((double)dim));
     gather_across(s, length, a->k + head * dim, a->k_row, dim, keys, width);
     gather(s, 0, length, a->v + head * dim, a->v_row, dim, values, columns);
     for (long h = head * shared; h < (head + 1) * shared; h++)
         for (long i = 0; i < s->length; i += QUERIES) {
-            long count = least(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
+            long count = min_long(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
             const real *q = a->q + (s->first + i) * a->q_row + h * dim;
             product(0, count, across, dim, q, a->q_row, 1, keys + begin, width, scores, width);
@@ -96,15 +96,15 @@ static void forward_task(void *arguments, long task, long thread) {
     const struct attention *a = arguments;
     long group = task / a->kv_heads, head = task % a->kv_heads;
     for (long s = a->groups[group]; s < a->groups[group + 1]; s++)
-        forward_head(a, a->sequences + s, head, a->space + thread * a->room);
+        forward_head(a, a->sequences + s, head, a->workspace + thread * a->workspace_size);
 }
 
 /* --- backward ----------------------------------------------------------------------------------------------------- */
 
-static void backward_head(const struct attention *a, const struct sequence *s, long head, real *space) {
+static void backward_head(const struct attention *a, const struct sequence *s, long head, real *workspace) {
     long dim = a->dim, columns = padded(dim), length = s->prefix_length + s->length, width = padded(length);
     long shared = a->heads / a->kv_heads, h_row = a->heads * dim;
-    real *keys_across = space, *values_across = keys_across + dim * width, *keys = values_across + dim * width;
+    real *keys_across = workspace, *values_across = keys_across + dim * width, *keys = values_across + dim * width;
     real *grad_keys = keys + length * columns, *grad_values = grad_keys + length * columns;
     real *weights = grad_values + length * columns, *slopes = weights + QUERIES * width;
     real *queries = slopes + QUERIES * width, *grads = queries + QUERIES * columns;
@@ -116,7 +116,7 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
     memset(grad_keys, 0, 2 * length * columns * sizeof(real));
     for (long h = head * shared; h < (head + 1) * shared; h++)
         for (long i = 0; i < s->length; i += QUERIES) {
-            long count = least(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
+            long count = min_long(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
             gather(s, at, seen, a->q + h * dim, a->q_row, dim, queries, columns);
             gather(s, at, seen, a->grad + h * dim, h_row, dim, grads, columns);
@@ -152,11 +152,11 @@ static void backward_task(void *arguments, long task, long thread) {
     const struct attention *a = arguments;
     long group = task / a->kv_heads, head = task % a->kv_heads;
     for (long s = a->groups[group]; s < a->groups[group + 1]; s++)
-        backward_head(a, a->sequences + s, head, a->space + thread * a->room);
+        backward_head(a, a->sequences + s, head, a->workspace + thread * a->workspace_size);
 }
 
 /* Elements of working memory per thread for sequences up to `longest`. */
-EXPORT long attention_room(long longest, long dim, long is_backward) {
+EXPORT long attention_workspace_size(long longest, long dim, long is_backward) {
     long columns = padded(dim), width = padded(longest);
     if (!is_backward) return padded(dim * width + longest * columns + QUERIES * (width + columns));
     return padded(2 * dim * width + 3 * longest * columns + QUERIES * (2 * width + 3 * columns));

@@ -28,8 +28,8 @@ class _AttentionArguments(ctypes.Structure):
         *((name, Long) for name in ("q_row", "k_row", "v_row")),
         *((name, Pointer) for name in ("sequences", "groups")),
         *((name, Long) for name in ("heads", "kv_heads", "dim", "window")),
-        *((name, Pointer) for name in ("out", "lse", "grad", "grad_q", "grad_k", "grad_v", "space")),
-        *((name, Long) for name in ("room", "longest")),
+        *((name, Pointer) for name in ("out", "lse", "grad", "grad_q", "grad_k", "grad_v", "workspace")),
+        *((name, Long) for name in ("workspace_size", "longest")),
     ]  # fmt: skip
 
 
@@ -111,14 +111,14 @@ def _run_attention(
 ) -> None:
     (_, heads, dim), kv_heads = q.shape, k.shape[1]
     threads = max(1, min(num_threads(), sequences.num_groups * kv_heads))
-    library.attention_room.restype = Long
-    room = library.attention_room(Long(sequences.longest), Long(dim), Long(way == "backward"))
-    space = q.new_empty(threads * room)
+    library.attention_workspace_size.restype = Long
+    workspace_size = library.attention_workspace_size(Long(sequences.longest), Long(dim), Long(way == "backward"))
+    workspace = q.new_empty(threads * workspace_size)
     arguments = _AttentionArguments(
         q=address(q), k=address(k), v=address(v), q_row=q.stride(0), k_row=k.stride(0), v_row=v.stride(0),
         sequences=address(sequences.table), groups=address(sequences.groups),
         heads=heads, kv_heads=kv_heads, dim=dim, window=window or 0,
-        space=address(space), room=room, longest=sequences.longest,
+        workspace=address(workspace), workspace_size=workspace_size, longest=sequences.longest,
         **{name: address(x) for name, x in tensors.items()},
     )  # fmt: skip
     function = library.attention_forward if way == "forward" else library.attention_backward

@@ -30,9 +30,9 @@ struct decoder {
 
 struct step {
     const struct decoder *model;
-    long rows, block, capacity, room;
+    long rows, block, capacity, workspace_size;
     const int64_t *tokens, *positions;
-    real *logits, *space;
+    real *logits, *workspace;
 };
 
 #define BLOCK 64 /* rows of a task */
@@ -50,7 +50,7 @@ EXPORT long panel_width(void) { return PANEL; }
 /* y [rows, outputs] = x [rows, inputs] W^T + bias; with `adds` it is added to y. */
 static void project(struct linear by, int adds, const real *x, real *y, long rows, long inputs, long outputs) {
     for (long j = 0; j < outputs; j += PANEL) {
-        long columns = least(PANEL, outputs - j);
+        long columns = min_long(PANEL, outputs - j);
         const real *panel = by.weight + j * inputs;
         if (by.bias)
             for (long i = 0; i < rows; i++)
@@ -110,7 +110,7 @@ static void place(const struct decoder *m, const struct layer *l, real *qkv, lon
 /* Attention of the query heads of one row over the keys of its window. */
 static void attend(const struct decoder *m, const struct layer *l, const real *qkv, real *mixed, real *scores,
                    long row, long at, long capacity) {
-    long dim = m->head_dim, shared = m->heads / m->kv_heads, first = l->window ? most(0, at - l->window + 1) : 0;
+    long dim = m->head_dim, shared = m->heads / m->kv_heads, first = l->window ? max_long(0, at - l->window + 1) : 0;
     long begin = first / LANES * LANES, width = padded(at + 1 - begin);
     real scale = (real)(1 / sqrt((double)dim));
     for (long h = 0; h < m->kv_heads; h++) {
@@ -138,10 +138,10 @@ static void attend(const struct decoder *m, const struct layer *l, const real *q
 static void some_rows(void *arguments, long task, long thread) {
     const struct step *s = arguments;
     const struct decoder *m = s->model;
-    long first = task * s->block, rows = least(s->block, s->rows - first);
+    long first = task * s->block, rows = min_long(s->block, s->rows - first);
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
-    real *x = s->space + thread * s->room, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
-    real *mixed = wide + s->block * most(all_heads, 2 * m->mlp), *scores = mixed + s->block * most(heads, m->mlp);
+    real *x = s->workspace + thread * s->workspace_size, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
+    real *mixed = wide + s->block * max_long(all_heads, 2 * m->mlp), *scores = mixed + s->block * max_long(heads, m->mlp);
     for (long i = 0; i < rows; i++) {
         const real *from = m->embedding + s->tokens[first + i] * m->hidden;
         for (long c = 0; c < m->hidden; c++) x[i * m->hidden + c] = from[c] * (real)m->embedding_scale;
@@ -168,16 +168,16 @@ static void some_rows(void *arguments, long task, long thread) {
 }
 
 /* Elements of working memory per thread for a step over positions up to `longest`. */
-EXPORT long decode_room(const struct decoder *m, long longest) {
+EXPORT long decode_workspace_size(const struct decoder *m, long longest) {
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
-    long a_row = 2 * m->hidden + most(all_heads, 2 * m->mlp) + most(heads, m->mlp);
+    long a_row = 2 * m->hidden + max_long(all_heads, 2 * m->mlp) + max_long(heads, m->mlp);
     return padded(BLOCK * a_row + m->heads / m->kv_heads * (padded(longest + 1) + LANES));
 }
 
 /* Logits [rows, vocab] of the token after each row's last token, which is at `positions`. */
 EXPORT void decode(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
-                   long capacity, real *logits, real *space, long room, long threads) {
-    long block = least(BLOCK, (rows + threads - 1) / threads);
-    struct step step = {model, rows, most(1, block), capacity, room, tokens, positions, logits, space};
+                   long capacity, real *logits, real *workspace, long workspace_size, long threads) {
+    long block = min_long(BLOCK, (rows + threads - 1) / threads);
+    struct step step = {model, rows, max_long(1, block), capacity, workspace_size, tokens, positions, logits, workspace};
     in_parallel(some_rows, &step, (rows + step.block - 1) / step.block, threads);
 }

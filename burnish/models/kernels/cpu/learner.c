@@ -1,13 +1,13 @@
 /* Row-wise operations of the learner, forward and backward: norms, rotations, gated activations.
 
-   A task is STRETCH rows, for any number of threads. Sums over all rows are computed within a task first and then over
+   A task is ROWS_PER_TASK rows, for any number of threads. Sums over all rows are computed within a task first and then over
    the tasks in order, so that they do not depend on the number of threads. */
 
 #include "rows.h"
 
-#define STRETCH 64 /* rows of a task */
+#define ROWS_PER_TASK 64 /* rows of a task */
 
-INLINE long stretches(long rows) { return (rows + STRETCH - 1) / STRETCH; }
+INLINE long num_tasks(long rows) { return (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK; }
 
 /* --- root-mean-square norm ---------------------------------------------------------------------------------------- */
 
@@ -18,10 +18,10 @@ struct norm {
     double eps, shift;
 };
 
-static void norm_stretch(void *arguments, long task, long thread) {
+static void norm_task(void *arguments, long task, long thread) {
     (void)thread;
     const struct norm *n = arguments;
-    for (long i = task * STRETCH; i < least(n->rows, (task + 1) * STRETCH); i++)
+    for (long i = task * ROWS_PER_TASK; i < min_long(n->rows, (task + 1) * ROWS_PER_TASK); i++)
         n->scale[i] = norm_row(n->x + i * n->size, n->weight, n->y + i * n->size, n->size, n->eps, n->shift, 1);
 }
 
@@ -29,18 +29,18 @@ static void norm_stretch(void *arguments, long task, long thread) {
 EXPORT void norm_forward(const real *x, const real *weight, real *y, real *scale, long rows, long size, double eps, double shift,
                          long threads) {
     struct norm n = {x, weight, 0, y, scale, 0, rows, size, eps, shift};
-    in_parallel(norm_stretch, &n, stretches(rows), threads);
+    in_parallel(norm_task, &n, num_tasks(rows), threads);
 }
 
 /* With normal = x * scale and slope = grad * (shift + weight): dx = scale * (slope - normal * mean(slope * normal)) and
    dweight = sum over rows of grad * normal. */
-static void norm_back_stretch(void *arguments, long task, long thread) {
+static void norm_back_task(void *arguments, long task, long thread) {
     (void)thread;
     const struct norm *n = arguments;
     long size = n->size;
     real *part = n->parts + task * size;
     memset(part, 0, size * sizeof(real));
-    for (long i = task * STRETCH; i < least(n->rows, (task + 1) * STRETCH); i++) {
+    for (long i = task * ROWS_PER_TASK; i < min_long(n->rows, (task + 1) * ROWS_PER_TASK); i++) {
         const real *x = n->x + i * size, *grad = n->grad + i * size;
         real scale = n->scale[i];
         vec sum = {0};
@@ -61,13 +61,13 @@ static void norm_back_stretch(void *arguments, long task, long thread) {
 EXPORT void norm_backward(const real *grad, const real *x, const real *weight, real *scale, real *grad_x, real *grad_weight,
                           real *parts, long rows, long size, double shift, long threads) {
     struct norm n = {x, weight, grad, grad_x, scale, parts, rows, size, 0, shift};
-    in_parallel(norm_back_stretch, &n, stretches(rows), threads);
+    in_parallel(norm_back_task, &n, num_tasks(rows), threads);
     memset(grad_weight, 0, size * sizeof(real));
-    for (long task = 0; task < stretches(rows); task++)
+    for (long task = 0; task < num_tasks(rows); task++)
         for (long c = 0; c < size; c++) grad_weight[c] += parts[task * size + c];
 }
 
-EXPORT long norm_parts(long rows) { return stretches(rows); }
+EXPORT long norm_parts(long rows) { return num_tasks(rows); }
 
 /* --- rotation ----------------------------------------------------------------------------------------------------- */
 
@@ -77,10 +77,10 @@ struct rotation {
     long rows, heads, dim, x_row;
 };
 
-static void rotate_stretch(void *arguments, long task, long thread) {
+static void rotate_task(void *arguments, long task, long thread) {
     (void)thread;
     const struct rotation *r = arguments;
-    for (long i = task * STRETCH; i < least(r->rows, (task + 1) * STRETCH); i++)
+    for (long i = task * ROWS_PER_TASK; i < min_long(r->rows, (task + 1) * ROWS_PER_TASK); i++)
         for (long h = 0; h < r->heads; h++)
             rotate_row(r->x + i * r->x_row + h * r->dim, r->cos + i * r->dim, r->sin + i * r->dim,
                        r->y + (i * r->heads + h) * r->dim, r->dim, r->way);
@@ -90,7 +90,7 @@ static void rotate_stretch(void *arguments, long task, long thread) {
 EXPORT void rotate_heads(const real *x, const real *cos, const real *sin, real *y, long rows, long heads, long dim, long x_row,
                          double way, long threads) {
     struct rotation r = {x, cos, sin, y, (real)way, rows, heads, dim, x_row};
-    in_parallel(rotate_stretch, &r, stretches(rows), threads);
+    in_parallel(rotate_task, &r, num_tasks(rows), threads);
 }
 
 /* --- gated activation --------------------------------------------------------------------------------------------- */
@@ -102,25 +102,25 @@ struct gate {
     int is_gelu;
 };
 
-static void gate_stretch(void *arguments, long task, long thread) {
+static void gate_task(void *arguments, long task, long thread) {
     (void)thread;
     const struct gate *g = arguments;
-    for (long i = task * STRETCH; i < least(g->rows, (task + 1) * STRETCH); i++)
+    for (long i = task * ROWS_PER_TASK; i < min_long(g->rows, (task + 1) * ROWS_PER_TASK); i++)
         gate_row(g->gate_up + i * 2 * g->size, g->y + i * g->size, g->size, g->is_gelu);
 }
 
 /* y = act(gate) * up of rows [gate, up]. */
 EXPORT void gate_forward(const real *gate_up, real *y, long rows, long size, long is_gelu, long threads) {
     struct gate g = {gate_up, 0, y, rows, size, (int)is_gelu};
-    in_parallel(gate_stretch, &g, stretches(rows), threads);
+    in_parallel(gate_task, &g, num_tasks(rows), threads);
 }
 
 /* With s = logistic(z): act = gate * s, and act' = s + gate * s (1 - s) z'. */
-static void gate_back_stretch(void *arguments, long task, long thread) {
+static void gate_back_task(void *arguments, long task, long thread) {
     (void)thread;
     const struct gate *g = arguments;
     long n = g->size;
-    for (long i = task * STRETCH; i < least(g->rows, (task + 1) * STRETCH); i++) {
+    for (long i = task * ROWS_PER_TASK; i < min_long(g->rows, (task + 1) * ROWS_PER_TASK); i++) {
         const real *gate_up = g->gate_up + i * 2 * n, *grads = g->grad + i * n;
         real *into = g->y + i * 2 * n;
         for (long c = 0; c < n; c += LANES) {
@@ -137,5 +137,5 @@ static void gate_back_stretch(void *arguments, long task, long thread) {
 EXPORT void gate_backward(const real *grad, const real *gate_up, real *grad_gate_up, long rows, long size, long is_gelu,
                           long threads) {
     struct gate g = {gate_up, grad, grad_gate_up, rows, size, (int)is_gelu};
-    in_parallel(gate_back_stretch, &g, stretches(rows), threads);
+    in_parallel(gate_back_task, &g, num_tasks(rows), threads);
 }

@@ -28,7 +28,7 @@ static void body(void *data) {
 
 /* Runs each task once on one of `threads` threads; a free thread takes the next task. */
 void in_parallel(work what, void *arguments, long tasks, long threads) {
-    threads = least(threads, tasks);
+    threads = min_long(threads, tasks);
     if (threads < 2 || !region) {
         for (long task = 0; task < tasks; task++) what(arguments, task, 0);
         return;

@@ -68,8 +68,8 @@ INLINE vec fused(vec a, vec b, vec c) {
 
 INLINE vec pick(bits where, vec yes, vec no) { return (vec)((where & (bits)yes) | (~where & (bits)no)); }
 INLINE long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long min_long(long a, long b) { return a < b ? a : b; }
+INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 /* The sum of all lanes, in a fixed order: the upper half is added to the lower half, repeatedly. */
 INLINE real total(vec x) {

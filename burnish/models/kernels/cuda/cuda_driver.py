@@ -90,8 +90,8 @@ def _working_nvrtc() -> ctypes.CDLL:
         raise CudaKernelsUnavailable(f"{CUDA_KERNELS_VARIABLE}=0")
     major = (torch.version.cuda or "").partition(".")[0]
     name = f"libnvrtc.so.{major}"
-    beside = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
-    for path in (name, *beside):
+    candidates = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
+    for path in (name, *candidates):
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(path)
             break

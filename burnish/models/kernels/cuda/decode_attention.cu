@@ -103,11 +103,11 @@ extern "C" __global__ void __launch_bounds__(32)
         return;
     }
     int first = max(0, position + 1 - window);
-    int stretch = max(least, ((position - first + splits - 1) / splits + 31) / 32 * 32);
-    int active = max(1, (position - first + stretch - 1) / stretch);
+    int split_keys = max(least, ((position - first + splits - 1) / splits + 31) / 32 * 32);
+    int active = max(1, (position - first + split_keys - 1) / split_keys);
     if (split >= active) return;
     bool is_last = split == active - 1;
-    int start = first + split * stretch, stop = is_last ? position + 1 : start + stretch;
+    int start = first + split * split_keys, stop = is_last ? position + 1 : start + split_keys;
     int page = start / PAGE, count = (stop - 1) / PAGE - page + 1;
     __syncwarp();
 

@@ -82,7 +82,7 @@ __device__ __forceinline__ Tile tile(int index, int row_tiles, int column_tiles)
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gated_product(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weight_map,
-                  const __grid_constant__ TensorMap out_map, int rows, int outputs, int stretches, int row_tiles, int column_tiles) {
+                  const __grid_constant__ TensorMap out_map, int rows, int outputs, int slices, int row_tiles, int column_tiles) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
     u32 ring = (shared(memory) + 1023) & ~1023u;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
             Tile t = tile(index, row_tiles, column_tiles);
 #pragma unroll 1
-            for (int k = 0; k < stretches; k++) {
+            for (int k = 0; k < slices; k++) {
                 u32 barrier = shared(&full[stage]), to = ring + stage * STAGE;
                 wait(shared(&empty[stage]), phase);
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(STAGE) : "memory");
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         Tile t = tile(index, row_tiles, column_tiles);
         float sums[BLOCKS][SUMS] = {};  // without the zeros CUDA 12 serialises the wgmma instructions
         int before = -1;
-        for (int k = 0; k < stretches; k++) {
+        for (int k = 0; k < slices; k++) {
             wait(shared(&full[stage]), phase);
             u32 a = ring + stage * STAGE;
             u64 lines = describe(a + group * BLOCKS * 64 * INPUTS * 2), columns = describe(a + ROW_BYTES);

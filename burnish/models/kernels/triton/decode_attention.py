@@ -56,8 +56,8 @@ def _to_fp8(x, LARGEST: tl.constexpr):
 def _split_ranges(position, window, splits, least, BLOCK: tl.constexpr):
     """First visible key, keys per split and number of splits of a row whose new token is at `position`."""
     first = tl.maximum(0, position + 1 - window)
-    stretch = tl.maximum(least, tl.cdiv(tl.cdiv(position - first, splits), BLOCK) * BLOCK)
-    return first, stretch, tl.maximum(1, tl.cdiv(position - first, stretch))
+    split_keys = tl.maximum(least, tl.cdiv(tl.cdiv(position - first, splits), BLOCK) * BLOCK)
+    return first, split_keys, tl.maximum(1, tl.cdiv(position - first, split_keys))
 
 
 @triton.jit(do_not_specialize_on_alignment=["splits", "least"])
@@ -101,14 +101,14 @@ def _decode_attention(
     row = tl.program_id(0) // KV_HEADS
     pages_ptr = table_ptr + row.to(tl.int64) * table_stride
     position = tl.load(position_ptr + row).to(tl.int32)  # -1 for an empty row
-    first, stretch, active = _split_ranges(position, window, splits, least, BLOCK)
+    first, split_keys, active = _split_ranges(position, window, splits, least, BLOCK)
     known = tl.maximum(position, 0)
     dim = tl.arange(0, DIM_BLOCK)[None, :]
     other = tl.where(dim < DIM // 2, dim + DIM // 2, dim - DIM // 2)
     cos = tl.load(cos_ptr + known * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + known * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    start = first + split * stretch
-    stop = tl.minimum(position, start + stretch)
+    start = first + split * split_keys
+    stop = tl.minimum(position, start + split_keys)
     key = tl.arange(0, BLOCK)
     page = tl.load(pages_ptr + tl.maximum(tl.minimum(start + key, stop - 1), 0) // PAGE)
     if split < active:

@@ -302,7 +302,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
     _token_logprobs[(count,)](
         logits,
         tokens,
-        float(np.float32(1) / np.float32(temperature or 1.0)),  # as `_inverse` gives it
+        float(np.float32(1) / np.float32(temperature or 1.0)),  # rounded as `_inverse_temperature` does
         best,
         total,
         out,
