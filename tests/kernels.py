@@ -1,5 +1,7 @@
-"""Where Triton kernels can be tested: on CUDA, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1 with triton installed);
-and a way to do without the C kernels."""
+"""Markers and helpers for kernel tests.
+
+Triton kernels run on CUDA, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1 with triton installed).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ on_hopper = pytest.mark.skipif(
 
 
 def error(found: Tensor, truth: Tensor) -> float:
-    """Of all numbers together, over their size."""
+    """Relative error in the Euclidean norm."""
     return float((found.double() - truth).norm() / truth.norm())
 
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    """No C kernels: their twins in torch run."""
+    """Disable the C kernels, so that the torch implementations run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CPU_KERNELS", "0")
-        patch.setattr("burnish.models.kernels.cpu.c_library._library", lambda is_wide: None)
+        patch.setattr("burnish.models.kernels.cpu.c_library._library", lambda is_double: None)
         yield

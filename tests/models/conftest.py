@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, saved as Hugging Face directories: the oracle of everything in burnish/models."""
+"""Tiny random transformers models saved as Hugging Face directories, the reference for everything in burnish/models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-# Two layers that see a window to one that sees everything; scores scaled by another number than the head size.
+# Two windowed layers and one full layer; scores are scaled by another number than the head size.
 GEMMA3 = {
     "num_hidden_layers": 3,
     "head_dim": 16,
@@ -82,7 +82,7 @@ TinyModel = Callable[..., tuple[Any, Path]]
 
 
 def randomise(model: Any, seed: int = 0, std: float = 0.2) -> None:
-    """Weights large enough that logits are far from flat, biases and norm scales included."""
+    """Random weights, biases and norm scales, large enough that logits are far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ def randomise(model: Any, seed: int = 0, std: float = 0.2) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`tiny_model(variant, tied, dtype)`: a model of transformers and the directory it was saved to, each made once."""
+    """`tiny_model(variant, tied, dtype)`: a transformers model and the directory it was saved to, created once."""
     made: dict[tuple[str, bool, torch.dtype], tuple[Any, Path]] = {}
 
     def build(variant: str, tied: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
@@ -112,7 +112,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny_other() -> Callable[..., Any]:
-    """`tiny_other(name)`: a model of an architecture the native decoder does not know."""
+    """`tiny_other(name)`: a model of an architecture that the native decoder does not support."""
 
     def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
         config, model, options = OTHERS[name]

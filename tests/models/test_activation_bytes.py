@@ -1,4 +1,4 @@
-"""The bytes that wait for the backward pass are those the formulas say: counted on a CPU, and with a GPU's kernels stood in for."""
+"""The bytes saved for the backward pass agree with the formulas: counted on a CPU, and with fakes of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.alive import Alive
 
 POLICIES = ("keep", "selective", "recompute", "offload")
 LENGTH, SEQUENCES = 12, 3
-TOKENS = torch.arange(LENGTH * SEQUENCES) % 7  # all sequences begin alike, so that they can share
+TOKENS = torch.arange(LENGTH * SEQUENCES) % 7  # all sequences have the same prefix, so that they can share it
 OFFSETS = torch.arange(SEQUENCES + 1) * LENGTH
 SHARED = SharedPrefixes(torch.zeros(SEQUENCES, dtype=torch.long), torch.tensor([0, 5, 5]))
 ROWS_SHARED = LENGTH * SEQUENCES - 2 * 5
@@ -40,7 +40,7 @@ def arch_of(family: str, num_layers: int) -> Architecture:
 
 
 def made(family: str, num_layers: int, dtype: torch.dtype, lora: Lora | None) -> Decoder:
-    """A model that has what is made once for all layers, which is no layer's."""
+    """A model whose shared tables already exist, so that they are not counted for a layer."""
     model = Decoder(arch_of(family, num_layers)).to(dtype)
     if lora is not None:
         add_lora(model, lora, 0)
@@ -51,7 +51,7 @@ def made(family: str, num_layers: int, dtype: torch.dtype, lora: Lora | None) ->
 
 
 def kept(model: Decoder, policy: str, shared_prefix: SharedPrefixes | None) -> int:
-    """Bytes that the third layer's forward pass leaves; the first reads an embedding that may be frozen, the last sees everything."""
+    """Bytes saved by the third layer. The first reads an embedding that may be frozen; the last has full attention."""
     set_activations(model, policy)
     after = []
     with Alive(*model.parameters(), *model.buffers(), TOKENS, OFFSETS) as alive:
@@ -63,7 +63,7 @@ def kept(model: Decoder, policy: str, shared_prefix: SharedPrefixes | None) -> i
 
 
 def wrong(family: str, dtype: torch.dtype, lora: Lora | None, on_gpu: bool) -> list[str]:
-    """Where a layer keeps other than the formula says."""
+    """Differences between the bytes saved by a layer and the formula."""
     model = made(family, 4, dtype, lora)
     found = []
     for policy, shared_prefix in product(POLICIES, (None, SHARED)):
@@ -100,11 +100,11 @@ def test_so_it_does_in_float64(family: str) -> None:
     assert wrong(family, torch.float64, None, on_gpu=False) == []
 
 
-# --- a GPU's kernels, by what they keep ----------------------------------------------------------------------------------
+# --- fakes of the GPU kernels that save the same tensors ---
 
 
 class Norm(torch.autograd.Function):
-    """torch's fused norm keeps its input and the inverse root, float32."""
+    """torch's fused norm saves its input and 1 / rms in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,7 +118,7 @@ class Norm(torch.autograd.Function):
 
 
 class Varlen(torch.autograd.Function):
-    """The attention kernel keeps what it reads, its result, and a float32 for each query of each head."""
+    """The attention kernel saves its inputs, its output, and a float32 for each query of each head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_the_formula_in_the_text_is_the_one_that_counts(policy: str, text: str) 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3_text"])
 def test_a_layer_on_a_real_gpu_keeps_what_the_formula_says(family: str, policy: str) -> None:
     def requested() -> int:
-        """Bytes asked for: what is allocated may lie in blocks that are up to a MiB larger."""
+        """Requested bytes, since allocated blocks may be up to a MiB larger."""
         return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
     kind = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass: the same gradient by every policy, and exactly the bytes that the formulas say."""
+"""Activation policies: every policy gives the same gradient and saves exactly the bytes of the formulas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(family: str, dtype: torch.dtype = torch.float64, num_layers: int = 3) -
 
 
 def gradients(model: nn.Module, policy: str, output: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """An output and the gradients of its squares' sum, on a copy of the model."""
+    """An output and the gradients of its sum of squares, on a copy of the model."""
     it = copy.deepcopy(model)
     set_activations(it, policy)
     found = output(it)
@@ -120,11 +120,11 @@ def test_a_policy_can_be_changed_back(policy: str) -> None:
     assert all(layer.activation_policy is None for layer in model.layers)
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------------
+# --- saved bytes ---
 
 
 def held(policy: str, num_layers: int) -> int:
-    """Bytes that the forward pass leaves, without its result."""
+    """Bytes saved by the forward pass, without its output."""
     model = make("llama", torch.float32, num_layers)
     set_activations(model, policy)
     model.rotations(16)
@@ -158,7 +158,7 @@ def test_a_pass_without_gradient_ignores_the_policy() -> None:
         torch.testing.assert_close(model.hidden(TOKENS, OFFSETS), expected)
 
 
-# --- the machinery -----------------------------------------------------------------------------------------------------
+# --- recomputation and offloading ---
 
 
 def test_an_expensive_operation_behind_a_lent_result_runs_once() -> None:
@@ -197,7 +197,7 @@ def test_recomputing_ends_before_the_last_product() -> None:
         before = alive.bytes
         alive.peak = 0
         torch.autograd.grad(y, weight, torch.ones(1).expand(1000, 3))
-    assert alive.peak - before < 2 * x.nbytes  # the sines again, but not the product
+    assert alive.peak - before < 2 * x.nbytes  # the sines are recomputed, the product is not
 
 
 def test_a_forward_that_changes_between_its_runs_is_an_error() -> None:
@@ -236,5 +236,5 @@ def test_every_policy_gives_the_same_gradient_on_a_gpu(policy: str) -> None:
     tokens, offsets, wanted = TOKENS.cuda(), OFFSETS.cuda(), WANTED.cuda()
     _, expected = gradients(model, "keep", lambda m: m.token_logprobs(tokens, offsets, wanted)[0])
     _, got = gradients(model, policy, lambda m: m.token_logprobs(tokens, offsets, wanted)[0])
-    for name in expected:  # the attention kernel adds up in no fixed order
+    for name in expected:  # the attention kernel sums in no fixed order
         torch.testing.assert_close(got[name], expected[name], atol=2e-2, rtol=2e-2)

@@ -1,4 +1,4 @@
-"""The steps of the CPU engine, in torch and in C, against the decoder's own forward, over its cache."""
+"""The decode steps of the CPU engine, in torch and in C, against `Decoder.forward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat template is a program of the model directory: it ends, and what it does wrong is said in one line."""
+"""Chat templates: rendering always ends, and a failing template gives an error of one line."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ DOUBLED = (
 def test_a_template_that_does_not_end_or_fails_is_refused(
     template: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 30_000)  # the tests are quicker for it
-    # In a thread, as a server renders: no signal reaches it.
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 30_000)  # makes the tests faster
+    # In a thread, as in a server: no signal can interrupt it.
     found: list[BaseException] = []
 
     def work() -> None:

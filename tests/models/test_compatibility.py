@@ -1,4 +1,4 @@
-"""A digest of a model directory sees a change of its files wherever it is."""
+"""The digest of a model directory changes with any part of its files."""
 
 from __future__ import annotations
 

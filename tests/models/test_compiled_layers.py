@@ -67,7 +67,7 @@ def test_compiled_layers_give_the_same_gradient_for_every_size_compiled_once(
         for name in expected:
             torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-4)
         graphs.append(counters["stats"]["unique_graphs"])
-    # Two pieces; with adapters the first layer's input asks for no gradient, which is another graph of each.
+    # Two graphs; with adapters the first layer's input needs no gradient, which gives another graph of each.
     assert graphs[:3] == [4 if lora else 2] * 3
     assert not counters["graph_break"]
 

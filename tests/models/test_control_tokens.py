@@ -1,4 +1,4 @@
-"""Names of control tokens in what users, rows and models wrote are text, everywhere that text becomes tokens."""
+"""Names of control tokens in text from users, data rows and models stay plain text wherever text is tokenised."""
 
 from __future__ import annotations
 

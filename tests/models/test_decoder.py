@@ -24,7 +24,7 @@ Packed = Callable[..., tuple[Tensor, Tensor]]
 
 
 def their_logits(model: Any, tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Logits of transformers, one sequence at a time, so that nothing of padding or packing is in them."""
+    """Logits of transformers, one sequence at a time, without padding or packing."""
     bounds = offsets.tolist()
     parts = [tokens[a:b][None] for a, b in itertools.pairwise(bounds)]
     with torch.no_grad():
@@ -50,13 +50,13 @@ def test_the_arithmetic_agrees_to_float64_precision(tiny_model: TinyModel, packe
     theirs, directory = tiny_model(variant, False, torch.float64)
     ours = load_decoder(directory, torch.float64, CPU)
     tokens, offsets = packed([7, 1, 40, 12])
-    # transformers keeps RMS norms in float32 whatever the model is in, so 1e-12 is out of reach here.
+    # transformers computes RMS norms in float32 for every dtype, so 1e-12 cannot be reached here.
     gap = (ours.logits(ours.hidden(tokens, offsets)).detach() - their_logits(theirs, tokens, offsets)).abs().max()
     assert gap < 1e-5
 
 
 def test_variants_compute_different_things(tiny_model: TinyModel, packed: Packed) -> None:
-    """A guard for the test above: an option that both sides ignored would agree as well."""
+    """Guards the test above: an option that both sides ignored would agree as well."""
     tokens, offsets = packed([40])
     by_variant = {v: their_logits(tiny_model(v)[0], tokens, offsets) for v in VARIANTS}
     for other in ("llama-theta", "llama-linear", "llama3", "llama-bias"):

@@ -1,4 +1,4 @@
-"""Counted operations against torch's own counter on every family, and the pairs of attention against a mask."""
+"""FLOPs against torch's counter for every family, and the pairs of attention against a mask."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def model_of(arch: Architecture) -> Decoder:
 
 
 def counted(counter: FlopCounterMode) -> dict[str, int]:
-    """torch's counts as products of weights and products of attention: on short sequences those are batched."""
+    """torch's counts, split into products of weights and of attention, which are batched on short sequences."""
     found = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     batched = sum(count for op, count in found.items() if "bmm" in op)
     return {"weights": sum(found.values()) - batched, "attention": batched}
 
 
 def product_in_place(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """What torch's counter does not know: an addmm into its first argument, by shapes."""
+    """FLOPs of the in-place addmm, which torch's counter does not support."""
     return int(2 * left[0] * left[1] * right[1])
 
 
@@ -76,7 +76,7 @@ def test_forward_and_backward_are_what_torch_counts(name: str) -> None:
     arch = FAMILIES[name]
     model = model_of(arch)
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
-    # The stacked scores of a CPU are whole squares, masked afterwards.
+    # The explicit scores on a CPU are full squares, masked afterwards.
     squares = ForwardCounts(tokens.numel(), SEQUENCES * LENGTH**2, wanted.numel())
     with FlopCounterMode(display=False) as counter:
         logp, _ = model.token_logprobs(tokens, offsets, wanted)
@@ -90,9 +90,7 @@ def test_forward_and_backward_are_what_torch_counts(name: str) -> None:
 
 def test_long_sequences_cost_the_same_products_of_weights() -> None:
     model = model_of(BASE)
-    tokens, offsets, wanted = batch_of(
-        1, 300
-    )  # longer than the stacked scores go: torch's counter is blind to the kernel
+    tokens, offsets, wanted = batch_of(1, 300)  # too long for explicit scores: torch's counter does not see the kernel
     with FlopCounterMode(display=False) as counter:
         model.token_logprobs(tokens, offsets, wanted)[0].sum().backward()
     counts = packed_counts([300], wanted.numel())

@@ -1,4 +1,4 @@
-"""Gemma 3: agreement with transformers where it differs from the plain decoder, and its config.json in and out."""
+"""Gemma 3: agreement with transformers in its differences from the plain decoder, and reading and writing config.json."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
 
 
 def in_float64(theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers has norms, the eager softmax and the embedding's factor in float32 whatever the model is in; here as wide."""
+    """transformers computes norms, the eager softmax and the embedding factor in float32; here they use the model's dtype."""
     from transformers.models.gemma3 import modeling_gemma3
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -237,4 +237,4 @@ def test_a_text_begins_with_bos_even_where_the_tokenizers_files_forget_it(tmp_pa
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer.encode("ab", special=True) == expected
-        assert tokenizer.encode("ab") == [3, 4]  # what a chat template wrote has its BOS already
+        assert tokenizer.encode("ab") == [3, 4]  # a rendered chat template has its BOS already

@@ -1,4 +1,4 @@
-"""LoRA on the fused decoder: exact at its start, off, merged, and in its gradients, against transformers' unfused layers."""
+"""LoRA on the fused decoder: new, disabled and merged adapters, and gradients against transformers' unfused layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def native(tiny_model: TinyModel, variant: str, lora: Lora | None, dtype: torch.
 
 
 def trained(model: Decoder, seed: int = 5) -> Decoder:
-    """With adapters as training could leave them: B is no longer 0."""
+    """A decoder with adapters whose B is not 0, as after training."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter_weights(model).values():
@@ -106,7 +106,7 @@ def test_merging_in_a_half_type_rounds_once(tiny_model: TinyModel) -> None:
 
 
 class Separate(nn.Module):
-    """A fused layer as projections of their own, each with its W, A and B, by plain autograd."""
+    """A fused layer as separate projections, each with its W, A and B, by plain autograd."""
 
     def __init__(
         self, fused: nn.Linear, rows: list[int], adapters: list[tuple[Tensor, Tensor] | None], scale: float

@@ -1,4 +1,4 @@
-"""Matrices in 4 bits: the codes and numbers of a float64 oracle and of bitsandbytes, products and their gradients, the kernels.
+"""NF4: codes and numbers against a float64 oracle and bitsandbytes, products and their gradients, and the Triton kernel.
 
 The kernels run where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 with triton installed.
 """
@@ -50,7 +50,7 @@ def nearest(weight: Tensor) -> tuple[list[int], list[float], list[float]]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_and_numbers_are_the_nearest_of_an_oracle(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = randn(*shape, dtype=torch.float32).to(dtype)
-    weight.view(-1)[: min(NF4_BLOCK, weight.numel() // 2)] = 0  # a block of zeros is a block of zeros
+    weight.view(-1)[: min(NF4_BLOCK, weight.numel() // 2)] = 0  # a block of zeros must stay zero
     codes, scales, numbers = nearest(weight)
     matrix = quantise_nf4(weight, double=False)
     found = torch.stack([matrix.codes >> 4, matrix.codes & 15], 1).flatten()
@@ -184,12 +184,12 @@ def test_the_kernel_gives_the_plain_numbers(shape: tuple[int, int], double: bool
         torch.float32,
         torch.float16,
         *([torch.bfloat16] if CUDA else []),
-    ):  # the interpreter cuts bfloat16 off
+    ):  # the interpreter truncates to bfloat16
         found, expected = (
             kernel.dequantise_nf4(matrix, values, dtype, NF4_BLOCK, SCALES_PER_GROUP).cpu(),
             dequantise_nf4(host, dtype),
         )
-        if double:  # the scale may be one multiply-add
+        if double:  # the scale may be computed with one fused multiply-add
             torch.testing.assert_close(found, expected, atol=0, rtol=1e-6 if dtype == torch.float32 else 1e-2)
         else:
             assert torch.equal(found, expected)

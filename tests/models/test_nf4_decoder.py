@@ -1,4 +1,4 @@
-"""Decoders with their layers in 4 bits under adapters: loaded so, the same in every pass as plain weights of the same numbers."""
+"""Decoders with NF4 layers and adapters: loading, and agreement with dense weights of the same numbers in every pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BASES: tuple[LoraBase, ...] = ("nf4", "nf4-double")
 
 
 def moved(model: Decoder, seed: int = 5) -> Decoder:
-    """With adapters as training could leave them: B is no longer 0."""
+    """A decoder with adapters whose B is not 0, as after training."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter_weights(model).values():
@@ -61,7 +61,7 @@ def in_4_bits(directory: Path, lora: Lora, dtype: torch.dtype = torch.float64) -
 
 
 def plain_twin(directory: Path, model: Decoder) -> Decoder:
-    """The same numbers in plain weights, with the same adapters."""
+    """The same numbers as dense weights, with the same adapters."""
     assert model.lora is not None
     twin = load_decoder(directory, model.embedding.weight.dtype, CPU)
     load_tensors(twin, hf_tensors(model), "the numbers of the 4 bits")
@@ -118,7 +118,7 @@ def test_loading_holds_the_matrices_of_one_layer_at_most_beside_the_4_bits(tiny_
     with Alive(*model.parameters(), *model.buffers()) as alive:
         load_tensors(model, stored_tensors(directory), "files")
     assert alive.bytes == 0
-    assert alive.peak <= (4 + 20) * layer  # plain in float32, and what quantising one of them computes
+    assert alive.peak <= (4 + 20) * layer  # float32 weights, and temporaries of quantising one of them
     held = sum(w.numel() for w in bits_of(model).values())
     assert held < layer * 2  # and there are two layers
 

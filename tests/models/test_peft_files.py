@@ -1,4 +1,4 @@
-"""PEFT directories in and out: names and shapes written by hand, and peft itself where it is installed."""
+"""Loading and saving PEFT directories: names and shapes written by hand, and the peft library if it is installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDTHS = {  # inputs and outputs of the tiny qwen2: width 32, MLP 48, 4 heads an
 
 
 def adapted(directory: Path, lora: Lora, dtype: torch.dtype = torch.float32) -> Decoder:
-    """A model with adapters that do something."""
+    """A model with adapters whose B is not 0."""
     model = load_decoder(directory, dtype, CPU)
     add_lora(model, lora, seed=0)
     generator = torch.Generator().manual_seed(1)

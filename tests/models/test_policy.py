@@ -1,4 +1,4 @@
-""""""
+"""Loading and saving policies on both backends, and their weights under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_truncated_file_is_refused_on_this_path_too(other: Path) -> None:
         load_policy(Model(device="cpu"), other, None, seed=0)
 
 
-# --- A policy's weights as any other engine of the model takes them: those of its Hugging Face directory, adapters added in.
+# --- full_hf_tensors ---
 
 TinyModelMaker = Callable[..., tuple[Any, Path]]
 CPU = torch.device("cpu")

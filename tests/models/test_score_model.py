@@ -1,4 +1,4 @@
-"""A scorer: its scores are those of transformers' class for sequence classification, to and fro."""
+"""Score models: their scores equal those of transformers' sequence classification class, after loading and saving."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def saved(model: ScoreModel, folder: Path, source: Path | None) -> Path:
 
 
 def their_scores(folder: Path, tokens: Tensor, offsets: Tensor) -> Tensor:
-    """As transformers gives them: right-padded with the model's padding token."""
+    """Scores of transformers, right-padded with the model's padding token."""
     from transformers import AutoModelForSequenceClassification
 
     theirs: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -63,7 +63,7 @@ def test_transformers_gives_the_same_scores(
     source = tiny_model(variant, tied)[1]
     model = new_score_model(load_decoder(source, torch.float32, CPU), seed=3)
     tokens, offsets = packed([6, 2, 15, 3])
-    tokens = tokens.clamp(min=2)  # padding inside is the next test's
+    tokens = tokens.clamp(min=2)  # the next test has padding inside
     folder = saved(model, tmp_path / "scorer", source)
     ours = our_scores(model, tokens, offsets)
     assert ours.std() > 0.05

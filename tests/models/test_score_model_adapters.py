@@ -1,4 +1,4 @@
-"""A scorer with adapters: the gradients of a whole one, PEFT directories in and out, the whole model they make."""
+"""Score models with adapters: gradients against a full model, PEFT directories, and merged models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BASES: list[LoraBase] = ["dtype", "nf4", "nf4-double"]
 
 
 def scorer(base: Path, lora: Lora, dtype: torch.dtype = torch.float32) -> ScoreModel:
-    """A scorer on a model directory whose adapters matter, as training could leave it."""
+    """A score model with adapters whose B is not 0, as after training."""
     decoder = load_decoder(base, dtype, CPU, lora.base)
     add_lora(decoder, lora, seed=0)
     generator = torch.Generator().manual_seed(5)
@@ -54,7 +54,7 @@ def saved(model: ScoreModel, folder: Path, source: Path | None) -> Path:
 
 
 def merged(model: ScoreModel, folder: Path, source: Path) -> Path:
-    """The whole model of its PEFT directory."""
+    """The merged model of its PEFT directory."""
     (folder / "merged").mkdir(parents=True)
     merge_adapter(saved(model, folder / "adapter", source), folder / "merged", None)
     return folder / "merged"
@@ -68,7 +68,7 @@ def merged(model: ScoreModel, folder: Path, source: Path) -> Path:
 def test_gradients_are_those_of_the_whole_model(
     lora: Lora, base: LoraBase, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Of y = (W + s B A) x: the derivative by A is s B^T that by the whole matrix, by B it is s that A^T, by the head the same."""
+    """For y = (W + s B A) x with full gradient G: dA = s B^T G, dB = s G A^T, and the head's gradient is the same."""
     source = tiny_model("qwen2", dtype=torch.float64)[1]
     model = scorer(source, lora.model_copy(update={"base": base}), torch.float64)
     whole = load_score_model(merged(model, tmp_path / "it", source), torch.float64, CPU)
@@ -174,7 +174,7 @@ def test_the_base_may_be_a_scorer_whose_own_head_is_not_used(
     assert torch.equal(our_scores(again, *tokens), our_scores(model, *tokens))
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- errors ---
 
 
 def test_an_adapter_of_the_other_kind_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The critic's model: a backbone of its own without output head, values of the state before each token."""
+"""The value model: its own backbone without output head, and values of the state before each token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS, WANTED = [6, 1, 15, 3], torch.tensor([1, 5, 8, 21, 24])
 
 
 def with_head(policy: Decoder | TransformersPolicy) -> ValueModel:
-    """A critic whose head is no longer 0."""
+    """A value model whose head is not 0."""
     model = ValueModel(policy)
     with torch.no_grad():
         model.head.copy_(torch.linspace(-1, 1, model.head.numel())[None])

@@ -1,4 +1,4 @@
-""""""
+"""Loading and saving Hugging Face directories, and modules on the meta device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(directory: Path) -> Decoder:
 
 
 def load_theirs(directory: Path) -> Any:
-    """transformers' model of a directory, and what it has to say about its tensors."""
+    """transformers' model of a directory, and its loading report."""
     return AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
 
 
@@ -66,7 +66,7 @@ def reconfigure(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if v != "remove"}))
 
 
-# --- out and in again --------------------------------------------------------------------------------------------------
+# --- saving and loading ---
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -174,7 +174,7 @@ def test_old_config_keys_mean_the_same(tiny_model: TinyModel, tmp_path: Path) ->
     }
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- errors ---
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
@@ -314,7 +314,7 @@ def test_a_new_model_whose_heads_do_not_divide_is_refused() -> None:
         new_architecture(NewModel(hidden_size=32, num_heads=4, num_kv_heads=3), 61)
 
 
-# --- Which process writes which weights.
+# --- plan_files ---
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), num_parts=st.integers(1, 9))
@@ -337,7 +337,7 @@ def test_no_file_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan_files([("one", 1000)], 3) == [(1, ["one"])], "a tensor is never cut"
 
 
-# --- Modules without memory, and the memory they are given.
+# --- modules on the meta device ---
 
 ARCH = Architecture("llama", 97, 64, 2, 2, 1, 32, 96, 256)
 
@@ -364,7 +364,7 @@ def test_tensors_keep_their_shapes_and_kinds_and_get_memory() -> None:
 
 
 def test_torchs_compiler_is_not_imported_for_it() -> None:
-    """Nor the algebra it stands on: half a second, and two where there is no bytecode of it."""
+    """Nor sympy, which it imports: half a second, or two without cached bytecode."""
     code = """
 import sys, torch
 from burnish.models.architecture import Architecture

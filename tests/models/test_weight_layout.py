@@ -1,4 +1,4 @@
-"""The order of rows of fused matrices in a model cut over ranks."""
+"""Row order of fused matrices in a tensor-parallel model."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("either_way")
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
-    """softmax(QK^T) V for each sequence and head by itself, with the mask written out."""
+    """softmax(QK^T) V of each sequence and head separately, with an explicit mask."""
     group = q.shape[1] // k.shape[1]
     out, start = [], 0
     for length in lengths:

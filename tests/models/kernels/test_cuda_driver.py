@@ -1,4 +1,4 @@
-"""Compiling CUDA kernels: what is said where it cannot be done, and what is kept. The compiler's library is one of these tests'."""
+"""Compiling CUDA kernels with a fake NVRTC: error messages, and the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CODE = b"\x7fELF machine code"
 
 
 class Library:
-    """Answers as the run-time compiler does; `broken` is the code of its compiling."""
+    """A fake NVRTC; `broken` is the error code of its compile call."""
 
     def __init__(self, broken: int = 0) -> None:
         self.broken, self.compilations = broken, 0
@@ -42,7 +42,7 @@ class Library:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
-    """Code that was loaded, in order; code that ends in "bad" is refused."""
+    """Machine code in the order of loading; loading code that ends in "bad" fails."""
     found: list[bytes] = []
 
     def call(name: str, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention of a decode step in one kernel against the torch operations that define it, and the choice of its stretches.
+"""The Triton decode attention kernel, with and without splits, against the torch operations that define it.
 
 The kernel runs where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 with triton installed.
 """
@@ -23,13 +23,13 @@ HALF = [torch.bfloat16, torch.float16] if CUDA else []
 
 @dataclass(frozen=True)
 class Case:
-    """What a step is made of."""
+    """The setting of a decode step."""
 
     heads: int
     kv_heads: int
     dim: int
     norms: tuple[float, float] | None = None
-    """What is added to the weights, and what normed queries are multiplied by."""
+    """Shift of the norm weights, and factor of the queries."""
     window: int | None = None
     splits: int = 1
     least: int = 64
@@ -47,7 +47,7 @@ CASES = [
 
 
 def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, HeadNorms | None]:
-    """Projections, the rotation's table and the norms."""
+    """Fused projections, rotation tables and norms."""
     qkv = randn(len(POSITIONS), (case.heads + 2 * case.kv_heads) * case.dim, dtype=dtype)
     angles = randn(WIDTH * PAGE, 1, case.dim // 2, seed=1)
     cos, sin = angles.cos(), angles.sin()
@@ -62,7 +62,7 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Head
 @pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits: bool, dtype: torch.dtype) -> None:
-    """Attended values, and the new keys and values in the cache."""
+    """The attention output, and the new keys and values in the cache."""
     from burnish.models.kernels.triton.decode_attention import decode_attention
 
     qkv, cos, sin, norms = inputs(case, dtype)
@@ -77,7 +77,7 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
     got = decode_attention(*on_device(qkv, cos, sin), moved, sent, *there, case.window, case.splits, case.least)
     with torch.no_grad():
         q = inference_ops.rotate_store(qkv, cos, sin, place, norms, *pages)
-        # What was stored in 8 bits is compared below, and may differ by a step of them.
+        # Stored fp8 numbers are compared below and may differ by one fp8 step.
         seen = [Fp8Pages(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
         expected = inference_ops.attend_pages(q, *seen, place, case.window)
     known = positions >= 0
@@ -89,7 +89,7 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
                 read_pages(Fp8Pages(*(part.cpu() for part in x)), slice(1, None), dtype) for x in (mine, twin)
             )
             differs = ~torch.isclose(mine.double(), twin.double(), rtol=0.02, atol=1e-6)
-            if not CUDA:  # Triton's interpreter makes half of what rounds up to a power of two
+            if not CUDA:  # Triton's interpreter halves fp8 numbers that round up to a power of two
                 differs &= ~torch.isclose(mine.double(), twin.double() / 2, rtol=1e-4)
             assert differs.double().mean() <= 1e-3
         else:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("either_way")
 
 
 def test_a_rotation_turns_each_pair_by_position_times_frequency() -> None:
-    """Written with complex numbers: (x_i + i x_{i + D/2}) e^{i p f_i}."""
+    """The rotation with complex numbers: (x_i + i x_{i + D/2}) e^{i p f_i}."""
     inverse = inverse_frequencies(8, 100.0, None)
     assert torch.allclose(inverse.double(), torch.tensor([1, 100**-0.25, 0.1, 100**-0.75], dtype=torch.float64))
     cos, sin = rotation_table(16, inverse, torch.float64)

@@ -1,4 +1,4 @@
-"""Gate, up and activation in one kernel: what tiles it takes, where it runs, and that it gives what the plain operations give."""
+"""The fused gated projection: its choice of tiles, where it runs, and agreement with the torch operations."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def test_the_tiles_of_known_layers_end_together(rows: int, outputs: int, waves: 
     tiles = -(-outputs // tile.width)
     assert rows <= tile.rows
     assert -(-tiles // PROCESSORS) == waves
-    assert tiles > 0.9 * waves * PROCESSORS  # hardly a processor idles
+    assert tiles > 0.9 * waves * PROCESSORS  # few processors are idle
 
 
 def test_every_tile_fits_into_a_processor() -> None:
     for rows, (groups, blocks) in WARP_GROUPS.items():
         assert rows == 64 * groups * blocks
         threads = 128 * (groups + 1)
-        at_entry = min(65536 // threads // 8 * 8, 232)  # what the compiler gives each thread
+        at_entry = min(65536 // threads // 8 * 8, 232)  # registers of each thread at launch
         assert 24 * 128 + REGISTERS_PER_THREAD[groups] * 128 * groups <= at_entry * threads
         for width in TILE_WIDTHS:
             tile = Tile(rows, width)
-            assert width % 16 == 8  # an odd number of eights
+            assert width % 16 == 8  # an odd multiple of eight
             assert tile.stages >= 4
-            # A processor has 228 KiB and keeps one for itself; barriers and the ring's alignment are left room for.
+            # A processor has 228 KiB and reserves one; barriers and the ring's alignment need some of the rest.
             assert tile.shared_bytes + 2 * 8 * tile.stages + 1024 <= 227 * 1024
             assert blocks * width + 24 < REGISTERS_PER_THREAD[groups]
 
@@ -71,7 +71,7 @@ def test_without_the_kernel_it_is_a_product_and_an_activation(activation: str) -
 
 
 class Adapted(nn.Linear):
-    """Has more to it than its weight."""
+    """A linear layer with more than its weight."""
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,9 @@ def test_it_gives_what_the_plain_operations_give(rows: int, inputs: int, outputs
     torch.manual_seed(rows)
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(2 * outputs, inputs, device="cuda") * inputs**-0.5).bfloat16()
-    torch.full((rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the result's memory may hold
+    torch.full(
+        (rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16
+    )  # fills memory that the result may reuse
     assert has_gated_product(x, weight, activation)
     with torch.no_grad():
         found = gated_product(x, weight, activation)
@@ -161,7 +163,7 @@ def test_what_it_cannot_multiply_is_left_to_torch() -> None:
 def test_it_runs_in_a_graph_with_weights_that_change() -> None:
     x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
-    gated_product(x, weight, "silu")  # compiled before
+    gated_product(x, weight, "silu")  # compile first
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = gated_product(x, weight, "silu")

@@ -1,4 +1,4 @@
-"""Attention of a decode step by the kernel for Hopper: what it attends to, what it stores, and that it touches nothing else."""
+"""The Hopper decode attention kernel: its output, what it stores, and that it writes nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_is_not_for_a_cpu() -> None:
 
 
 class Case:
-    """Rows of the given lengths, whose pages stand anywhere; what no row holds is not a number."""
+    """Rows of the given lengths with pages in random order; unused cache entries are NaN."""
 
     def __init__(self, positions: tuple[int, ...], dim: int, queries: int, kv_heads: int, normed: bool = False) -> None:
         rows, width = len(positions), max(positions) // PAGE + 1
@@ -51,7 +51,7 @@ class Case:
         self.norms = HeadNorms(weights[0], weights[1], 1e-6, 1.0, 0.7) if normed else None
 
     def found(self, window: int | None, splits: int, least: int = 64) -> tuple[Tensor, Tensor]:
-        """By the kernel: what is attended to, and the cache afterwards."""
+        """The kernel's attention output, and the cache afterwards."""
         cache = self.cache.clone()
         assert has_decode_attention(self.qkv, self.cos, self.place, self.norms, cache[0], cache[1])
         out = decode_attention(
@@ -60,7 +60,7 @@ class Case:
         return out, cache
 
     def truth(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """By torch in float64."""
+        """The same by torch in float64."""
         cache = self.cache.double().nan_to_num(0.0)
         norms = self.norms and self.norms._replace(query=self.norms.query.double(), key=self.norms.key.double())
         wide = (self.qkv.double(), self.cos.double(), self.sin.double(), self.place, norms)
@@ -68,7 +68,7 @@ class Case:
             return inference_ops.decode_attention(*wide, cache[0], cache[1], window), cache
 
 
-# A window of 70 has stretches that end within the new token's page, where nothing may be read behind them.
+# A window of 70 has splits that end within the new token's page, past whose end nothing may be read.
 CASES = [
     (dim, queries, kv_heads, normed, window, splits)
     for dim, (queries, kv_heads), normed, window, splits in itertools.product(
@@ -88,7 +88,7 @@ def test_it_attends_as_float64_does(
     (found, cache), (truth, stored) = case.found(window, splits), case.truth(window)
     there = case.place.position >= 0
     assert error(found[there], truth[there]) < 8e-3
-    assert found.isfinite().all()  # also of a row that is not there
+    assert found.isfinite().all()  # also for an empty row
     new = cache.isfinite() & case.cache.isnan()
     assert new.sum() == 2 * kv_heads * dim * int(there.sum())  # each row's key and value
     assert error(cache[new], stored[new]) < 5e-3
@@ -121,7 +121,7 @@ def test_large_scores_do_not_overflow_and_late_ones_count() -> None:
 
     torch.manual_seed(0)
     case = Case((500,), 128, 6, 2)
-    case.cache[0] *= 40  # scores in the hundreds: nearly one key has all the weight, wherever it stands
+    case.cache[0] *= 40  # scores in the hundreds: one key has nearly all the weight, at any position
     keys, values = case.cache.clone()
     by_triton = decode_attention(case.qkv, case.cos, case.sin, case.place, None, keys, values, None, 1, 64)
     found, _ = case.found(None, 1)
@@ -143,7 +143,7 @@ def test_other_types_and_heads_are_left_to_triton() -> None:
     assert not has(case.qkv.half(), case.cache[0].half())
     assert not has(keys=case.cache[0][:, :, :8].contiguous())
     assert not has(keys=case.cache[0][..., :32].contiguous())
-    assert not has(case.qkv.repeat(1, 2))  # ten queries to a key
+    assert not has(case.qkv.repeat(1, 2))  # ten queries per key
     assert not has(case.qkv[:0])
     assert not has(values=case.cache[1].half())
     assert not has(cos=case.cos.float())
@@ -156,7 +156,7 @@ def test_it_runs_in_a_graph_while_rows_grow() -> None:
     case = Case((5, 40), 128, 6, 2)
     keys, values = case.cache.nan_to_num(0.0)
     asked = (case.qkv, case.cos, case.sin, case.place, None, keys, values, None)
-    decode_attention(*asked, 4, 64)  # compiled before
+    decode_attention(*asked, 4, 64)  # compile first
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = decode_attention(*asked, 4, 64)

@@ -1,4 +1,4 @@
-"""The forward over a paged cache against the decoder's own, and the Triton kernels against their torch twins.
+"""The forward pass over a paged cache against `Decoder.forward`, and the Triton kernels against the torch implementations.
 
 The kernels run where CUDA is, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 with triton installed.
 """
@@ -53,7 +53,7 @@ HALF = [torch.bfloat16, torch.float16] if CUDA else []
 
 
 def shuffled_table(rows: int, width: int, seed: int = 0) -> Tensor:
-    """[rows, width] pages from 1 on, in no order."""
+    """A page table [rows, width] of pages from 1 on, in random order."""
     order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed))
     return (order + 1).int().view(rows, width)
 
@@ -66,7 +66,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 class Paged:
-    """A model with a cache, fed token by token or stretch by stretch."""
+    """A model with a cache that is fed token by token or chunk by chunk."""
 
     def __init__(self, model: Decoder, rows: int, width: int) -> None:
         arch = model.arch
@@ -76,7 +76,7 @@ class Paged:
         self.rotations = [model.rotations(width * PAGE, layer) for layer in range(arch.num_layers)]
 
     def prefill(self, tokens: list[Tensor], stretches: list[tuple[int, int, int]]) -> Tensor:
-        """Hidden states of (row, start, stop) stretches, one after the other."""
+        """Hidden states of (row, start, stop) chunks, one after the other."""
         rows, starts, stops = (np.array(x) for x in zip(*stretches, strict=True))
         owner = torch.from_numpy(np.repeat(rows, stops - starts))
         position = torch.cat([torch.arange(a, b) for _, a, b in stretches])
@@ -86,7 +86,7 @@ class Paged:
         return paged_forward(self.model, packed, self.cache, attend)
 
     def decode(self, tokens: list[Tensor], positions: list[int]) -> Tensor:
-        """Hidden states of one token a row; a position of -1 is a row that is not there."""
+        """Hidden states of one token per row; position -1 is an empty row."""
         place = Placement(torch.arange(len(positions)), torch.tensor(positions), self.table)
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
@@ -140,13 +140,13 @@ def test_a_stretch_reads_what_another_stretch_of_the_same_forward_computes(tiny_
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Equal to the rounding of the type."""
+    """Assert equality up to the rounding of the dtype."""
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(got.double().cpu(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def on_device(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies where the kernels run, so that what they write in place is not seen by the twins."""
+    """Copies on the kernels' device, so that the torch implementations do not see what kernels write in place."""
     return tuple(tensor.clone().to(DEVICE) for tensor in tensors)
 
 
@@ -210,7 +210,7 @@ def test_rotate_store_kernel(
     assert torch.equal(qkv, before) is not in_place
     close(there[0].cpu()[known], qkv[known], dtype)
     close(got.cpu()[known], expected[known], dtype)
-    close(there[3][1:], keys[1:], dtype)  # page 0 is nobody's
+    close(there[3][1:], keys[1:], dtype)  # page 0 belongs to no row
     close(there[4][1:], values[1:], dtype)
 
 
@@ -257,7 +257,7 @@ def state_of(rows: list[NewRow], size: int, device: str) -> DeviceRows:
     ids=str,
 )
 def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, wants: SamplerFlags) -> None:
-    """The same tokens, log-probs and bookkeeping as its twin, over steps in which rows stop, reach their limit or idle."""
+    """The same tokens, log-probs and row state as in torch, over steps in which rows stop, reach their limit or are idle."""
     base = NewRow(row=0, position=4, limit=9, key=7, drawn=2, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_tokens=())  # fmt: skip
     new = [
         replace(base, row=3, key=11),
@@ -293,14 +293,14 @@ def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, wants: 
 
 
 def kept(logits: Tensor, value: Tensor, last: Tensor) -> Tensor:
-    """Which tokens a cut keeps, but for those that nobody draws."""
+    """The tokens that a cut keeps, without those of probability 0."""
     value, last = value.cpu()[:, None], last.cpu()[:, None]
     behind = torch.arange(logits.shape[1]) > last
     return ~((logits < value) | ((logits == value) & behind)) & (logits > -torch.inf)
 
 
 def option_rows(vocab: int) -> tuple[list[float], list[int], list[float], list[float]]:
-    """Temperatures, top-k, top-p and min-p of rows: each alone, at its ends, and all together."""
+    """Temperature, top-k, top-p and min-p of rows: each alone, at its extremes, and all together."""
     rows = [
         (1.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (0.0, 3, 1.0, 0.0), (0.7, vocab - 1, 1.0, 0.0), (1.0, vocab + 9, 1.0, 0.0),
         (1.0, 0, 1e-9, 0.0), (1.0, 0, 0.5, 0.0), (2.0, 0, 0.97, 0.0), (1.0, 0, 1 - 1e-13, 0.0), (1.0, 0, 1.0, 0.3),
@@ -342,7 +342,7 @@ def test_a_cut_keeps_the_tokens_that_sorting_keeps(vocab: int, ties: str) -> Non
     heat = torch.where(options[0] == 0, 1.0, options[0])
     expected = truncate(logits[source], heat[row], *(x[row] for x in options[1:])) > -torch.inf
     for k in range(rows):
-        # The mass of a few hundred thousand float32 terms is known to about 1e-6: a token that lies there may fall either way.
+        # A sum of a few hundred thousand float32 terms is accurate to about 1e-6: a token at the limit may be kept or not.
         differs = found[k] != expected[k]
         p = (logits[source[k]] / heat[row[k]]).softmax(-1)
         assert p[differs].sum() <= 1e-6, (k, int(found[k].sum()), int(expected[k].sum()))
@@ -375,7 +375,7 @@ def test_a_cut_of_what_is_no_number_ends_and_hides_nothing() -> None:
 
 
 def test_a_vector_in_8_bits_is_right_to_a_sixteenth_whatever_its_size() -> None:
-    """e4m3 has three bits behind the leading one; the scale brings every vector to the range where all of them count."""
+    """e4m3 has three bits after the leading one; the scale maps every vector to the range where all of them are used."""
     x = randn(50, 16) * (10.0 ** torch.arange(-20, 30).float())[:, None]
     x[7] = 0.0
     back = read_pages(quantise_fp8(x), slice(None), torch.float32)
@@ -423,15 +423,15 @@ def test_rotate_store_kernel_in_8_bits(dtype: torch.dtype, heads: int, kv_heads:
             read_pages(Fp8Pages(*(part.cpu() for part in x)), slice(1, None), torch.float32) for x in (mine, twin)
         )
         differs = ~torch.isclose(mine, twin, rtol=1e-2 if dtype != torch.float32 else 1e-4)
-        if not CUDA:  # Triton's interpreter makes half of what rounds up to a power of two
+        if not CUDA:  # Triton's interpreter halves fp8 numbers that round up to a power of two
             differs &= ~torch.isclose(mine, twin / 2, rtol=1e-4)
-        # A rotation that differs in its last bit may round to the next number of 8 bits: seldom, and no further.
+        # A rotation that differs in its last bit may round to a neighbouring fp8 number: seldom, and no further.
         assert differs.float().mean() <= (1e-3 if dtype == torch.float32 else 0.05)
         torch.testing.assert_close(mine[differs], twin[differs], rtol=0.15, atol=0.05)
 
 
 def test_a_forward_over_8_bits_is_near_the_decoders(tiny_model: TinyModel) -> None:
-    """In pieces, so that what one wrote another reads."""
+    """In chunks, so that one chunk reads what another wrote."""
     model = load_decoder(tiny_model("qwen2", False, torch.float32)[1], torch.float32, torch.device("cpu"))
     tokens = [torch.arange(30) * 7 % 61]
     run = Paged(model, rows=1, width=8)
@@ -444,7 +444,7 @@ def test_a_forward_over_8_bits_is_near_the_decoders(tiny_model: TinyModel) -> No
     assert 1e-4 < gap < 0.05
 
 
-# --- Products cut over their inputs: parts that add up, only where a GPU has room for them.
+# --- split-K linear layers ---
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -464,7 +464,7 @@ def test_parts_add_up_to_the_product(parts: int) -> None:
         (1024, 8960, 1536, 1),
         (256, 1536, 1536, 2),
         (256, 18944, 3584, 2),
-        (256, 1000, 1536, 1),  # no equal stretches
+        (256, 1000, 1536, 1),  # not divisible into equal parts
         (64, 768, 768, 1),
     ],
 )

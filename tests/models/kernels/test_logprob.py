@@ -121,7 +121,7 @@ def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_chunks(monkeypatc
     torch.testing.assert_close(got.double(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
 
 
-# --- The exact KL to a reference, with log-probs and entropies, in one chunked pass over both output heads.
+# --- the exact KL to a reference ---
 
 
 def kl_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Distribution]:

@@ -40,7 +40,7 @@ def test_logprobs_entropies_and_the_gradient_of_logits(temperature: float, which
     from burnish.models.kernels.triton import logprob_head
 
     logits, targets = 3 * randn(7, 5000), torch.tensor([0, 4999, 17, 4095, 4096, 1, 2500], device=DEVICE)
-    logits[3, 100:] = -torch.inf  # what a mask leaves has probability 0 and no slope
+    logits[3, 100:] = -torch.inf  # masked tokens have probability 0 and gradient 0
     targets[3] = 5
     wide = logits.double().requires_grad_()
     log_p = (wide / temperature).log_softmax(-1)

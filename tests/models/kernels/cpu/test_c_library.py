@@ -1,4 +1,4 @@
-"""Compiling the kernels: what is kept, and what happens where they cannot be compiled, loaded or kept."""
+"""Compiling the C kernels: the cache, and the behaviour if they cannot be compiled, loaded or cached."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ kept={folder}/$(echo "$asked" | cksum | tr ' ' -).so
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The machine's own, which compiles the same thing once: the next time it gives a copy, a few seconds sooner."""
+    """The machine's compiler with a cache for the same command, which saves a few seconds per test."""
     folder = tmp_path_factory.mktemp("compiler")
     return program(folder, COMPILER.format(cc=shlex.join(c_library._compiler()), folder=folder))
 
 
 @pytest.fixture
 def anew(compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Nothing is loaded yet, and nothing is kept in the folder given."""
+    """An empty cache directory, with no kernels loaded."""
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(c_library, "_has_failed", False)
@@ -141,7 +141,7 @@ def test_without_kernels_the_reason_is_known(
         assert c_library.c_kernels(torch.empty(0)) is None
     assert says in c_library.c_kernels_status()[1]
     assert not c_library.c_kernels_expected()
-    assert bool(caplog.records) == (name == "CC")  # who turned them off knows
+    assert bool(caplog.records) == (name == "CC")  # no warning if the user disabled them
 
 
 def test_a_folder_that_cannot_be_written_or_is_not_ours_alone_is_not_used(
@@ -170,7 +170,7 @@ def in_processes(count: int, folder: Path, cc: str, code: str = CHECK) -> list[s
 
 
 def test_two_processes_may_compile_at_once(compiler: str, tmp_path: Path) -> None:
-    """Neither has anything to load before the other began."""
+    """Both processes start before either has a library to load."""
     wait = f': > {tmp_path}/began.$$; while [ "$(ls {tmp_path}/began.* | wc -l)" -lt 2 ]; do sleep 0.05; done'
     cc = program(tmp_path, f'[ "$1" = --version ] || {{ {wait}; }}; exec {compiler} "$@"')
     assert in_processes(2, tmp_path, cc) == ["True True"] * 2
@@ -188,7 +188,7 @@ def test_a_kept_file_that_cannot_be_loaded_is_made_anew(compiler: str, anew: Pat
 
 
 def test_a_forked_child_computes_on_its_own_thread(compiler: str, tmp_path: Path) -> None:
-    """Its parent's other threads are not copied: a child that waited for them would wait for ever, as torch's own operations do."""
+    """A fork does not copy other threads: a child that waited for them would wait for ever, as torch's own operations do."""
     code = """
 import os, torch
 torch.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""Every C kernel against its twin in torch, over shapes of every kind; the same bits on one thread and on two."""
+"""Every C kernel against the torch implementation, over many shapes, with the same bits on one thread and on two."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def near(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 
 
 def results(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """What a function gives, and the gradients of its inputs against fixed ones of its result."""
+    """A function's output, and the gradients of its inputs for a fixed gradient of the output."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     y = function(*leaves)
     generator = torch.Generator().manual_seed(1)
@@ -100,7 +100,7 @@ def test_rotations_of_heads_that_stand_among_others(
 
 @st.composite
 def packings(draw_: st.DrawFn) -> tuple[Tensor, SharedPrefixes | None]:
-    """Offsets of sequences, and which of them begin with another's tokens."""
+    """Offsets of sequences, and their shared prefixes."""
     lengths, owners, shared_prefix = [], [], []
     for _ in range(draw_(st.integers(1, 4))):
         first = len(lengths)
@@ -143,7 +143,7 @@ def test_draws(dtype: torch.dtype, rows: int, vocab: int, has_temperatures: bool
     logits = 3 * normal(seed, rows, vocab, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(rows, generator=generator, dtype=torch.float64).clamp_(1e-9)
-    temperature = torch.arange(rows) % 4 * 0.5 if has_temperatures else None  # every fourth takes the likeliest
+    temperature = torch.arange(rows) % 4 * 0.5 if has_temperatures else None  # every fourth row is greedy
     temperature = None if temperature is None else temperature.double()
     tokens, logp = draw(library(dtype), logits, uniform, temperature)
     expected, expected_logp = sample(logits, uniform, temperature)
@@ -172,7 +172,7 @@ def test_far_out_numbers_neither_overflow_nor_become_nan(dtype: torch.dtype) -> 
 
 
 def all_kernels() -> list[Tensor]:
-    """What each gives for enough rows that a second thread has a part in it."""
+    """Outputs of every kernel for enough rows that two threads are used."""
     rows, heads, dim = 700, 6, 32
     offsets = torch.tensor([0, 90, 190, 300, 500, 700])
     x, weight, table = (
