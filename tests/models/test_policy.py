@@ -94,7 +94,7 @@ def test_native_for_an_unknown_architecture_is_refused(other: Path) -> None:
 
 
 def test_a_new_model_needs_an_alphabet_and_the_native_backend() -> None:
-    with pytest.raises(UserError, match="needs a task that names its characters"):
+    with pytest.raises(UserError, match="needs a task with a known alphabet"):
         load_policy(Model(new=NewModel(), device="cpu"), None, None, seed=0)
     with pytest.raises(UserError, match="makes a native decoder"):
         load_policy(Model(new=NewModel(), device="cpu", backend="transformers"), None, "01", seed=0)

@@ -107,7 +107,7 @@ def test_the_scores_depend_on_the_last_token_and_begin_with_the_seed(tiny_model:
     ("change", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "not a reward model"),
-        ({"num_labels": 3}, "gives 3 numbers a text"),
+        ({"num_labels": 3}, "gives 3 numbers per text"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
     ],
 )
