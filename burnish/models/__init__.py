@@ -1,1 +1,1 @@
-"""One decoder definition with families, Hugging Face directories in and out, shared ops."""
+"""Models: one decoder definition for all families, Hugging Face directories, heads, LoRA, NF4, and kernels."""

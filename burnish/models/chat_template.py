@@ -52,7 +52,7 @@ class TemplateLimit(Exception):
 
 @dataclass
 class Budget:
-    """What one rendering has used so far."""
+    """The steps and characters that one rendering has used, and its limits."""
 
     max_steps: int
     deadline: float
@@ -158,7 +158,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return items
 
     def concatenate(self, *parts: Any) -> str:
-        """The operator `~`."""
+        """The operator `~`, with its size checked."""
         texts = [str(part) for part in parts]
         _check_size(sum(map(len, texts)))
         return "".join(texts)

@@ -32,7 +32,8 @@ from burnish.models.kernels.shared_prefix import (
 if TYPE_CHECKING:
     from burnish.config.model import Lora
 
-LayerPolicy = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
+LayerForward = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
+"""(layer, x, cos, sin, attend) -> output of the layer."""
 GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
 ExactLogprobs = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(tokens [N], offsets [S + 1], wanted [M], temperature) -> log-probs [M]."""
@@ -58,9 +59,9 @@ class Layer(nn.Module):
         if arch.out_norms:
             self.attention_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
             self.mlp_out_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
-        self.activation_policy: LayerPolicy | None = None
+        self.activation_policy: LayerForward | None = None
         """The forward pass with gradient under an activation policy other than `keep` (`activation_checkpointing.py`)."""
-        self.forward_override: LayerPolicy | None = None
+        self.forward_override: LayerForward | None = None
         """A replacement of `eager_forward` (`compiled_layers.py`)."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

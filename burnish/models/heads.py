@@ -94,7 +94,7 @@ class ValueModel(nn.Module):
 
     @property
     def attention_cost(self) -> float | None:
-        """The backbone's; None where it does not say."""
+        """The backbone's relative cost of attention; None if it is unknown."""
         return getattr(self.backbone, "attention_cost", None)
 
     def token_values(
@@ -118,7 +118,7 @@ class ScoreModel(nn.Module):
 
     @property
     def attention_cost(self) -> float | None:
-        """The backbone's; None where it does not say."""
+        """The backbone's relative cost of attention; None if it is unknown."""
         return getattr(self.backbone, "attention_cost", None)
 
     def token_values(

@@ -198,7 +198,7 @@ class Nf4Linear(nn.Linear):
             self.weight.write(base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in] rows to [N, out]."""
+        """Apply the layer to rows [N, in]; [N, out]."""
         return nf4_linear(x, self.weight.matrix, self.bias)
 
 

@@ -222,7 +222,7 @@ class Tokenizer:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Write files that `transformers.AutoTokenizer` loads unchanged."""
+        """Write files that `transformers.AutoTokenizer` loads."""
         write_contents(Path(directory), self.contents())
 
     def contents(self) -> Sequence[Content]:

@@ -194,7 +194,7 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        gate_up, *rest = ctx.saved_tensors  # read once: a recomputed tensor can only be read once
         if not rest and not gate_up.is_cuda:
             return cpu_ops.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=False)
         if not rest:
@@ -238,7 +238,7 @@ class _Geglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate_up, *rest = ctx.saved_tensors  # read once: what is recomputed is handed out once
+        gate_up, *rest = ctx.saved_tensors  # read once: a recomputed tensor can only be read once
         if not rest:
             return cpu_ops.gate_backward(ctx.library, grads[0].contiguous(), gate_up, is_gelu=True)
         (activated,) = rest

@@ -50,7 +50,7 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def exact_swiglu(gate_up: Tensor) -> Tensor:
-    """The gated activation of rows [N, 2 * size]."""
+    """Batch-invariant SwiGLU of rows [N, 2 * size]."""
     if use_triton(gate_up):
         return swiglu(gate_up)
     # torch's silu rounds the end of each thread's range differently from the rest; its exponential does not.

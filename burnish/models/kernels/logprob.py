@@ -128,7 +128,7 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
 def head_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and, if asked, the full-vocabulary entropy, of softmax(hidden @ weight.T / temperature); [M] each."""
+    """log p(target) and, if requested, the entropy of p = softmax(hidden @ weight.T / temperature); [M] each."""
     logp, entropy = _HeadLogprob.apply(hidden, weight, targets, temperature, with_entropy)
     return logp, entropy if with_entropy else None
 

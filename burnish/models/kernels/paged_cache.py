@@ -42,9 +42,9 @@ class HeadNorms(NamedTuple):
     key: Tensor
     eps: float
     shift: float = 0.0
-    """Added to the weights."""
+    """Shift of the norm weights."""
     query_scale: float = 1.0
-    """Normed queries are multiplied by this."""
+    """Factor of the normed queries."""
 
 
 def decode_buffers(qkv: Tensor, kv_heads: int, dim: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:

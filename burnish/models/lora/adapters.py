@@ -107,7 +107,7 @@ class LoraLinear(nn.Linear):
         """Whether the adapter is enabled; if not, the layer equals `base`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in] rows to [N, out]."""
+        """Apply the layer to rows [N, in]; [N, out]."""
         weight = self.weight.matrix if isinstance(self.weight, Nf4Weight) else self.weight
         return self.product(x, weight, self.bias, self.lora_a, self.lora_b)
 
