@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.models.decoder import GATED_ACTIVATIONS, Decoder, Layer
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.cpu.c_library import c_kernels, num_threads
-from burnish.models.kernels.elementwise import RMSNorm, exact_geglu, rms_norm
+from burnish.models.kernels.elementwise import exact_geglu
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits, exact_swiglu, token_logp
 from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
@@ -118,7 +118,7 @@ class DecodeStep:
                 cos, sin = model.rotations(num_positions, index)
                 rotation_rows[is_local] = cos[positions], sin[positions]
             layer.add_to(x, *rotation_rows[is_local], attend)
-        return _normed(model.norm, x)
+        return model.norm.functional(x)
 
 
 class _LayerDecodeStep:
@@ -132,11 +132,11 @@ class _LayerDecodeStep:
     def add_to(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Apply the layer to x [N, hidden] in place."""
         layer, has_out_norms = self.layer, self.layer.arch.out_norms
-        qk, v = layer.split_heads(self.qkv(_normed(layer.attention_norm, x)))
+        qk, v = layer.split_heads(self.qkv(layer.attention_norm.functional(x)))
         attended = self.out(layer.attention(layer.rotate_heads(qk, cos, sin), v, attend))
-        x += _normed(layer.attention_out_norm, attended) if has_out_norms else attended
-        computed = self.down(layer.gated_activation(self.gate_up(_normed(layer.mlp_norm, x))))
-        x += _normed(layer.mlp_out_norm, computed) if has_out_norms else computed
+        x += layer.attention_out_norm.functional(attended) if has_out_norms else attended
+        computed = self.down(layer.gated_activation(self.gate_up(layer.mlp_norm.functional(x))))
+        x += layer.mlp_out_norm.functional(computed) if has_out_norms else computed
 
 
 def _project(module: nn.Linear) -> ProjectRows:
@@ -148,11 +148,6 @@ def _project(module: nn.Linear) -> ProjectRows:
         return lambda x: torch.mm(x, weight)
     bias = module.bias.detach()
     return lambda x: torch.addmm(bias, x, weight)
-
-
-def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    assert norm.eps is not None
-    return rms_norm(x, norm.weight, norm.eps, norm.shift)
 
 
 class _CLinear(ctypes.Structure):

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from burnish.config.errors import UserError
 from burnish.models.decoder import Layer
-from burnish.models.kernels.elementwise import GELU_FORM, RMSNorm, rms_norm
+from burnish.models.kernels.elementwise import GELU_FORM
 from burnish.models.kernels.shared_prefix import Attend
 
 
@@ -69,10 +69,10 @@ def _compiled_parts() -> tuple[Any, Any, Any]:
 def _before_attention(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated query and key heads, and value heads."""
     arch = layer.arch
-    qk, v = layer.split_heads(layer.qkv(_normed(layer.attention_norm, x)))
+    qk, v = layer.split_heads(layer.qkv(layer.attention_norm.functional(x)))
     if arch.qk_norm:
         q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
-        qk = torch.cat([_normed(layer.q_norm, q) * arch.query_scale, _normed(layer.k_norm, k)], 1)
+        qk = torch.cat([layer.q_norm.functional(q) * arch.query_scale, layer.k_norm.functional(k)], 1)
     low, high = qk.chunk(2, -1)
     return qk * cos + torch.cat([high, low], -1) * sin, v
 
@@ -80,15 +80,10 @@ def _before_attention(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tupl
 def _after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
     has_out_norms = layer.arch.out_norms
     attended = layer.out(mixed)
-    x = x + (_normed(layer.attention_out_norm, attended) if has_out_norms else attended)
-    gate, up = layer.gate_up(_normed(layer.mlp_norm, x)).chunk(2, -1)
+    x = x + (layer.attention_out_norm.functional(attended) if has_out_norms else attended)
+    gate, up = layer.gate_up(layer.mlp_norm.functional(x)).chunk(2, -1)
     activated = (
         functional.silu(gate) if layer.arch.activation == "silu" else functional.gelu(gate, approximate=GELU_FORM)
     )
     computed = layer.down(activated * up)
-    return x + (_normed(layer.mlp_out_norm, computed) if has_out_norms else computed)
-
-
-def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    assert norm.eps is not None
-    return rms_norm(x, norm.weight, norm.eps, norm.shift)
+    return x + (layer.mlp_out_norm.functional(computed) if has_out_norms else computed)

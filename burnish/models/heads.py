@@ -38,11 +38,13 @@ from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.models.lora.adapters import adapter_weights, merged_tensors, wrap_with_lora
 from burnish.models.lora.peft_files import adapter_contents, base_model_of, is_adapter, load_adapter, read_lora_config
 from burnish.models.model_families import FAMILIES
-from burnish.models.nf4 import quantise_layers, weight_shapes
+from burnish.models.nf4 import quantise_layers
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
 from burnish.models.weight_files import (
     WeightBlock,
+    gathering_stage,
+    hf_tensor_sizes,
     load_tensors,
     load_weight_blocks,
     materialise,
@@ -52,7 +54,7 @@ from burnish.models.weight_files import (
     weight_contents,
 )
 from burnish.models.weight_layout import row_order_of
-from burnish.run.checkpoint.saver import HostCopy, TensorStaging
+from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
 
 SCORE_WEIGHT = "score.weight"
@@ -138,11 +140,7 @@ class ScoreModel(nn.Module):
         if self.backbone.lora is not None and not merged:
             return [*adapter_contents(self.backbone, stage, source, self.head), *tokenizer.contents()]
         part = writer_rank_of(self.parameters())
-        if part.count > 1 and not isinstance(stage, HostCopy):
-            stage = HostCopy()  # a gathered parameter is freed when the next one is gathered
-        shapes = weight_shapes(self.backbone)
-        sizes = [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in weight_blocks(self.arch)]
-        sizes.append((SCORE_WEIGHT, self.head.numel() * self.head.element_size()))
+        sizes = [*hf_tensor_sizes(self.backbone), (SCORE_WEIGHT, self.head.numel() * self.head.element_size())]
         files: list[Content] = []
         if part.index == 0:
             files += [
@@ -150,7 +148,7 @@ class ScoreModel(nn.Module):
                 *tokenizer.contents(),
             ]
         tensors = chain(merged_tensors(self.backbone), [(SCORE_WEIGHT, full_tensor(self.head))])
-        return [*files, *weight_contents(tensors, sizes, stage, part)]
+        return [*files, *weight_contents(tensors, sizes, gathering_stage(stage, part), part)]
 
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of a saved directory in place (with adapters: adapters and head); tensors keep their addresses."""

@@ -22,8 +22,8 @@ from burnish.core.batch import from_padded, to_padded
 from burnish.core.sharded_tensors import full_tensor, local_shard, local_tensor
 from burnish.models.kernels.shared_prefix import RowShard, SharedPrefixes, UnshardedRows
 from burnish.models.tokenizer import check_remote_code
-from burnish.models.weight_files import weight_files
-from burnish.run.checkpoint.saver import HostCopy, TensorStaging
+from burnish.models.weight_files import gathering_stage, weight_files
+from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Checksums, Content, TensorBytes, file_checksum, writer_rank_of
 
 
@@ -131,8 +131,7 @@ class TransformersPolicy(nn.Module):
     def contents(self, stage: TensorStaging) -> Content:
         """Weights and configs of a Hugging Face directory; of a sharded model, process 0 has all of it."""
         part = writer_rank_of(self.parameters())
-        if part.count > 1 and not isinstance(stage, HostCopy):
-            stage = HostCopy()  # a gathered tensor is freed when the next one is gathered
+        stage = gathering_stage(stage, part)
         staged: dict[int, TensorBytes] = {}  # by id, so that tied tensors are written once
         state: dict[str, TensorBytes] = {}
         for name, tensor in self.inner.state_dict(keep_vars=True).items():

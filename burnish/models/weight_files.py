@@ -366,14 +366,19 @@ def decoder_contents(
     part = writer_rank_of(model.parameters())
     if part.index == 0:
         yield from _config_contents(model, source, eos_ids, pad_id)
-    parameters = weight_shapes(model)
-    sizes = [
-        (block.theirs, block.shard(parameters).numel * parameters[block.ours].element_size())
-        for block in weight_blocks(model.arch)
-    ]
-    if part.count > 1 and not isinstance(stage, HostCopy):
-        stage = HostCopy()  # a gathered parameter is freed when the next one is gathered
-    yield from weight_contents(hf_tensors(model) if tensors is None else tensors, sizes, stage, part)
+    tensors = hf_tensors(model) if tensors is None else tensors
+    yield from weight_contents(tensors, hf_tensor_sizes(model), gathering_stage(stage, part), part)
+
+
+def hf_tensor_sizes(model: Decoder) -> list[tuple[str, int]]:
+    """Names and bytes of `hf_tensors`."""
+    shapes = weight_shapes(model)
+    return [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in weight_blocks(model.arch)]
+
+
+def gathering_stage(stage: TensorStaging, part: WriterRank) -> TensorStaging:
+    """A staging for tensors of a sharded model: a gathered tensor is freed when the next one is gathered, so it is copied."""
+    return stage if part.count == 1 or isinstance(stage, HostCopy) else HostCopy()
 
 
 def weight_contents(

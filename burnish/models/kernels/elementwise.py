@@ -112,6 +112,10 @@ class RMSNorm(nn.RMSNorm):
             return _RmsNorm.apply(x, self.weight, self.eps, self.shift)
         if torch.is_grad_enabled() and self.shift:
             return _HalfRmsNorm.apply(x, self.weight, self.eps, self.shift)
+        return self.functional(x)
+
+    def functional(self, x: Tensor) -> Tensor:
+        """The norm without our backward: for passes without gradient, and for torch.compile."""
         assert self.eps is not None
         return rms_norm(x, self.weight, self.eps, self.shift)
 
