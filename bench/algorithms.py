@@ -37,12 +37,14 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.advantages.returns import AdvantagesAndReturns
+from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS
 from burnish.algorithms.advantages.spo import cutpoints
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.records import default_options
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import ids_from_offsets, offsets_from_lengths
 
@@ -84,6 +86,9 @@ def make_columns(sequences: int, tokens: int) -> dict[str, np.ndarray]:
         "value": values + 0.3 * draw.standard_normal(total, dtype=np.float32),
         "returns": values + draw.standard_normal(total, dtype=np.float32),
     }
+
+
+DEFAULTS = default_options(*ADVANTAGE_RECORDS)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def make_workload(columns: dict[str, np.ndarray]) -> Workload:
         "parent_ids": torch.where(within < 2, num + tensors["group_ids"], first + within % 2),
     }
     batch = Batch(torch.zeros_like(mask, dtype=torch.long), offsets, token, sequence)
-    segments, starts = cutpoints(batch)
+    segments, starts = cutpoints(batch, rho=0.9, every=5)
     borders = Ragged(torch.from_numpy(columns["values"][: starts.values.numel()]).double(), starts.offsets)
     batch = replace(batch.with_token(segment_ids=segments), ragged={"border_values": borders})
     return Workload(batch, tensors["logp"], -tensors["logp"], tensors["value"])
@@ -155,7 +160,7 @@ class Work:
 
 
 def estimate(work: Workload, name: str, options: dict[str, Any], columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    result = ADVANTAGES[name](work.batch.with_sequence(**columns), **options)
+    result = ADVANTAGES[name](work.batch.with_sequence(**columns), **{**DEFAULTS[name], **options})
     return (result.advantages, result.returns) if isinstance(result, AdvantagesAndReturns) else (result,)
 
 

@@ -28,11 +28,12 @@ import torch
 from common import save, table
 from grpo_step_cpu import config_for, make_model
 
-from burnish.algorithms.correction.budget import budget_correction
-from burnish.algorithms.correction.corrections import coupled_correction, decoupled_correction
+from burnish.algorithms.correction.corrections import budget_correction, coupled_correction, decoupled_correction
 from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
 from burnish.algorithms.correction.mismatch_profiles import compare_tokens, mismatch_profiles, worst_tokens
+from burnish.algorithms.correction.spec import CoupledCorrection, DecoupledCorrection
 from burnish.config.loading import load
+from burnish.config.records import slot_options
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
@@ -78,14 +79,20 @@ def main() -> None:
 def alone(tokens: int, sequences: int, repeats: int) -> list[dict[str, Any]]:
     batch = make(tokens, sequences)
     jobs: dict[str, Callable[[], object]] = {
-        "first form, report alone": lambda: coupled_correction(batch, apply=False),
-        "first form, token TIS": lambda: coupled_correction(batch),
-        "first form, sequence MIS": lambda: coupled_correction(batch, level="sequence", mode="mask"),
-        "second form, token TIS": lambda: decoupled_correction(batch, "token"),
-        "second form, in full": lambda: decoupled_correction(batch, "token", 2.0, True, ALL),
+        "first form, report alone": lambda: coupled_correction(batch, **slot_options(CoupledCorrection(apply=False))),
+        "first form, token TIS": lambda: coupled_correction(batch, **slot_options(CoupledCorrection())),
+        "first form, sequence MIS": lambda: coupled_correction(
+            batch, **slot_options(CoupledCorrection(level="sequence", mode="mask"))
+        ),
+        "second form, token TIS": lambda: decoupled_correction(
+            batch, **slot_options(DecoupledCorrection(weights="token"))
+        ),
+        "second form, in full": lambda: decoupled_correction(
+            batch, weights="token", threshold=2.0, batch_normalise=True, reject=ALL
+        ),
         "symptoms": lambda: symptom_metrics(batch),
         "profiles and worst tokens": lambda: profiles_and_worst(batch),
-        "budget, one step": lambda: budget_correction(batch, None, 1.0, 0.5),
+        "budget, one step": lambda: budget_correction(batch, None, k3_kl=1.0, ess=0.5),
     }
     return [
         {"work": name, "system": "burnish", "tokens": batch.num_tokens, "wall_s": median(job, repeats)}

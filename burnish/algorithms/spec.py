@@ -11,13 +11,11 @@ from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS, AdvantageRecor
 from burnish.algorithms.correction.spec import CORRECTION_RECORDS, BypassCorrection, CorrectionSlot, NoCorrection
 from burnish.algorithms.curriculum.spec import CURRICULUM_RECORDS, CurriculumSlot, NoCurriculum
 from burnish.algorithms.filters.spec import FILTER_RECORDS, Refill
-from burnish.algorithms.losses.spec import OTHER_LOSS_RECORDS, PREFERENCE_LOSS_RECORDS, PairLoss
+from burnish.algorithms.losses.spec import LOSS_RECORDS, PREFERENCE_LOSS_RECORDS, PairLoss, SurrogateLoss
 from burnish.algorithms.policy.spec import (
     CLIP_RECORDS,
-    POLICY_LOSS_RECORDS,
     RATIO_RECORDS,
     PpoClip,
-    SurrogateLoss,
     TokenRatio,
     policy_loss_conflict,
 )
@@ -39,7 +37,7 @@ SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
     "advantage": ADVANTAGE_RECORDS,
     "ratio": RATIO_RECORDS,
     "clip": CLIP_RECORDS,
-    "loss": (*POLICY_LOSS_RECORDS, *OTHER_LOSS_RECORDS),
+    "loss": LOSS_RECORDS,
     "reference": REFERENCE_RECORDS,
     "filters": FILTER_RECORDS,
     "shaping": SHAPER_RECORDS,

@@ -57,6 +57,25 @@ class Plugin(Slot):
     """Keyword arguments for the function."""
 
 
+def slot_options(slot: Slot) -> dict[str, Any]:
+    """The options of a slot record as keyword arguments of the slot's function."""
+    if isinstance(slot, Plugin):
+        return dict(slot.options)
+    return slot.model_dump(exclude={"name", *slot.of_rollouts})
+
+
+def default_options(*records: type[Slot]) -> dict[str, dict[str, Any]]:
+    """The default options of each record, by the record's name; options without a default are left out."""
+    return {
+        record.model_fields["name"].default: {
+            key: info.get_default(call_default_factory=True)
+            for key, info in record.model_fields.items()
+            if key not in ("name", *record.of_rollouts) and not info.is_required()
+        }
+        for record in records
+    }
+
+
 def tagged(value: Any) -> Any:
     """`grpo` is short for `{name: grpo}`."""
     return {"name": value} if isinstance(value, str) else value

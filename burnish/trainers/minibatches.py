@@ -14,7 +14,7 @@ from burnish.algorithms.policy.spec import SCOPES, scope_of
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import positive_nll_weights, sequence_aggregation_weights
 from burnish.config.plugins import check_options, load_plugin
-from burnish.config.records import Plugin, Slot
+from burnish.config.records import Plugin, Slot, slot_options
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 
@@ -44,16 +44,6 @@ def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
 
 
 # --- From the records of an algorithm to its functions: ours by name, or a user's own; and the loss record made of them.
-
-NOT_OPTIONS = {"name", "options"}
-
-
-def slot_options(slot: Slot) -> dict[str, Any]:
-    """A slot record's options as keyword arguments of its function."""
-    return (
-        dict(slot.options) if isinstance(slot, Plugin) else slot.model_dump(exclude={*NOT_OPTIONS, *slot.of_rollouts})
-    )
-
 
 def slot_function(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
     """The function of a slot: ours by name, or the user's."""

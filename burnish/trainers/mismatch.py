@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.batch_columns import has_demonstrations, sampled_sequences, scatter_sampled, without_replayed
-from burnish.algorithms.correction.budget import RUNGS, BudgetState, budget_correction
-from burnish.algorithms.correction.corrections import decoupled_correction, no_correction
+from burnish.algorithms.correction.budget import RUNGS, BudgetState
+from burnish.algorithms.correction.corrections import (
+    CORRECTIONS,
+    budget_correction,
+    decoupled_correction,
+    no_correction,
+)
 from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
 from burnish.algorithms.correction.mismatch_profiles import (
     ComparedTokens,
@@ -25,7 +30,6 @@ from burnish.algorithms.correction.spec import (
     CoupledCorrection,
     DecoupledCorrection,
 )
-from burnish.algorithms.correction.table import CORRECTIONS
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.config.records import Slot
 from burnish.core.batch import Batch
@@ -130,7 +134,7 @@ def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: S
     seen = used if learner is not None else compare_tokens(whole, whole.token["old_logp"], whole.action_mask)
     metrics = loss_token_metrics(used, correction) | mismatch_profiles(seen)
     if seen.num_tokens:
-        metrics |= symptom_metrics(seen.alone(), version)
+        metrics |= symptom_metrics(seen.as_batch(), version)
     return GapReport(metrics, find_worst_tokens(seen, acts_before_advantages(correction)))
 
 
@@ -140,12 +144,12 @@ def loss_token_metrics(used: ComparedTokens, correction: Slot) -> dict[str, floa
     """
     if used.num_tokens == 0:
         return {}
-    size = used.gap.abs()
+    size = used.log_ratio.abs()
     mean, largest = torch.stack([size.mean(), size.max()]).tolist()
     values = {"mismatch/mean": mean, "mismatch/max": largest}
     if acts_before_advantages(correction):
         return values
-    alone = used.alone()
+    alone = used.as_batch()
     if isinstance(correction, BypassCorrection):
         return values | no_correction(alone).metrics
     found: CorrectionResult = CORRECTIONS[correction.name](alone, **slot_options(correction))
@@ -166,7 +170,7 @@ def find_worst_tokens(seen: ComparedTokens, is_corrected: bool) -> list[WorstTok
         weights = (weight * batch.loss_mask[place].double()).tolist()
     owners = batch.sequence["trajectory_ids"][sequence]
     log_probs = (side[which].clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP) for side in (seen.engine, seen.trainer))
-    columns = (owners, seen.position[which], windows, *log_probs, seen.gap[which])
+    columns = (owners, seen.position[which], windows, *log_probs, seen.log_ratio[which])
     found = []
     for owner, position, window, engine, trainer, gap, weight in zip(
         *(c.tolist() for c in columns), weights, strict=True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView, loss_view
-from burnish.algorithms.losses.model_losses import PreferenceLoss, preference_metrics
+from burnish.algorithms.losses.preference_losses import PreferenceLoss, preference_metrics
 from burnish.algorithms.terms.loss_terms import sequence_aggregation_weights
 from burnish.config.data import Source
 from burnish.config.errors import UserError

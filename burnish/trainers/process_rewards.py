@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.batch_columns import is_replayed
-from burnish.algorithms.losses.model_losses import LOGP_ROUNDING_ULPS, ImplicitPrmLoss, outcome_prediction_metrics
+from burnish.algorithms.losses.model_losses import ImplicitPrmLoss, outcome_prediction_metrics
+from burnish.algorithms.losses.preference_losses import LOGP_ROUNDING_ULPS
 from burnish.config.model import ProcessModel
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, contiguous_sum, segment_mean, segment_sum

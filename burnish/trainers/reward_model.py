@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.loss_functions import bradley_terry
 from burnish.algorithms.losses.model_losses import RewardModelLoss
+from burnish.algorithms.losses.preference_losses import bradley_terry
 from burnish.config.data import Source
 from burnish.config.schema import RewardModel, RewardModelConfig
 from burnish.core.batch import Batch

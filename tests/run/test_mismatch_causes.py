@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.corrections import coupled_correction, decoupled_correction
+from burnish.algorithms.correction.corrections import decoupled_correction, no_correction
 from burnish.algorithms.correction.mismatch_diagnostics import surprise_metrics, symptom_metrics
+from burnish.algorithms.correction.spec import DecoupledCorrection
+from burnish.config.records import slot_options
 from burnish.core.batch import Batch
 from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.health.monitor import RECOVERY_STEPS, HealthMonitor, RangeRule
@@ -59,7 +61,7 @@ def metrics_of(batch: Batch) -> dict[str, float]:
     seen = symptom_metrics(batch, version=100) | surprise_metrics(
         batch, batch.token["old_logp"], batch.token["entropy"]
     )
-    return {"mismatch/mean": float(gap.mean())} | coupled_correction(batch, apply=False).metrics | seen
+    return {"mismatch/mean": float(gap.mean())} | no_correction(batch).metrics | seen
 
 
 def lines_of(
@@ -212,7 +214,10 @@ def test_a_cause_is_named_from_the_second_form_of_the_report() -> None:
     for step in range(4):
         batch = stale(World(step), step)
         said += health.check(
-            step, decoupled_correction(batch).metrics | symptom_metrics(batch, version=100), HealthContext()
+            step,
+            decoupled_correction(batch, **slot_options(DecoupledCorrection())).metrics
+            | symptom_metrics(batch, version=100),
+            HealthContext(),
         )
     assert len(said) == 1
     assert "rollout_corr/k3_kl" in said[0]

@@ -1,9 +1,9 @@
-"""Slot `advantage`: rewards to advantages. Pure functions of a batch; no gradient.
+"""Slot `advantage`: the function of each choice, from rewards to advantages, without gradient.
 
-Each returns one value a sequence [S] where that is all there is, else one a token [N] (0 where the model did not write);
-`gae` returns an `Estimate`, because the critic has targets of its own. The outcome is the sequence column `reward`;
-where rewards stand on tokens (KL in the reward, dense shaping) the token column `token_rewards` takes its place. Group
-statistics count every trajectory once and see all samples of the group, whatever the loss mask says.
+An advantage function takes a batch and the options of its record. It returns one value per sequence [S], or one per token
+[N] with 0 outside `action_mask`. `gae` returns `AdvantagesAndReturns`, because the critic has its own targets. The outcome
+is the sequence column `reward`; if rewards are per token (KL in the reward, dense shaping), it is the token column
+`token_rewards`. Group statistics count every trajectory once and include all samples of the group, whatever the loss mask.
 """
 
 from __future__ import annotations
@@ -63,3 +63,4 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "distillation": distillation,
     "none": zero_advantages,
 }
+"""The function of each choice of `algorithm.advantage`."""

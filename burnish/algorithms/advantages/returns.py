@@ -1,6 +1,7 @@
-"""Advantages from each sample's own rewards: return-to-go minus a baseline that needs no siblings.
+"""Advantages from returns: return-to-go with a baseline, a critic, process rewards, a teacher, or turns of an agent.
 
-With outcome rewards and no discount the return is the same at every token, so these stay one value a sequence [S].
+Discounts count action tokens. With outcome rewards and no discount the return is the same at every token, so such
+advantages stay one value per sequence [S].
 """
 
 from __future__ import annotations
@@ -44,19 +45,13 @@ from burnish.core.segments import (
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
-    """[N] sum of this and later rewards in the same sequence, discounted per written token; 0 at other tokens."""
+    """[N] sum_{s>=t} gamma^(s-t) r_s over the tokens of `mask` in the same sequence; 0 at other tokens."""
     tokens = tokens_of_mask(mask, offsets)
-    return tokens.put(discount_cumsum(tokens.take(rewards), tokens.offsets, gamma))
-
-
-def returns_to_go(batch: Batch, gamma: float = 1.0) -> Tensor:
-    """[N] the discounted return from each written token on; 0 at other tokens."""
-    tokens = action_tokens(batch)
-    return tokens.put(action_returns(batch, tokens, gamma))
+    return tokens.scatter(discount_cumsum(tokens.gather(rewards), tokens.offsets, gamma))
 
 
 def action_returns(batch: Batch, tokens: ActionTokens, gamma: float) -> Tensor:
-    """[M] the discounted return from each written token on."""
+    """[M] sum_{s>=t} gamma^(s-t) r_s at each action token."""
     return discount_cumsum(action_rewards(batch, tokens), tokens.offsets, gamma)
 
 
@@ -65,57 +60,57 @@ def has_constant_return(batch: Batch, gamma: float) -> bool:
     return gamma == 1 and "token_rewards" not in batch.token
 
 
-def reinforce(batch: Batch, gamma: float = 1.0, baseline: float = 0.0) -> Tensor:
-    """Return-to-go minus a constant: A_t = sum_{s>=t} gamma^(s-t) r_s - baseline (Williams, 1992).
+def reinforce(batch: Batch, *, gamma: float, baseline: float) -> Tensor:
+    """A_t = sum_{s>=t} gamma^(s-t) r_s - baseline. REINFORCE, Williams (1992).
 
-    Tokens the model did not write take no discount step. [S] for outcome rewards without discount, else [N].
+    [S] for outcome rewards without discount, else [N].
     """
     if has_constant_return(batch, gamma):
         return batch.sequence["reward"] - baseline
     tokens = action_tokens(batch)
-    return tokens.put(action_returns(batch, tokens, gamma).sub_(baseline))
+    return tokens.scatter(action_returns(batch, tokens, gamma).sub_(baseline))
 
 
 def remax(batch: Batch) -> Tensor:
-    """Return-to-go minus the reward of the prompt's greedy answer, `greedy_reward` [S]: A_t = sum_{s>=t} r_s - b(x).
+    """A_t = sum_{s>=t} r_s - reward of the prompt's greedy answer, `greedy_reward` [S]. ReMax (2310.10505).
 
-    One extra decode a prompt instead of siblings; the greedy answer has no KL term in it and is never trained on.
-    ReMax (2310.10505). [S] for outcome rewards, else [N].
+    It costs one extra decode per prompt instead of a group of samples. The greedy answer is not trained on, and its reward
+    has no KL term. [S] for outcome rewards, else [N].
     """
     baseline = batch.sequence["greedy_reward"]
     if has_constant_return(batch, 1.0):
         return batch.sequence["reward"] - baseline
     tokens = action_tokens(batch)
-    return tokens.put(action_returns(batch, tokens, 1.0).sub_(tokens.spread(baseline)))
+    return tokens.scatter(action_returns(batch, tokens, 1.0).sub_(tokens.spread(baseline)))
 
 
-def reinforce_plus_plus(batch: Batch, gamma: float = 1.0, ddof: Literal[0, 1] = 1) -> Tensor:
-    """Return-to-go, whitened over all tokens in the loss: no critic and no per-prompt baseline to overfit.
+def reinforce_plus_plus(batch: Batch, *, gamma: float, ddof: Literal[0, 1]) -> Tensor:
+    """A = whiten(sum_{s>=t} gamma^(s-t) r_s), whitened over all tokens in the loss. REINFORCE++ (2501.03262).
 
-    REINFORCE++ (2501.03262). [S] for outcome rewards without discount, else [N].
+    There is no critic, and no baseline per prompt to overfit. [S] for outcome rewards without discount, else [N].
     """
     if has_constant_return(batch, gamma):
         return whitened(batch.sequence["reward"], ddof, loss_lengths(batch))
     tokens = action_tokens(batch)
-    return tokens.put(whitened_tokens(batch, tokens, action_returns(batch, tokens, gamma), ddof))
+    return tokens.scatter(whitened_tokens(batch, tokens, action_returns(batch, tokens, gamma), ddof))
 
 
 def raft(batch: Batch) -> Tensor:
-    """[S] A = max(r, 0): learn from the good samples only. RAFT++ of Minimal-RL (2504.11343)."""
+    """[S] A = max(r, 0): trains on samples with a positive reward only. RAFT++, Minimal-RL (2504.11343)."""
     return sequence_rewards(batch).clamp(min=0)
 
 
 def zero_advantages(batch: Batch) -> Tensor:
-    """[S] zeros, for losses that make their own signal."""
+    """[S] zeros, for losses that do not use advantages."""
     return torch.zeros_like(batch.sequence["reward"])
 
 
-# --- Advantages from a critic's values: generalised advantage estimation and its long-answer variants.
+# --- With a critic
 
 
 @dataclass(frozen=True)
 class AdvantagesAndReturns:
-    """What an estimator with a critic gives: the actor's signal and the critic's targets."""
+    """Advantages for the actor and value targets for the critic."""
 
     advantages: Tensor  # [N]
     returns: Tensor  # [N] before any whitening
@@ -123,183 +118,183 @@ class AdvantagesAndReturns:
 
 def gae(
     batch: Batch,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    lam_critic: float | None = None,
-    length_adaptive: float | None = None,
-    whiten: bool = True,
-    ddof: Literal[0, 1] = 1,
+    *,
+    gamma: float,
+    lam: float,
+    lam_critic: float | None,
+    length_adaptive: float | None,
+    whiten: bool,
+    ddof: Literal[0, 1],
 ) -> AdvantagesAndReturns:
-    """Per-token credit from the critic's `values` [N], with bias traded for variance by lambda.
+    """Generalised advantage estimation from the critic's `values` [N]. GAE (1506.02438).
 
-        delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V
+        delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lam A_{t+1};   returns = A + V
 
-    t + 1 is the next written token, V after the last one is 0. `lam_critic` gives the critic's targets a lambda of their
-    own (VC-PPO, 2503.01491); `length_adaptive` replaces the actor's by one that grows with the length of the answer
-    (VAPO, 2504.05118). Both outputs are in the type of `values`. Schulman et al. (1506.02438).
+    t + 1 is the next action token, and V after the last one is 0. `lam_critic` gives the critic's targets their own lambda
+    (VC-PPO, 2503.01491). `length_adaptive` replaces the actor's lambda by one that grows with the answer's length (VAPO,
+    2504.05118). Both results have the dtype of `values`.
     """
     tokens = action_tokens(batch)
-    values = tokens.take(batch.token["values"])
+    values = tokens.gather(batch.token["values"])
     errors = _td_errors(batch, tokens, values, gamma)
-    actor: float | Tensor = lam
+    actor_lam: float | Tensor = lam
     if length_adaptive is not None:
-        actor = length_adaptive_lambda(tokens.lengths, length_adaptive)
-    advantages = discount_cumsum(errors, tokens.offsets, gamma * actor)
+        actor_lam = length_adaptive_lambda(tokens.lengths, length_adaptive)
+    advantages = discount_cumsum(errors, tokens.offsets, gamma * actor_lam)
     targets = advantages
     if lam_critic is not None:
         targets = discount_cumsum(errors, tokens.offsets, gamma * lam_critic)
-    returns = tokens.put(targets + values)
+    returns = tokens.scatter(targets + values)
     if whiten:
         advantages = whitened_tokens(batch, tokens, advantages, ddof)
-    return AdvantagesAndReturns(tokens.put(advantages), returns)
+    return AdvantagesAndReturns(tokens.scatter(advantages), returns)
 
 
 def _td_errors(batch: Batch, tokens: ActionTokens, values: Tensor, gamma: float) -> Tensor:
-    """[M] r_t + gamma V_{t+1} - V_t."""
+    """[M] delta_t = r_t + gamma V_{t+1} - V_t."""
     errors = values.neg()
     errors[:-1].add_(values[1:], alpha=gamma)
     last = tokens.offsets[1:][tokens.lengths > 0] - 1
     errors[last] = -values[last]
     if "token_rewards" in batch.token:
-        return errors.add_(tokens.take(token_rewards(batch)).to(values.dtype))
+        return errors.add_(tokens.gather(token_rewards(batch)).to(values.dtype))
     errors[tokens.last] += batch.sequence["reward"].to(values.dtype)
     return errors
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """[S] lambda = 1 - 1/(alpha l), so that the weights of later errors sum to about alpha l; 0 up to l = 1/alpha."""
+    """[S] lambda = 1 - 1/(alpha l) for length l, at least 0. The weights of later errors then sum to about alpha l."""
     return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
 
 
-# --- Advantages with dense process rewards beside the outcome.
+# --- Process rewards
 
 
 def prime_rloo(
     batch: Batch,
-    process_coef: float = 5.0,
-    outcome_coef: float = 5.0,
-    norm: Literal["none", "batch"] = "batch",
-    whiten: bool = True,
-    ddof: Literal[0, 1] = 1,
+    *,
+    process_coef: float,
+    outcome_coef: float,
+    norm: Literal["none", "batch"],
+    whiten: bool,
+    ddof: Literal[0, 1],
 ) -> Tensor:
-    """[N] leave-one-out returns of implicit process rewards plus the leave-one-out outcome. PRIME (2502.01456).
+    """[N] A_it = c_p sum_{s>=t} (p_is - mean_{j != i} mean_t p_jt) + c_o (r_i - mean_{j != i} r_j). PRIME (2502.01456).
 
-        A_it = sum_{s>=t} (p_is - mean of the siblings' token means of p) + (r_i - mean of the siblings' r)
-
-    p is the token column `process_rewards`, beta times the log-ratio of the implicit process reward model to its
-    reference. `norm="batch"` divides p by the largest absolute return of p in the batch.
+    p is the token column `process_rewards`: beta times the log-ratio of the implicit process reward model to its reference.
+    c_p is `process_coef`, c_o is `outcome_coef`. `norm` batch divides p by its largest absolute return in the batch.
     """
     tokens = action_tokens(batch)
-    owner, rewards, groups = group_rewards(batch)
-    process = tokens.take(batch.token["process_rewards"])
+    trajectory_ids, rewards, groups = group_rewards(batch)
+    process = tokens.gather(batch.token["process_rewards"])
     if norm == "batch" and process.numel():
         process = process / (discount_cumsum(process, tokens.offsets, 1.0).abs().max() + 1e-6)
-    lengths = segment_sum(tokens.lengths, owner, rewards.numel())
-    total = segment_sum(contiguous_sum(process, tokens.offsets), owner, rewards.numel())
+    lengths = segment_sum(tokens.lengths, trajectory_ids, rewards.numel())
+    total = segment_sum(contiguous_sum(process, tokens.offsets), trajectory_ids, rewards.numel())
     baseline = groups.others_mean(total / lengths.clamp(min=1))  # [T]
-    dense = discount_cumsum(process - tokens.spread(baseline[owner]), tokens.offsets, 1.0)
-    outcome = _leave_one_out(rewards, groups)[owner].to(dense.dtype)
+    dense = discount_cumsum(process - tokens.spread(baseline[trajectory_ids]), tokens.offsets, 1.0)
+    outcome = _leave_one_out(rewards, groups)[trajectory_ids].to(dense.dtype)
     advantages = process_coef * dense + outcome_coef * tokens.spread(outcome)
-    return tokens.put(whitened_tokens(batch, tokens, advantages, ddof) if whiten else advantages)
+    return tokens.scatter(whitened_tokens(batch, tokens, advantages, ddof) if whiten else advantages)
 
 
 def _leave_one_out(rewards: Tensor, groups: Groups) -> Tensor:
-    return groups.settled(rewards - groups.others_mean(rewards), rewards, rewards)
+    """[T] r_i - mean_{j != i} r_j."""
+    return groups.with_degenerate(rewards - groups.others_mean(rewards), rewards, rewards)
 
 
-# --- Advantage `distillation`: every token is judged by a teacher, on what the policy itself wrote.
+# --- Distillation
 
 
-def distillation(batch: Batch, outcome: float = 0.0) -> Tensor:
-    """[N] what the KL to the teacher takes off a token's reward, and nothing of any later token's; plus `outcome` times the
-    sample's reward less its group's mean.
+def distillation(batch: Batch, *, outcome: float) -> Tensor:
+    """[N] A_it = -coef KL_it + outcome (r_i - mean_g): the teacher's signal at each token, without later tokens.
 
-    With the estimator k1 and coefficient 1 this is log q - log p of the token: the policy gradient of the reverse KL of each
-    next token, on the policy's own prefixes. GKD (2306.13649), MiniLLM (2306.08543).
+    -coef KL_it is what `kl.reward` takes off the token's reward. With estimator k1 and coefficient 1 it is log q - log p of the
+    token: the policy gradient of the reverse KL of each next token, on the policy's own prefixes. GKD (2306.13649), MiniLLM
+    (2306.08543).
     """
     advantages = batch.sequence["reward"].new_zeros(batch.num_tokens)
     if "token_rewards" in batch.token:
         advantages = token_rewards(batch) - place_rewards(batch)
     if outcome == 0:
         return advantages
-    owner, ids = trajectory_groups(batch)
-    rewards = segment_mean(batch.sequence["reward"], owner, ids.numel())
-    relative = group_normalised(rewards, Groups(ids, int(ids.max()) + 1), "none", 0.0, "zero").index_select(0, owner)
+    trajectory_ids, ids = trajectory_groups(batch)
+    rewards = segment_mean(batch.sequence["reward"], trajectory_ids, ids.numel())
+    relative = group_normalised(rewards, Groups(ids, int(ids.max()) + 1), "none", 0.0, "zero").index_select(
+        0, trajectory_ids
+    )
     return advantages + outcome * segment_broadcast(relative, batch.sequence_ids) * batch.action_mask
 
 
-# --- Advantages for agents of several turns: credit for the episode and for each turn.
+# --- Turns of agents
 
 
-def gigpo(batch: Batch, omega: float = 1.0, gamma: float = 0.95, normalise: Literal["none", "std"] = "none") -> Tensor:
-    """[N] the episode relative to its group plus omega times the turn relative to all turns from the same state.
+def gigpo(batch: Batch, *, omega: float, gamma: float, normalise: Literal["none", "std"]) -> Tensor:
+    """[N] A = (R - mean_g) / F + omega (Rs_k - mean_anchor) / F, with Rs_k = sum_{j>=k} gamma^(j-k) r_j. GiGPO (2505.10978).
 
-        A = (R - mean_g)/F + omega (Rs_k - mean_anchor)/F;   Rs_k = sum_{j>=k} gamma^(j-k) r_j over the trajectory's turns
-
-    The ragged columns of the turns say where each begins, what it earned and the state it acted in; a reward that no turn
-    earned is the last one's. An anchor is all turns of a group in one state, at any time; a turn alone in its state gets 0 from
-    it. F is 1, or the deviation + 1e-6. GiGPO (2505.10978).
+    R is the episode's reward, Rs_k the return from turn k on. An anchor is all turns of a group that begin in the same state,
+    at any time; a turn alone in its anchor gets 0 from it. F is 1, or the deviation + 1e-6. The ragged columns of the turns
+    give where each begins, what it earned and its state. Reward that no turn earned counts for the last turn.
     """
     if "turn_state" not in batch.ragged:
         raise UserError(
             "advantage gigpo compares the turns of a group that begin in the same state, and the environment reports none: give every "
             "Turn a state (text, equal where the model knows the same), or use grpo"
         )
-    owner, rewards, groups = group_rewards(batch)
+    trajectory_ids, rewards, groups = group_rewards(batch)
     std = "group" if normalise == "std" else "none"
     episode = group_normalised(rewards, groups, std, eps=1e-6)
     turns = turns_of(batch)
-    trajectory = owner[turns.sequence]
+    trajectory = trajectory_ids[turns.sequence]
     states, num_states = compact_ids(batch.ragged["turn_state"].values)
     anchors, num = compact_ids(groups.ids[trajectory] * num_states + states)
     placed = token_rewards(batch) if "token_rewards" in batch.token else place_rewards(batch)
-    earned = segment_sum(placed[turns.where], turns.of_token, turns.num)
-    returns = turn_returns(earned, trajectory, gamma)
+    turn_rewards = segment_sum(placed[turns.where], turns.of_token, turns.num)
+    returns = turn_returns(turn_rewards, trajectory, gamma)
     step = group_normalised(returns, Groups(anchors, num), std, eps=1e-6, singleton="zero")
     advantages = episode[trajectory] + omega * step
     return advantages.new_zeros(batch.num_tokens).index_copy_(0, turns.where, advantages[turns.of_token])
 
 
-def turn_returns(earned: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
-    """[K] the discounted return from each turn to the end of its trajectory, whose turns are in order."""
+def turn_returns(rewards: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
+    """[K] discounted return from each turn to the end of its trajectory; turns of a trajectory are in order."""
     order = torch.argsort(trajectory, stable=True)
     offsets = offsets_from_lengths(segment_count(trajectory, int(trajectory.max()) + 1))
-    return torch.empty_like(earned).index_copy_(0, order, discount_cumsum(earned[order], offsets, gamma))
+    return torch.empty_like(rewards).index_copy_(0, order, discount_cumsum(rewards[order], offsets, gamma))
 
 
-# --- A baseline for every position of a group's answers, weighted by how much gradient each answer has there.
+# --- Optimal token baseline
 
 
-def otb(batch: Batch, tail: Literal["raw", "zero"] = "raw") -> Tensor:
-    """[N] return-to-go minus the optimal token baseline.
+def otb(batch: Batch, *, tail: Literal["raw", "zero"]) -> Tensor:
+    """[N] A_t = G_t - b_t: return-to-go minus the optimal token baseline (verl's optimal_token_baseline).
 
-        w_t = 1 - 2 pi_t + sum_v pi_v^2;   W_t = w_1 + ... + w_t;   b_t = sum_g G_t W_t / (sum_g W_t + 1e-8);   A = G - b
+        w_t = 1 - 2 pi_t + sum_v pi_v^2;   W_t = w_1 + ... + w_t;   b_t = sum_g G_t W_t / (sum_g W_t + 1e-8)
 
-    w is the squared gradient of the token's logits, pi the probability under the policy before the update (`sum_p2`, and
-    `policy_logp` where there is that column, because `old_logp` is of other policies, else `old_logp`); t counts written tokens, and an answer that has ended has no weight. With a token column `rollout_weight`
-    rho, w_t is multiplied by rho_t^2. Every sequence is an answer of its own. One answer alone in its group has no
-    baseline; where one is longer than all others of its group, `tail` says whether what is beyond them keeps its raw
-    return or gets 0.
+    w is the squared norm of the token's logit gradient. pi is the policy before the update: `sum_p2`, and `policy_logp` if
+    `old_logp` is of other policies, else `old_logp`. t counts action tokens, and an answer that has ended has no weight. With
+    a token column `rollout_weight` rho, w_t is multiplied by rho_t^2. Every sequence is its own answer. A group of one has no
+    baseline. If one answer is longer than all others of its group, `tail` gives its remaining tokens their raw return, or 0.
     """
     tokens = action_tokens(batch)
-    energy = segment_cumsum(_squared_logit_gradients(batch, tokens), tokens.offsets)
-    returns = _undiscounted_returns(batch, tokens).to(energy.dtype)
+    cumulative = segment_cumsum(_squared_logit_gradients(batch, tokens), tokens.offsets)
+    returns = _undiscounted_returns(batch, tokens).to(cumulative.dtype)
     groups, num = compact_ids(batch.sequence["group_ids"])
     longest = segment_max(tokens.lengths.double(), groups, num).long()  # [G]
     starts = offsets_from_lengths(longest)
     shift = tokens.spread(starts[groups] - tokens.offsets[:-1])
     cells, num_cells = torch.arange(shift.numel(), device=shift.device) + shift, int(starts[-1])
-    baseline = segment_sum(returns * energy, cells, num_cells) / (segment_sum(energy, cells, num_cells) + 1e-8)
-    lonely = _reached_by_one_answer(tokens.lengths, groups, longest)  # [cells]
-    advantages = returns - baseline.masked_fill_(lonely, 0).index_select(0, cells)
+    baseline = segment_sum(returns * cumulative, cells, num_cells) / (segment_sum(cumulative, cells, num_cells) + 1e-8)
+    is_single = _reached_by_one_answer(tokens.lengths, groups, longest)  # [cells]
+    advantages = returns - baseline.masked_fill_(is_single, 0).index_select(0, cells)
     if tail == "zero":
-        alone = lonely.index_select(0, cells) & ~tokens.spread((segment_count(groups, num) == 1)[groups])
-        advantages = advantages.masked_fill_(alone, 0)
-    return tokens.put(advantages)
+        in_tail = is_single.index_select(0, cells) & ~tokens.spread((segment_count(groups, num) == 1)[groups])
+        advantages = advantages.masked_fill_(in_tail, 0)
+    return tokens.scatter(advantages)
 
 
 def _undiscounted_returns(batch: Batch, tokens: ActionTokens) -> Tensor:
-    """[M] return-to-go; with an outcome alone it is the same at every token of a sequence."""
+    """[M] return-to-go without discount."""
     return (
         tokens.spread(batch.sequence["reward"])
         if has_constant_return(batch, 1.0)
@@ -308,7 +303,7 @@ def _undiscounted_returns(batch: Batch, tokens: ActionTokens) -> Tensor:
 
 
 def _reached_by_one_answer(lengths: Tensor, groups: Tensor, longest: Tensor) -> Tensor:
-    """[cells] bool: the (group, position) pairs that a single answer reaches, from the second longest of the group on."""
+    """[cells] bool: (group, position) cells that only the longest answer of the group reaches."""
     num = longest.numel()
     is_longest = lengths == longest[groups]
     others = segment_max(torch.where(is_longest, 0, lengths).double(), groups, num).long()
@@ -320,9 +315,9 @@ def _reached_by_one_answer(lengths: Tensor, groups: Tensor, longest: Tensor) -> 
 
 
 def _squared_logit_gradients(batch: Batch, tokens: ActionTokens) -> Tensor:
-    """[M] w_t = 1 - 2 pi_t + sum_v pi_v^2, times rho_t^2 where there are rollout weights."""
+    """[M] w_t = 1 - 2 pi_t + sum_v pi_v^2, times rho_t^2 if there are rollout weights."""
     logp = batch.token["policy_logp" if "policy_logp" in batch.token else "old_logp"]
-    energy = 1 - 2 * tokens.take(logp).exp() + tokens.take(batch.token["sum_p2"])
+    norms = 1 - 2 * tokens.gather(logp).exp() + tokens.gather(batch.token["sum_p2"])
     if "rollout_weight" in batch.token:
-        energy = energy * tokens.take(batch.token["rollout_weight"]) ** 2
-    return energy
+        norms = norms * tokens.gather(batch.token["rollout_weight"]) ** 2
+    return norms

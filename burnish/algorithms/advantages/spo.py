@@ -1,6 +1,6 @@
-"""Advantages between the token and the answer: Monte-Carlo values where answers are cut into segments or branch.
+"""Segment-level advantages from Monte-Carlo values: answers cut into segments (chain), or answers that branch (tree).
 
-Segment policy optimisation, SPO (2505.23564). What the rollouts must bring along is named in each function.
+Segment policy optimisation, SPO (2505.23564). Each function names the columns that the rollouts must provide.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import compact_ids, offsets_from_lengths, segment_count, segment_mean, segment_sum
 
 
-def cutpoints(batch: Batch, rho: float = 0.9, every: int = 5) -> tuple[Tensor, Ragged]:
-    """Cuts answers where the policy was unsure: a segment begins with every `every`-th token of probability below rho.
+def cutpoints(batch: Batch, rho: float, every: int) -> tuple[Tensor, Ragged]:
+    """Cuts answers where the policy was unsure: a segment begins with every `every`-th token of probability below `rho`.
 
-    Returns `segment_ids` [N] (0, 1, ... in each sequence; -1 where the model did not write, and in a sequence without
-    any such token) and the place among the N tokens with which each segment starts. The border of a segment is the state
-    before that token: its value is the mean reward of answers continued from there. Probabilities are those of
-    `old_logp`, or of `behaviour_logp` while rollouts are still being made.
+    Returns `segment_ids` [N] and the indices among the N tokens at which segments start. `segment_ids` count from 0 in each
+    sequence; they are -1 outside `action_mask` and in a sequence without such a token. The border of a segment is the state
+    before its first token; its value is the mean reward of answers continued from there. Probabilities are those of
+    `old_logp`, or of `behaviour_logp` while rollouts are being generated.
     """
     tokens = action_tokens(batch)
-    logp = tokens.take(batch.token["old_logp" if "old_logp" in batch.token else "behaviour_logp"])
+    logp = tokens.gather(batch.token["old_logp" if "old_logp" in batch.token else "behaviour_logp"])
     unsure = (logp < math.log(rho)).double()
     segment = segment_cumsum(unsure, tokens.offsets).long() // every  # [M]
     inside = tokens.lengths > 0
-    first = torch.zeros_like(tokens.lengths)  # [S] a segment cannot start before the first token: no empty one there
+    first = torch.zeros_like(tokens.lengths)  # [S] id of the first token's segment, so that ids start at 0
     first[inside] = segment[tokens.offsets[:-1][inside]]
     some = torch.zeros_like(inside)
     some[inside] = segment_cumsum(unsure, tokens.offsets)[tokens.offsets[1:][inside] - 1] > 0
@@ -41,16 +41,16 @@ def cutpoints(batch: Batch, rho: float = 0.9, every: int = 5) -> tuple[Tensor, R
     starts[1:] &= (segment[1:] != segment[:-1]) | (owner[1:] != owner[:-1])
     at = starts.nonzero().squeeze(1)
     counts = segment_count(owner[at], batch.num_sequences)
-    ids = tokens.put(segment + 1) - 1  # unwritten tokens hold -1
+    ids = tokens.scatter(segment + 1) - 1  # -1 outside `action_mask`
     return ids, Ragged(at if tokens.where is None else tokens.where[at], offsets_from_lengths(counts))
 
 
 def spo_chain(batch: Batch) -> Tensor:
-    """[N] the rise in value over the segment a token is in: A = V(next border) - V(border). SPO-chain (2505.23564).
+    """[N] A = V(next border) - V(border) of the token's segment. SPO-chain (2505.23564).
 
-    Needs the token column `segment_ids` of `cutpoints` and the ragged column `border_values`: for each sequence the value
-    of the state before each of its segments, the first being the end of the prompt. After the last segment stands
-    the sequence's own reward. A sequence without segments has advantage 0.
+    Needs the token column `segment_ids` of `cutpoints`, and the ragged column `border_values`: for each sequence the value of
+    the state before each of its segments, beginning with the end of the prompt. The value after the last segment is the
+    sequence's reward. A sequence without segments has advantage 0.
     """
     borders = batch.ragged["border_values"]
     values, offsets = borders.values, borders.offsets
@@ -62,13 +62,13 @@ def spo_chain(batch: Batch) -> Tensor:
     return values.new_zeros(batch.num_tokens).index_copy(0, where, (after - values)[of_token])
 
 
-def spo_tree(batch: Batch, normalise: Literal["none", "std"] = "none") -> Tensor:
-    """[N] the value of a node of a tree of rollouts minus that of its parent: A = V(child) - V(parent). SPO-tree (2505.23564).
+def spo_tree(batch: Batch, *, normalise: Literal["none", "std"]) -> Tensor:
+    """[N] A = V(child) - V(parent) of the tree edge a token is on. SPO-tree (2505.23564).
 
-    Every sequence is a path from the root, the end of the prompt, to a leaf: the ragged column `nodes` has the nodes it passes, and
-    `segment_ids` which of the edges into them a token is on (-1 where another sequence trains that edge; advantage 0 there). A
-    leaf's value is its reward, any other node's the mean of its children. `normalise="std"` divides by the siblings' population
-    deviation + 1e-8.
+    A leaf's value is its reward; any other node's is the mean of its children. Every sequence is a path from the root (the end
+    of the prompt) to a leaf. The ragged column `nodes` holds the nodes of the path. `segment_ids` is the index of the edge
+    that the token is on, or -1 with advantage 0 if another sequence trains that edge. `normalise` std divides by the
+    siblings' population deviation + 1e-8.
     """
     paths = batch.ragged["nodes"]
     node, parent, num = _tree_nodes(batch, paths)
@@ -81,7 +81,7 @@ def spo_tree(batch: Batch, normalise: Literal["none", "std"] = "none") -> Tensor
     value = _node_values(edges, above[edges], rewards.new_zeros(num).index_copy(0, leaves, rewards))
     siblings = Groups(above[edges], num)
     rise = value[edges] - value[above[edges]]
-    # What is 0 on paper must be 0: a mean of a few values, in whatever order they were added, is off by a few roundings of the largest.
+    # A rise of 0 must be exactly 0, but a mean is off by a few roundings of its largest value.
     rounding = 1e-12 * siblings.max(value[edges].abs())
     rise = torch.where(rise.abs() <= rounding, torch.zeros_like(rise), rise)
     if normalise == "std":
@@ -93,7 +93,7 @@ def spo_tree(batch: Batch, normalise: Literal["none", "std"] = "none") -> Tensor
 
 
 def tokens_of_segments(batch: Batch, segments: Ragged) -> tuple[Tensor, Tensor]:
-    """The tokens [M] that are in a segment by `segment_ids`, and the place of each one's segment among all of `segments`."""
+    """[M] the tokens that are in a segment by `segment_ids`, and the index of each one's segment among all `segments`."""
     ids = batch.token["segment_ids"]
     where = ((ids >= 0) & batch.action_mask).nonzero().squeeze(1)
     sequence = batch.sequence_ids[where]
@@ -104,7 +104,7 @@ def tokens_of_segments(batch: Batch, segments: Ragged) -> tuple[Tensor, Tensor]:
 
 
 def _tree_nodes(batch: Batch, paths: Ragged) -> tuple[Tensor, Tensor, int]:
-    """Of every step of every path the node it comes to and the one it comes from, numbered from 0, roots too; and how many."""
+    """For every step of every path the node and its parent, both numbered from 0 with roots included; and their number."""
     groups, _ = compact_ids(batch.sequence["group_ids"])
     parent = paths.values.roll(1)
     parent[paths.offsets[:-1]] = -1 - groups  # a root of its own for each group
@@ -113,14 +113,14 @@ def _tree_nodes(batch: Batch, paths: Ragged) -> tuple[Tensor, Tensor, int]:
 
 
 def _node_values(child: Tensor, parent: Tensor, rewards: Tensor) -> Tensor:
-    """[nodes] leaves first, then whatever has all its children's values: one pass a level of the tree."""
+    """[nodes] values by passes over the tree from the leaves up: a node gets its value once all its children have one."""
     num, value = rewards.shape[0], rewards
     children = segment_count(parent, num)
     known = children == 0
     while not bool(known.all()):
         ready = ~known & (segment_sum(known[child].long(), parent, num) == children)
         if not bool(ready.any()):
-            raise ValueError("the paths go round in a circle; they must be trees")
+            raise ValueError("the paths contain a cycle; they must be trees")
         value = torch.where(ready, segment_mean(value[child], parent, num), value)
         known = known | ready
     return value

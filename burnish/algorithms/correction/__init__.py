@@ -1,1 +1,1 @@
-"""Slot `correction`: rollout correction between the sampling and the trained policy."""
+"""Slot `correction`: rollout correction between the policy that samples and the one that is trained."""

@@ -1,15 +1,34 @@
-"""Rollout correction, first form: one weight that is bounded, masked and vetoed, and its report under `mismatch/`."""
+"""Slot `correction`: rollout correction, from the engine's policy that sampled to the trainer's policy.
+
+`coupled_correction` and `decoupled_correction` run once per batch, before advantages. `budget_correction` does too: it
+chooses the mildest decoupled correction that keeps to a budget. `bypass_correction` runs inside the loss.
+
+- Coupled: one weight per token or row that is bounded, masked and vetoed together. Its metrics are under `mismatch/`.
+- Decoupled: weights and rejection apart, each with its own bounds. Its metrics are under `rollout_corr/`. There are three
+  policies: engine, trainer before the first update (the anchor of the clip) and current policy. The correction covers
+  engine to anchor, the clip covers anchor to current policy. Decoupled PPO (2110.00641).
+- Bypass: two policies. The engine's log-probs are the anchor, and the trainer's before the update are never computed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 from torch import Tensor
 
+from burnish.algorithms.correction.budget import BudgetState, MismatchBudget, budget_step
 from burnish.algorithms.correction.mismatch_diagnostics import chi_square_metrics, divergence_metrics
-from burnish.algorithms.correction.mismatch_profiles import quantiles, row_quantiles
-from burnish.algorithms.correction.rollout_mismatch import RolloutMismatch, rollout_mismatch, written_of
+from burnish.algorithms.correction.rollout_mismatch import (
+    RolloutMismatch,
+    batch_mismatch,
+    quantiles,
+    rollout_mismatch,
+    row_quantiles,
+)
+from burnish.algorithms.correction.spec import CoupledCorrection
 from burnish.algorithms.correction.weights_and_rejection import (
     Bounds,
     CorrectionResult,
@@ -25,142 +44,156 @@ from burnish.algorithms.correction.weights_and_rejection import (
     weight_metrics,
     with_prefix,
 )
-from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.losses.loss_view import LossView, TokenLoss
+from burnish.config.records import slot_options
 from burnish.core.batch import Batch
 
+METRIC_PREFIX = "rollout_corr/"
+"""Prefix of the metrics of decoupled, bypass and budget corrections."""
 PERCENTILES = {"p25": 0.25, "p50": 0.50, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+
+
+# --- Coupled
 
 
 def coupled_correction(
     batch: Batch,
-    apply: bool = True,
-    threshold: float = 2.0,
-    lower: float | None = None,
-    level: str = "token",
-    mode: str = "truncate",
-    veto: float | None = 1e-4,
-    target: str = "weight",
+    *,
+    apply: bool,
+    threshold: float,
+    lower: float | None,
+    level: Literal["token", "sequence", "geometric"],
+    mode: Literal["truncate", "mask"],
+    veto: float | None,
+    target: Literal["weight", "mask"],
 ) -> CorrectionResult:
-    """W = exp(clip(u, -20, 20)), u = l of the token, its sum or its mean over the row, l = old_logp - behaviour_logp.
+    """W = exp(clip(u, -20, 20)) with l = old_logp - behaviour_logp, bounded, masked and vetoed.
 
-    mode truncate: min(W, threshold). mode mask: W where lower <= W <= threshold (lower None: 1/threshold), else rejected.
-    A row with any token of exp(l) < veto is rejected, whatever the level. What is rejected has weight 0 and, with target
-    `weight`, is still counted in the loss's denominators; with target `mask` it is taken out of `keep` too. Not applied,
-    there are only metrics. They are those of W before any bound. Reads `old_logp` and `behaviour_logp` at `action_mask`.
-    verl's rollout importance sampling (PR 3694); TIS and MIS: Yao et al. and Liu et al. (2025).
+    u is l (`level` token), sum_t l (sequence) or mean_t l (geometric). With `mode` truncate the weight is min(W, threshold).
+    With `mode` mask it is W if lower <= W <= threshold, else the token or row is rejected; `lower` None is 1 / threshold.
+    A row with any token of exp(l) < `veto` is rejected at every level.
+
+    A rejected token has weight 0. With `target` weight the loss's denominators still count it; with `target` mask it also
+    leaves `keep`. With `apply` false there are only metrics. Metrics are of W before any bound.
+    verl's rollout importance sampling (PR 3694); TIS: Yao et al. (2025); MIS: Liu et al. (2025).
     """
-    written = written_of(batch)
-    gap = rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
-    log_weights, raw = raw_weights(gap, level)
+    tokens, mismatch = batch_mismatch(batch)
+    log_weights, raw = raw_weights(mismatch, level)
     band = (1 / threshold if lower is None else lower, threshold)
-    catastrophic = _catastrophic_tokens(gap, veto)
-    vetoed = gap.rows_with(catastrophic)
+    catastrophic = _catastrophic_tokens(mismatch, veto)
+    vetoed = mismatch.any_in_row(catastrophic)
     masked = is_outside(raw, *band) if mode == "mask" else None
     metrics = {
         "rollout_is_veto_fraction": vetoed.double().mean(),
-        "rollout_is_catastrophic_token_fraction": gap.mean(catastrophic),
-        **with_prefix("rollout_is_", weight_metrics(gap, level, log_weights, raw, raw, band, floor=band[0])),
-        **with_prefix("rollout_is_", _percentiles(gap, raw)),
-        **with_prefix("mismatch_", divergence_metrics(gap)),
+        "rollout_is_catastrophic_token_fraction": mismatch.mean(catastrophic),
+        **with_prefix("rollout_is_", weight_metrics(mismatch, level, log_weights, raw, raw, band, floor=band[0])),
+        **with_prefix("rollout_is_", _percentiles(mismatch, raw)),
+        **with_prefix("mismatch_", divergence_metrics(mismatch)),
     }
     if masked is not None:
-        metrics["rollout_is_masked_fraction"] = gap.mean(masked)
-        metrics["rollout_is_seq_masked_fraction"] = gap.rows_with(masked).double().mean()
+        metrics["rollout_is_masked_fraction"] = mismatch.mean(masked)
+        metrics["rollout_is_seq_masked_fraction"] = mismatch.any_in_row(masked).double().mean()
     numbers = metrics_to_floats("mismatch/", metrics)
     if not apply:
         return CorrectionResult(None, batch.action_mask, numbers)
-    rejected = _rejected_tokens(gap, masked, vetoed)
-    weights = gap.spread(raw.clamp(max=threshold)).masked_fill(rejected, 0.0)
-    keep = written.back(~rejected) if target == "mask" else batch.action_mask
-    return CorrectionResult(written.back(weights.to(weight_dtype(batch))), keep, numbers)
+    rejected = _rejected_tokens(mismatch, masked, vetoed)
+    weights = mismatch.spread(raw.clamp(max=threshold)).masked_fill(rejected, 0.0)
+    keep = tokens.scatter(~rejected) if target == "mask" else batch.action_mask
+    return CorrectionResult(tokens.scatter(weights.to(weight_dtype(batch))), keep, numbers)
 
 
 def no_correction(batch: Batch) -> CorrectionResult:
-    """Nothing is corrected: the report alone, with a bound of 2 where a metric needs one."""
-    return coupled_correction(batch, apply=False)
+    """Metrics only: the coupled correction with its defaults, not applied."""
+    return coupled_correction(batch, **slot_options(CoupledCorrection(apply=False)))
 
 
-def _catastrophic_tokens(gap: RolloutMismatch, veto: float | None) -> Tensor:
-    """[M] bool: tokens the trainer finds all but impossible."""
-    return gap.log_ratio < (math.log(veto) if veto is not None else -math.inf)
+def _catastrophic_tokens(mismatch: RolloutMismatch, veto: float | None) -> Tensor:
+    """[M] bool: exp(l) < veto, tokens that are all but impossible for the trainer."""
+    return mismatch.log_ratio < (math.log(veto) if veto is not None else -math.inf)
 
 
-def _rejected_tokens(gap: RolloutMismatch, masked: Tensor | None, vetoed: Tensor) -> Tensor:
-    """[M] bool."""
+def _rejected_tokens(mismatch: RolloutMismatch, masked: Tensor | None, vetoed: Tensor) -> Tensor:
+    """[M] bool: tokens that are masked, or in a vetoed row."""
     if masked is None:
-        return gap.spread(vetoed)
+        return mismatch.spread(vetoed)
     if masked.shape == vetoed.shape:
-        return gap.spread(masked | vetoed)
-    return masked | gap.spread(vetoed)
+        return mismatch.spread(masked | vetoed)
+    return masked | mismatch.spread(vetoed)
 
 
-def _percentiles(gap: RolloutMismatch, raw: Tensor) -> dict[str, Tensor]:
+def _percentiles(mismatch: RolloutMismatch, raw: Tensor) -> dict[str, Tensor]:
     shares = list(PERCENTILES.values())
-    if raw.shape[0] == gap.num_tokens:
+    if raw.shape[0] == mismatch.num_tokens:
         found = quantiles(raw, shares)
     else:
-        found = row_quantiles(raw, gap.lengths, shares)
+        found = row_quantiles(raw, mismatch.lengths, shares)
     return dict(zip(PERCENTILES, found, strict=True))
 
 
-# --- Rollout correction, second form: weights and rejection apart, each with its own bounds; the report is `rollout_corr/`.
-#
-# Decoupled: three policies, with the trainer's before the first update as the anchor of the clip. The gap from engine to
-# anchor is corrected here, the drift from anchor to the current policy by the clip. Decoupled PPO (2110.00641).
-
-METRIC_PREFIX = "rollout_corr/"
+# --- Decoupled
 
 
 def decoupled_correction(
     batch: Batch,
-    weights: str | None = None,
-    threshold: Bounds = 2.0,
-    batch_normalise: bool = False,
-    reject: Mapping[str, Bounds] | None = None,
+    *,
+    weights: Literal["token", "sequence"] | None,
+    threshold: Bounds,
+    batch_normalise: bool,
+    reject: Mapping[str, Bounds],
 ) -> CorrectionResult:
-    """Weights of each token or sequence (or none), and the tokens that every option of `reject` keeps.
+    """Weights W = exp(clip(u, -20, 20)), u = l or sum_t l, and the tokens that every option of `reject` accepts.
 
-    W = exp(clip(u, -20, 20)), u = l of the token or its sum over the row, l = old_logp - behaviour_logp. One threshold C:
-    min(W, C). Two: W inside [low, high], else 0, the token still counted. `batch_normalise` divides what is applied by its
-    mean over tokens (weights token) or rows (sequence), last. Metrics and the mean are taken over everything the model
-    wrote, rejected or not. Reads `old_logp` and `behaviour_logp` at `action_mask`. TIS: Yao et al. (2025); MIS: Liu et al.
-    (2025); IcePop (2510.18855).
+    l = old_logp - behaviour_logp. With one `threshold` C the weight is min(W, C) (TIS). With two it is W inside
+    [low, high] and 0 outside, and the token is still counted (IcePop). `batch_normalise` divides the weights by their mean
+    over tokens (`weights` token) or rows (sequence), as the last step. The mean and the metrics cover every action token,
+    rejected or not. TIS: Yao et al. (2025); MIS: Liu et al. (2025); IcePop (2510.18855).
     """
-    written = written_of(batch)
-    gap = rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
-    metrics = {**divergence_metrics(gap), **chi_square_metrics(gap)}
+    tokens, mismatch = batch_mismatch(batch)
+    metrics = {**divergence_metrics(mismatch), **chi_square_metrics(mismatch)}
     applied = None
     if weights is not None:
-        found, said = _importance_weights(gap, weights, threshold, batch_normalise)
-        applied = written.back(gap.spread(found).to(weight_dtype(batch)))
-        metrics |= with_prefix("rollout_is_", said)
+        found, metrics_of_weights = _importance_weights(mismatch, weights, threshold, batch_normalise)
+        applied = tokens.scatter(mismatch.spread(found).to(weight_dtype(batch)))
+        metrics |= with_prefix("rollout_is_", metrics_of_weights)
     keep = batch.action_mask
     if reject:
-        inside, said = accepted_tokens_with_metrics(gap, reject)
-        keep = written.back(inside)
-        metrics |= said
+        accepted, metrics_of_rejection = accepted_tokens_with_metrics(mismatch, reject)
+        keep = tokens.scatter(accepted)
+        metrics |= metrics_of_rejection
     return CorrectionResult(applied, keep, metrics_to_floats(METRIC_PREFIX, metrics))
 
 
 def _importance_weights(
-    gap: RolloutMismatch, level: str, threshold: Bounds, batch_normalise: bool
+    mismatch: RolloutMismatch, level: str, threshold: Bounds, batch_normalise: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights that are applied, and what is said of them before they are normalised."""
-    log_weights, raw = raw_weights(gap, level)
+    """The weights to apply, and metrics of them before normalisation."""
+    log_weights, raw = raw_weights(mismatch, level)
     applied, band = bound_weights(raw, threshold), threshold_band(threshold)
-    metrics = weight_metrics(gap, level, log_weights, raw, applied, band, floor=0.0)
+    metrics = weight_metrics(mismatch, level, log_weights, raw, applied, band, floor=0.0)
     if isinstance(threshold, tuple):
-        metrics["oob_ratio"] = gap.mean(is_outside(raw, *band))
+        metrics["oob_ratio"] = mismatch.mean(is_outside(raw, *band))
     if batch_normalise:
-        applied, metrics["batch_norm_factor"] = batch_normalised(gap, applied, level)
+        applied, metrics["batch_norm_factor"] = batch_normalised(mismatch, applied, level)
     return applied, metrics
 
 
-# --- Bypass: two policies. The engine's log-probs are the anchor, and the trainer's before the update are never computed.
-#
-# The gap from engine to current policy exists only once the current policy's log-probs do, so weights and rejection are
-# made inside the loss, of the tokens in the loss and without gradient. The denominators (column `weight`) were fixed before
-# that and count rejected tokens, so that the gradient does not depend on how a mini-batch is split.
+# --- Budget
+
+
+def budget_correction(
+    batch: Batch, state: BudgetState | None, *, k3_kl: float | None, ess: float | None
+) -> tuple[CorrectionResult, BudgetState, str]:
+    """The decoupled correction of the rung that the controller of `budget.py` chooses for a batch.
+
+    Also returns the controller's next state, and why the rung changed (the empty string if it did not).
+    """
+    state, rung, why = budget_step(state or BudgetState(), batch, MismatchBudget(k3_kl, ess))
+    found = decoupled_correction(batch, **rung.options)
+    metrics = {**found.metrics, f"{METRIC_PREFIX}budget_rung": float(state.rung)}
+    return replace(found, metrics=metrics), state, why
+
+
+# --- Bypass
 
 
 def bypass_correction(
@@ -168,57 +201,71 @@ def bypass_correction(
     anchor: Tensor,
     advantages: Tensor,
     surrogate: Tensor | None,
-    loss: str = "ppo_clip",
-    weights: str | None = None,
-    threshold: Bounds = 2.0,
-    batch_normalise: bool = False,
-    reject: Mapping[str, Bounds] | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] the loss of each token, 0 where it is rejected, and marks to log; `anchor` is the engine's log-probs.
+    *,
+    loss: Literal["ppo_clip", "reinforce"],
+    weights: Literal["token", "sequence"] | None,
+    threshold: Bounds,
+    batch_normalise: bool,
+    reject: Mapping[str, Bounds],
+) -> TokenLoss:
+    """[M] the loss of each token with the engine's log-probs as `anchor`, 0 if rejected; and token metrics.
 
-    ppo_clip: `surrogate`, the loss of the slots ratio and clip to that anchor, whose ratio is the correction already; its
-    weights are only logged. reinforce: -sg(w) A logp, with w = exp(clip(u, -20, 20)) bounded by `threshold`, u = l of the
-    token or its sum over the row, l = sg(logp) - anchor; w is 1 without `weights`, and `surrogate` is not read. Mean
-    weights (`batch_normalise`) are those of the view, which then holds the whole mini-batch.
+    - `loss` ppo_clip returns `surrogate`, the loss of the slots ratio and clip. Its ratio to that anchor is the correction
+      already, so weights are only logged.
+    - `loss` reinforce returns -sg(w) A logp and does not read `surrogate`. w = exp(clip(u, -20, 20)) is bounded by
+      `threshold`, with u = l or sum_t l and l = sg(logp) - anchor; w is 1 if `weights` is None.
+
+    The weights exist only once the current policy's log-probs do, so they are computed here, without gradient. The
+    denominators (column `weight`) are fixed before that and count rejected tokens: the gradient does not depend on how a
+    mini-batch is split. `batch_normalise` uses the mean weight of the view, which then must hold the whole mini-batch.
     """
-    assert view.logp is not None, "a policy's view has log-probs"
     if view.num_tokens == 0:
-        return view.logp * 0, {}
-    gap = rollout_mismatch(view.logp, anchor, view.offsets)
+        return view.policy_logp * 0, {}
+    mismatch = rollout_mismatch(view.policy_logp, anchor, view.offsets)
     level = weights or "token"
-    _, raw = raw_weights(gap, level)
+    _, raw = raw_weights(mismatch, level)
     applied = bound_weights(raw, threshold)
-    marks = _bypass_token_metrics(gap, level, raw, applied, threshold)
+    metrics = _bypass_token_metrics(mismatch, level, raw, applied, threshold)
     if loss == "reinforce":
         if batch_normalise and weights is not None:
-            applied, _ = batch_normalised(gap, applied, weights)
-        factor = gap.spread(applied).to(view.logp.dtype) if weights is not None else 1.0
-        per_token = -factor * advantages * view.logp
+            applied, _ = batch_normalised(mismatch, applied, weights)
+        factor = mismatch.spread(applied).to(view.policy_logp.dtype) if weights is not None else 1.0
+        per_token = -factor * advantages * view.policy_logp
     else:
         assert surrogate is not None, "ppo_clip is the loss of the slots ratio and clip"
         per_token = surrogate
     if reject:
-        keep = accepted_tokens(gap, reject)
-        per_token = per_token.masked_fill(~keep, 0.0)
-        marks[f"{METRIC_PREFIX}rollout_rs_masked_fraction"] = ~keep
-    return per_token, marks
+        accepted = accepted_tokens(mismatch, reject)
+        per_token = per_token.masked_fill(~accepted, 0.0)
+        metrics[f"{METRIC_PREFIX}rollout_rs_masked_fraction"] = ~accepted
+    return per_token, metrics
 
 
 def _bypass_token_metrics(
-    gap: RolloutMismatch, level: str, raw: Tensor, applied: Tensor, threshold: Bounds
+    mismatch: RolloutMismatch, level: str, raw: Tensor, applied: Tensor, threshold: Bounds
 ) -> dict[str, Tensor]:
     """Columns [M] whose means over all tokens of a mini-batch are the metrics of that name.
 
-    What is no mean over tokens (std, extremes, rows) would depend on the split, and is not among them. k3 is clamped here,
-    for these columns may be summed in float32.
+    Metrics that are no mean over tokens (std, extremes, rows) would depend on the split and are left out. k3 is of the
+    clamped l, because these columns may be summed in float32.
     """
     low, high = threshold_band(threshold)
     found = {
-        "kl": -gap.log_ratio,
-        "k3_kl": gap.k3,
-        "chi2_token": gap.ratio**2 - 1,
-        "rollout_is_mean": gap.spread(applied),
+        "kl": -mismatch.log_ratio,
+        "k3_kl": mismatch.k3,
+        "chi2_token": mismatch.ratio**2 - 1,
+        "rollout_is_mean": mismatch.spread(applied),
     }
     if level == "token":
         found |= {"rollout_is_ratio_fraction_high": raw > high, "rollout_is_ratio_fraction_low": raw < low}
     return {METRIC_PREFIX + name: column for name, column in found.items()}
+
+
+CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "none": no_correction,
+    "seed": coupled_correction,  # the config value is older than the name
+    "decoupled": decoupled_correction,
+    "bypass": bypass_correction,
+    "budget": budget_correction,
+}
+"""The function of each choice of `algorithm.correction`."""

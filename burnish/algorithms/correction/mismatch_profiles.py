@@ -1,14 +1,13 @@
-"""Where the gap is: by position, by how likely the engine found the token, and the worst tokens one by one.
+"""Where the mismatch is: by position, by the engine's probability of the token, and the worst tokens one by one.
 
-A wrong temperature is alike at all positions, and of one sign at likely tokens and of the other at unlikely ones; a prompt
-that was encoded otherwise is largest at the first tokens and fades; other weights (stale, rounded, noisy) are felt at all
+A wrong temperature is the same at all positions, and has opposite signs at likely and unlikely tokens. A prompt that was
+encoded differently is largest at the first tokens and fades. Other weights (stale, rounded, noisy) show at all
 probabilities, and less at the first token than later.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,20 +19,20 @@ from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_sum
 
 NUM_POSITION_DOUBLINGS = 24
-"""Positions up to 2^24 are told apart: longer than any completion."""
+"""Positions up to 2^24 have their own buckets; no completion is longer."""
 NUM_PROBABILITY_DECADES = 6
-"""Probabilities down to 1e-6 are told apart; a token is below that by accident, and one bucket is enough for those."""
+"""Probabilities down to 1e-6 have their own buckets; all smaller ones share one."""
 
 
 @dataclass(frozen=True)
 class ComparedTokens:
-    """M tokens the model wrote to which both engine and trainer gave a log-prob, in the order of their batch."""
+    """M action tokens with a log-prob from both engine and trainer, in batch order."""
 
     batch: Batch
     place: Tensor  # [M] where in the batch
     trainer: Tensor  # [M] log-probs
     engine: Tensor  # [M] log-probs
-    gap: Tensor  # [M] l = trainer - engine, in float64
+    log_ratio: Tensor  # [M] l = trainer - engine, in float64
 
     @property
     def num_tokens(self) -> int:
@@ -41,19 +40,19 @@ class ComparedTokens:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """[S+1] where the sequences of the batch begin among these tokens."""
+        """[S+1] where the batch's sequences start among these tokens."""
         return torch.searchsorted(self.place, self.batch.offsets)
 
     @cached_property
     def position(self) -> Tensor:
-        """[M] how many tokens the model had written before, in the same sequence."""
+        """[M] the number of action tokens before this one in its sequence."""
         mask, starts = self.batch.action_mask, self.batch.offsets[:-1].clamp(max=max(0, self.batch.num_tokens - 1))
         written = mask.cumsum(0)  # [N] with the token itself
         before = written[starts] - mask[starts].long()  # [S]
         return written.index_select(0, self.place) - 1 - torch.repeat_interleave(before, self.offsets.diff())
 
-    def alone(self) -> Batch:
-        """These tokens as a batch of their own, with what is reported of a gap: both log-probs, and `version` where it is known."""
+    def as_batch(self) -> Batch:
+        """These tokens as a batch, with both log-probs and, if known, `version`."""
         columns = {"action_mask": torch.ones_like(self.place, dtype=torch.bool)}
         columns |= {"old_logp": self.trainer, "behaviour_logp": self.engine}
         if "version" in self.batch.token:
@@ -62,20 +61,21 @@ class ComparedTokens:
 
 
 def compare_tokens(batch: Batch, trainer: Tensor, known: Tensor) -> ComparedTokens:
-    """The tokens of `known` [N], where the trainer's log-probs are those of `trainer` [N]; none of both may be nan."""
+    """The tokens of `known` [N], with `trainer` [N] as the trainer's log-probs; raises if any log-prob is nan."""
     place = known.nonzero().squeeze(1)
     old, behaviour = (x.detach().index_select(0, place) for x in (trainer, batch.token["behaviour_logp"]))
-    gap = old.clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP).double().sub_(behaviour.clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP))
-    if bool(gap.isnan().any()):
+    log_ratio = old.clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP).double().sub_(behaviour.clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP))
+    if bool(log_ratio.isnan().any()):
         refuse_nan_logp(old, behaviour)
-    return ComparedTokens(batch, place, old, behaviour, gap)
+    return ComparedTokens(batch, place, old, behaviour, log_ratio)
 
 
 def mismatch_profiles(seen: ComparedTokens) -> dict[str, float]:
-    """Mean |l| (`abs`), mean l (`signed`) and number of tokens in each bucket that has any, by position and by probability.
+    """Mean |l| (`abs`), mean l (`signed`) and number of tokens of each non-empty bucket, by position and by probability.
 
-    Names are `mismatch/by_position/3/abs`, `mismatch/by_probability/1e-2/tokens`: a bucket is called by its lower end and
-    reaches to the next, which is 2k + 1 after position k and ten times the engine's probability; `0` holds all up to 1e-6.
+    Names are such as `mismatch/by_position/3/abs` and `mismatch/by_probability/1e-2/tokens`. A bucket is named by its lower
+    end and reaches to the next bucket: from position k to 2k, or to ten times the engine's probability. Bucket `0` holds all
+    probabilities up to 1e-6.
     """
     if seen.num_tokens == 0:
         return {}
@@ -92,18 +92,18 @@ def mismatch_profiles(seen: ComparedTokens) -> dict[str, float]:
 
 
 def worst_tokens(seen: ComparedTokens, num: int) -> Tensor:
-    """[K] which of the M tokens have the largest |l|: the worst first, of equals the first in the batch, none with l = 0."""
-    size = seen.gap.abs()
+    """[K] indices of the tokens with the largest |l|, the worst first; ties in batch order; none with l = 0."""
+    size = seen.log_ratio.abs()
     if seen.num_tokens == 0:
         return seen.place
     least = size.topk(min(num, seen.num_tokens)).values[-1]
-    # Which of several equals topk takes is the library's business; a run that is resumed must take the same.
+    # topk chooses among ties in any order, but a resumed run must report the same tokens.
     candidates = ((size >= least) & (size > 0)).nonzero().squeeze(1)
     return candidates[size[candidates].argsort(descending=True, stable=True)[:num]]
 
 
 def _table(seen: ComparedTokens) -> Tensor:
-    """[3, DOUBLINGS + 1, DECADES + 1] the sum of |l|, the sum of l and the number of tokens, by position and decade."""
+    """[3, doublings + 1, decades + 1] sum of |l|, sum of l and number of tokens, by position and probability."""
     engine = seen.engine
     doublings = 2 ** torch.arange(1, NUM_POSITION_DOUBLINGS + 1, device=engine.device) - 1
     decades = (
@@ -115,65 +115,21 @@ def _table(seen: ComparedTokens) -> Tensor:
     bucket = position.mul_(NUM_PROBABILITY_DECADES + 1).add_(torch.bucketize(engine, decades))
     num = (NUM_POSITION_DOUBLINGS + 1) * (NUM_PROBABILITY_DECADES + 1)
     add = _sums if engine.device.type == "cpu" else _sums_in_order
-    return add(seen.gap, bucket, num).view(3, NUM_POSITION_DOUBLINGS + 1, NUM_PROBABILITY_DECADES + 1)
+    return add(seen.log_ratio, bucket, num).view(3, NUM_POSITION_DOUBLINGS + 1, NUM_PROBABILITY_DECADES + 1)
 
 
-def _sums(gap: Tensor, bucket: Tensor, num: int) -> Tensor:
-    """[3, num] the sum of |l|, the sum of l and the number of tokens in each bucket."""
+def _sums(log_ratio: Tensor, bucket: Tensor, num: int) -> Tensor:
+    """[3, num] sum of |l|, sum of l and number of tokens of each bucket."""
     count = torch.bincount(bucket, minlength=num).double()
-    return torch.stack([torch.bincount(bucket, weights=w, minlength=num) for w in (gap.abs(), gap)] + [count])
-
-
-def _sums_in_order(gap: Tensor, bucket: Tensor, num: int) -> Tensor:
-    """The same where threads add in any order, and a sum by ids would differ from one run to the next."""
-    bucket, order = bucket.sort(stable=True)
-    gap = gap[order]
-    offsets = torch.searchsorted(bucket, torch.arange(num + 1, device=bucket.device))
-    sums = [contiguous_sum(values, offsets) for values in (gap.abs(), gap)]
-    return torch.stack([*sums, offsets.diff().double()])
-
-
-# --- Exact quantiles of any number of weights, by partition: nothing is sorted but rows.
-
-
-def quantiles(values: Tensor, shares: Sequence[float]) -> Tensor:
-    """The quantiles of [M] at increasing `shares`, interpolated linearly between the two nearest values."""
-    last = values.shape[0] - 1
-    ranks = [int(share * last) for share in shares]
-    pairs = _neighbours_on_cpu(values, ranks) if values.device.type == "cpu" else _neighbours_on_device(values, ranks)
-    return _interpolated(pairs, values.shape[0], shares)
-
-
-def row_quantiles(values: Tensor, counts: Tensor, shares: Sequence[float]) -> Tensor:
-    """The quantiles of [R] values that occur `counts` times each."""
-    values, order = values.sort()
-    ends = counts[order].cumsum(0)
-    last = int(ends[-1]) - 1
-    ranks = torch.tensor([int(share * last) for share in shares], device=values.device)
-    found = [values[torch.searchsorted(ends, r.clamp(max=last), right=True)] for r in (ranks, ranks + 1)]
-    return _interpolated(torch.stack(found, 1), last + 1, shares)
-
-
-def _neighbours_on_cpu(values: Tensor, ranks: Sequence[int]) -> Tensor:
-    """[K, 2] the values of rank r and r + 1. What is left of a rank is never looked at again, so that all of them
-    together cost two or three partitions; torch's kthvalue is several times slower.
-    """
-    left, start, found = values.numpy().copy(), 0, []
-    for rank in ranks:
-        left[start:].partition(rank - start)
-        start = rank
-        above = left[rank + 1 :]
-        found.append([left[rank], above.min() if above.size else left[rank]])
-    return torch.tensor(found, dtype=values.dtype)
-
-
-def _neighbours_on_device(values: Tensor, ranks: Sequence[int]) -> Tensor:
-    last = values.shape[0] - 1
     return torch.stack(
-        [torch.stack([values.kthvalue(min(r, last) + 1).values for r in (rank, rank + 1)]) for rank in ranks]
+        [torch.bincount(bucket, weights=w, minlength=num) for w in (log_ratio.abs(), log_ratio)] + [count]
     )
 
 
-def _interpolated(pairs: Tensor, num: int, shares: Sequence[float]) -> Tensor:
-    places = torch.tensor([share * (num - 1) for share in shares], dtype=pairs.dtype, device=pairs.device)
-    return pairs[:, 0] + (pairs[:, 1] - pairs[:, 0]) * places.frac()
+def _sums_in_order(log_ratio: Tensor, bucket: Tensor, num: int) -> Tensor:
+    """The same in a fixed order: on a GPU, sums by ids are added in any order and would differ from run to run."""
+    bucket, order = bucket.sort(stable=True)
+    log_ratio = log_ratio[order]
+    offsets = torch.searchsorted(bucket, torch.arange(num + 1, device=bucket.device))
+    sums = [contiguous_sum(values, offsets) for values in (log_ratio.abs(), log_ratio)]
+    return torch.stack([*sums, offsets.diff().double()])

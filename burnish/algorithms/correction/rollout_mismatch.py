@@ -1,40 +1,43 @@
-"""The gap between the policy that sampled and the policy that is trained, at the tokens the model wrote.
+"""The mismatch between the engine that sampled and the trainer: log-ratios l = old_logp - behaviour_logp.
 
-Everything in this package is computed from l = old_logp - behaviour_logp in float64, without gradient. A row is a
-sequence with at least one such token; sequences with none are in no mean, no fraction and no count. A statistic has
-one value a token [M] or one a row [R]; where those numbers are equal every row is one token long, and they are the same.
+Everything in this package is computed from l in float64, without gradient, at the tokens of `action_mask`. A filter that
+takes a token out of the loss does not change what the engine did, so `loss_mask` is not used. A row is a sequence with at
+least one such token; sequences without one are in no mean and no count. A statistic has one value per token [M] or one
+per row [R]. If M equals R, every row is one token long, and the two are the same.
 
-Log-probs are clamped to +-300, so that everything stays finite: a sampled token to which a broken engine gives -inf has
-l of about +300, the largest weight there is, and is bounded or rejected like any other; one to which the trainer gives
--inf is vetoed; where both do, l is 0. A nan is refused, for it says that nobody reported a log-prob.
+Log-probs are clamped to +-300, so that everything stays finite. A sampled token to which a broken engine gives -inf has
+l of about +300: it is bounded or rejected like any other. A token to which the trainer gives -inf is vetoed. If both give
+-inf, l is 0. A nan is refused, because it means that a log-prob is missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from burnish.algorithms.batch_columns import ActionTokens, action_tokens
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count, contiguous_sum
 
 MAX_ABS_LOGP = 300.0
-"""Beyond this no log-prob is told apart; the exponential of the difference of two is a float64 with room to be summed."""
+"""Log-probs are clamped to +- this. The exponential of the difference of two can still be summed in float64."""
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +- this before the exponential makes a weight or a divergence of them."""
+"""Log-ratios are clamped to +- this before they are exponentiated into a weight or a divergence."""
 
 
 @dataclass(frozen=True)
 class RolloutMismatch:
-    """M tokens in R rows, none of which is empty."""
+    """Log-ratios of M tokens in R non-empty rows."""
 
     log_ratio: Tensor  # [M] l
     offsets: Tensor  # [R+1]
-    old_sum: Tensor  # [R] of the trainer's log-probs
-    behaviour_sum: Tensor  # [R] of the engine's
+    old_sum: Tensor  # [R] sum of the trainer's log-probs
+    behaviour_sum: Tensor  # [R] sum of the engine's log-probs
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +45,7 @@ class RolloutMismatch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[R] tokens of each row."""
+        """[R] tokens in each row."""
         return self.offsets.diff()
 
     @cached_property
@@ -51,32 +54,32 @@ class RolloutMismatch:
         return self.old_sum - self.behaviour_sum
 
     @cached_property
-    def clamped(self) -> Tensor:
-        """[M] l as weights and divergences see it."""
+    def clamped_log_ratio(self) -> Tensor:
+        """[M] clip(l, -20, 20)."""
         return self.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     @cached_property
     def ratio(self) -> Tensor:
-        """[M] exp of the clamped l: how much likelier the trainer makes a token than the engine did."""
-        return self.clamped.exp()
+        """[M] exp(l) of the clamped l: pi_trainer / pi_engine."""
+        return self.clamped_log_ratio.exp()
 
     @cached_property
     def k1(self) -> Tensor:
-        """[M] -l, clamped like the next two."""
-        return -self.clamped
+        """[M] -l of the clamped l."""
+        return -self.clamped_log_ratio
 
     @cached_property
     def k2(self) -> Tensor:
-        """[M] l^2 / 2."""
-        return self.clamped**2 / 2
+        """[M] l^2 / 2 of the clamped l."""
+        return self.clamped_log_ratio**2 / 2
 
     @cached_property
     def k3(self) -> Tensor:
-        """[M] exp(l) - 1 - l."""
-        return self.ratio - 1 - self.clamped
+        """[M] exp(l) - 1 - l of the clamped l."""
+        return self.ratio - 1 - self.clamped_log_ratio
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over tokens of [M], or of [R] spread over tokens, in float64."""
+        """Float64 mean over tokens of [M], or of [R] with each row counted once per token."""
         if values.shape[0] == self.num_tokens:
             total = values.count_nonzero() if values.dtype == torch.bool else values.sum()
         else:
@@ -84,32 +87,32 @@ class RolloutMismatch:
         return total.double() / self.num_tokens
 
     def mean_square(self, values: Tensor) -> Tensor:
-        """The mean over tokens of the square."""
+        """Mean over tokens of the square."""
         return values.dot(values) / self.num_tokens if values.shape[0] == self.num_tokens else self.mean(values**2)
 
     def std(self, values: Tensor) -> Tensor:
-        """The deviation over tokens from their mean; taken around it, so that values that are all equal have none."""
+        """Population standard deviation over tokens. Centring first makes it exactly 0 for equal values."""
         return self.mean_square(values - self.mean(values).to(values.dtype)).sqrt()
 
-    def rows(self, values: Tensor) -> Tensor:
-        """[R] the mean over each row's tokens."""
+    def row_means(self, values: Tensor) -> Tensor:
+        """[R] mean over each row's tokens."""
         return (
             values if values.shape[0] == self.lengths.shape[0] else contiguous_sum(values, self.offsets) / self.lengths
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """[M] from [M] or [R]."""
+        """[M] or [R] to [M]: a row's value is repeated at each of its tokens."""
         return values if values.shape[0] == self.num_tokens else torch.repeat_interleave(values, self.lengths)
 
-    def rows_with(self, flags: Tensor) -> Tensor:
-        """[R] bool: rows with any token flagged."""
+    def any_in_row(self, flags: Tensor) -> Tensor:
+        """[R] bool: whether any token of the row is flagged."""
         if flags.shape[0] == self.lengths.shape[0]:
             return flags
         return contiguous_count(flags, self.offsets) > 0
 
 
 def rollout_mismatch(old: Tensor, behaviour: Tensor, offsets: Tensor) -> RolloutMismatch:
-    """The gap of log-probs [M] in runs of `offsets`, empty ones left out."""
+    """The mismatch of two columns of log-probs [M] in the runs of `offsets`; empty runs are left out."""
     if old.shape[0] == 0:
         raise ValueError("rollout correction compares log-probs of tokens the model wrote, and the batch has none")
     offsets = offsets[torch.cat([torch.ones_like(offsets[:1], dtype=torch.bool), offsets.diff() > 0])]
@@ -119,8 +122,15 @@ def rollout_mismatch(old: Tensor, behaviour: Tensor, offsets: Tensor) -> Rollout
     return RolloutMismatch(old.sub_(behaviour), offsets, old_sum, behaviour_sum)
 
 
+def batch_mismatch(batch: Batch) -> tuple[ActionTokens, RolloutMismatch]:
+    """The action tokens of a batch, and the mismatch of its `old_logp` and `behaviour_logp` at them."""
+    tokens = action_tokens(batch)
+    old, behaviour = (tokens.gather(batch.token[name]) for name in ("old_logp", "behaviour_logp"))
+    return tokens, rollout_mismatch(old, behaviour, tokens.offsets)
+
+
 def refuse_nan_logp(old: Tensor, behaviour: Tensor) -> None:
-    """Stops where a log-prob, or a sum of some, is missing."""
+    """Raises if a log-prob, or a sum of log-probs, is nan."""
     for side, values in (("trainer", old), ("engine", behaviour)):
         if bool(values.isnan().any()):
             raise UserError(
@@ -129,30 +139,50 @@ def refuse_nan_logp(old: Tensor, behaviour: Tensor) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Written:
-    """Where the tokens the model wrote are in a batch."""
-
-    batch: Batch
-    where: Tensor | None  # [M] their places, None if all tokens are
-    offsets: Tensor  # [S+1] their sequences
-
-    def column(self, name: str) -> Tensor:
-        """[M] a token column at these tokens."""
-        column = self.batch.token[name]
-        return column if self.where is None else column.index_select(0, self.where)
-
-    def back(self, values: Tensor) -> Tensor:
-        """[N] from [M], with 0 elsewhere."""
-        if self.where is None:
-            return values
-        return values.new_zeros(self.batch.num_tokens).index_copy_(0, self.where, values)
+# --- Exact quantiles of any number of values, by partition instead of a full sort.
 
 
-def written_of(batch: Batch) -> Written:
-    """The tokens of `action_mask`: what the engine did does not change when a filter takes a token out of the loss."""
-    mask = batch.action_mask
-    if bool(mask.all()):
-        return Written(batch, None, batch.offsets)
-    where = mask.nonzero().squeeze(1)
-    return Written(batch, where, torch.searchsorted(where, batch.offsets))
+def quantiles(values: Tensor, shares: Sequence[float]) -> Tensor:
+    """Quantiles of [M] at increasing `shares`, linearly interpolated between the two nearest values."""
+    last = values.shape[0] - 1
+    ranks = [int(share * last) for share in shares]
+    pairs = _neighbours_on_cpu(values, ranks) if values.device.type == "cpu" else _neighbours_on_device(values, ranks)
+    return _interpolated(pairs, values.shape[0], shares)
+
+
+def row_quantiles(values: Tensor, counts: Tensor, shares: Sequence[float]) -> Tensor:
+    """Quantiles of [R] values that occur `counts` times each."""
+    values, order = values.sort()
+    ends = counts[order].cumsum(0)
+    last = int(ends[-1]) - 1
+    ranks = torch.tensor([int(share * last) for share in shares], device=values.device)
+    found = [values[torch.searchsorted(ends, r.clamp(max=last), right=True)] for r in (ranks, ranks + 1)]
+    return _interpolated(torch.stack(found, 1), last + 1, shares)
+
+
+def _neighbours_on_cpu(values: Tensor, ranks: Sequence[int]) -> Tensor:
+    """[K, 2] the values of rank r and r + 1.
+
+    Each partition works only on what is right of the previous rank, so that all ranks together cost two or three full
+    partitions. torch's kthvalue is several times slower.
+    """
+    left, start, found = values.numpy().copy(), 0, []
+    for rank in ranks:
+        left[start:].partition(rank - start)
+        start = rank
+        above = left[rank + 1 :]
+        found.append([left[rank], above.min() if above.size else left[rank]])
+    return torch.tensor(found, dtype=values.dtype)
+
+
+def _neighbours_on_device(values: Tensor, ranks: Sequence[int]) -> Tensor:
+    """[K, 2] the same on an accelerator."""
+    last = values.shape[0] - 1
+    return torch.stack(
+        [torch.stack([values.kthvalue(min(r, last) + 1).values for r in (rank, rank + 1)]) for rank in ranks]
+    )
+
+
+def _interpolated(pairs: Tensor, num: int, shares: Sequence[float]) -> Tensor:
+    places = torch.tensor([share * (num - 1) for share in shares], dtype=pairs.dtype, device=pairs.device)
+    return pairs[:, 0] + (pairs[:, 1] - pairs[:, 0]) * places.frac()

@@ -1,4 +1,4 @@
-"""Slot `correction`: what is done about the gap between the policy that samples and the policy that is trained.
+"""Slot `correction`: records and presets of rollout correction, between the policy that samples and the one that is trained.
 
 `correction: decoupled_token_is` names a row of `CORRECTION_PRESETS`; `{name: decoupled_token_is, threshold: 3}` changes it.
 """
@@ -31,7 +31,7 @@ DEFAULT_THRESHOLD = 2.0
 
 
 def parse_band(value: Any) -> Any:
-    """`"0.5_2.0"`, as verl writes a lower and an upper bound, as two numbers; anything else as it is."""
+    """verl's `"0.5_2.0"` (lower and upper bound) as two numbers; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     parts = value.split("_")
@@ -42,7 +42,7 @@ Bounds = Annotated[Positive | Band, BeforeValidator(parse_band)]
 
 
 class NoCorrection(Slot):
-    """The loss as it is; the gap is measured all the same, with a bound of 2 where a metric needs one."""
+    """No correction. The mismatch is still measured, with a bound of 2 in metrics that need one."""
 
     name: Literal["none"] = "none"
 
@@ -53,7 +53,7 @@ class NoCorrection(Slot):
 
 
 class CoupledCorrection(Slot):
-    """One importance weight for each token, bounded or masked, and a veto on rows with an absurd token."""
+    """One importance weight per token, truncated or masked, and a veto on sequences with an absurd token."""
 
     formula: ClassVar[str] = (
         "W = exp(clip(u, -20, 20)), u = l, sum_t l or mean_t l, l = old - behaviour; truncate: min(W, C); "
@@ -65,17 +65,17 @@ class CoupledCorrection(Slot):
     apply: bool = True
     """Multiply the policy loss by the weights; false computes metrics only."""
     threshold: float = Field(DEFAULT_THRESHOLD, gt=0)
-    """Upper bound C of a weight: token 1.5 to 5, sequence 2 to 10, geometric 1.0002 to 1.001."""
+    """Upper bound C of a weight. Usual values: token 1.5 to 5, sequence 2 to 10, geometric 1.0002 to 1.001."""
     lower: float | None = Field(None, gt=0)
-    """Lower bound, of mode mask and of metrics; null is 1 / threshold."""
+    """Lower bound, used by mode mask and by metrics; null is 1 / threshold."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The weight of each token, of the whole sequence, or of the geometric mean of its tokens."""
+    """Weight of each token, of the whole sequence, or the geometric mean of its tokens' weights."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Cut weights at the threshold (TIS), or reject what is out of bounds (MIS)."""
+    """Truncate weights at the threshold (TIS), or reject tokens and sequences out of bounds (MIS)."""
     veto: float | None = Field(1e-4, gt=0)
-    """A sequence with a token of a smaller ratio is rejected; null never does."""
+    """A sequence with any token ratio below this is rejected; null rejects none."""
     target: Literal["weight", "mask"] = "weight"
-    """What is rejected has weight 0 and is still counted by the loss's mean, or leaves the mask and the count."""
+    """`weight`: a rejected token has weight 0 and still counts in the loss's mean. `mask`: it leaves the mask and the count."""
 
     @property
     def acts(self) -> bool:
@@ -93,19 +93,19 @@ class CoupledCorrection(Slot):
 
 
 class _WeightsAndRejection(Slot):
-    """Weights and rejection, each with its own bounds."""
+    """Importance weights and rejection, each with its own bounds."""
 
     weights: Literal["token", "sequence"] | None = None
-    """Multiply the policy loss by the weight of each token or of the whole sequence; null does not."""
+    """Multiply the policy loss by the weight of each token or of the whole sequence; null applies no weights."""
     threshold: Bounds = DEFAULT_THRESHOLD
-    """One number C cuts weights at C (TIS); two, `[0.5, 5.0]`, make those out of them 0 (IcePop)."""
+    """One number C truncates weights at C (TIS). Two numbers, `[0.5, 5.0]`, set weights outside to 0 (IcePop)."""
     batch_normalise: bool = False
-    """Divide the weights by their mean, so that they change directions and not the size of a step."""
+    """Divide the weights by their mean, so that they change the direction of a step and not its size."""
     reject: dict[Rejection, Bounds] = Field(default_factory=dict)
     """Statistics and the bounds within which a token or sequence stays in the loss; all must hold.
 
-    `token_k2`, `seq_mean_k3`, ...: the largest value kept. `token_k1`, `seq_sum_k1`, `seq_mean_k1`: the ratios old/behaviour kept, as `[0.5, 2.0]`,
-    or one number u for 1/u to u. (verl's code bounds the inverse ratio: its `lo_hi` keeps what `[1/hi, 1/lo]` keeps here.)
+    `token_k2`, `seq_mean_k3`, ...: the largest accepted value. `token_k1`, `seq_sum_k1`, `seq_mean_k1`: the accepted ratios
+    old/behaviour, as `[0.5, 2.0]`, or one number u for [1/u, u]. (verl bounds the inverse ratio: its `lo_hi` is `[1/hi, 1/lo]` here.)
     """
 
     @property
@@ -142,7 +142,7 @@ class _WeightsAndRejection(Slot):
 
 
 class DecoupledCorrection(_WeightsAndRejection):
-    """Corrects the gap from engine to trainer by weights, rejection or both, and leaves the drift since to the clip."""
+    """Corrects the mismatch from engine to trainer by weights, rejection or both; the clip bounds the drift after that."""
 
     formula: ClassVar[str] = (
         "loss_t *= w, w = min(W, C) or W [lo <= W <= hi], W = exp(clip(l or sum_t l, -20, 20)), l = old - behaviour; "
@@ -156,21 +156,21 @@ class DecoupledCorrection(_WeightsAndRejection):
 
 
 class BypassCorrection(_WeightsAndRejection):
-    """The engine's log-probs as the anchor: two policies, and no pass for the old log-probs."""
+    """The engine's log-probs as the anchor of the ratio: two policies, and no forward pass for old log-probs."""
 
     formula: ClassVar[str] = (
         "old := behaviour; ppo_clip: the clip on r = exp(logp - behaviour); reinforce: -sg(w) A logp, w as in decoupled "
-        "with l = logp - behaviour; 0 where rejected, the denominators as before"
+        "with l = logp - behaviour; 0 if rejected, denominators unchanged"
     )
     paper: ClassVar[str] = "PPO (1707.06347); TIS: Yao et al. (2025); IcePop (2510.18855)"
     scope: ClassVar[Literal["sequence"]] = "sequence"
     name: Literal["bypass"] = "bypass"
     loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """The loss of the algorithm's slots, clipped around the engine's policy, or weighted log-probs without a clip."""
+    """`ppo_clip`: the loss of the algorithm's slots, clipped around the engine's policy. `reinforce`: weighted log-probs without a clip."""
 
     @property
     def span(self) -> Literal["sequence", "batch"]:
-        """The scope these options need: a mean weight is the whole mini-batch's."""
+        """The scope these options need: batch_normalise needs the mean weight of the whole mini-batch."""
         return "batch" if self.batch_normalise else "sequence"
 
     @model_validator(mode="after")
@@ -184,17 +184,17 @@ class BypassCorrection(_WeightsAndRejection):
 
 
 class BudgetCorrection(Slot):
-    """How much of the gap is tolerable; the mildest correction that keeps to it is chosen, and changed as the gap changes."""
+    """A limit on the mismatch. The mildest correction within it is chosen, and changed as the mismatch changes."""
 
     formula: ClassVar[str] = (
-        "the first of a ladder of corrections, none to the strictest, that leaves k3_kl and ess within bounds and half the tokens"
+        "the mildest of a ladder of corrections that leaves k3_kl and ess within bounds and at least half the tokens"
     )
     needs: ClassVar[tuple[str, ...]] = ("old",)
     name: Literal["budget"] = "budget"
     k3_kl: float | None = Field(None, gt=0)
-    """The largest KL from engine to trainer (k3) that a correction may leave in the tokens trained on; null is no limit."""
+    """Largest KL from engine to trainer (k3 estimate) that a correction may leave in the tokens trained on; null sets no limit."""
     ess: float | None = Field(None, gt=0, lt=1)
-    """The least effective sample size of the weights, as a share of the tokens; null is no limit."""
+    """Smallest effective sample size of the weights, as a share of the tokens; null sets no limit."""
 
     @property
     def acts(self) -> bool:
@@ -219,7 +219,7 @@ CORRECTION_RECORDS: tuple[type[Slot], ...] = (
 )
 
 
-# --- presets -----------------------------------------------------------------------------------------------------------
+# --- Presets
 
 GEOMETRIC_REJECTION = {"seq_mean_k1": (0.999, 1.001)}
 K3_REJECTION = {"seq_mean_k3": 0.01}
@@ -254,11 +254,11 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_seq_tis": _policy_gradient("sequence", reject=GEOMETRIC_REJECTION),
     "bypass_pg_geo_rs_token_tis": _policy_gradient("token", reject=GEOMETRIC_REJECTION),
 }
-"""What each name stands for; options that are not named have their defaults (a threshold of 2)."""
+"""Options of each preset; options that are not named have their defaults."""
 
 
 def expand_preset(value: Any) -> Any:
-    """A preset's name, alone or as the `name` of options that change it, as the options it stands for."""
+    """The options that a preset's name stands for; options given beside the name override the preset's."""
     own = {"name": value} if isinstance(value, str) else value
     if not isinstance(own, dict):
         return own
@@ -278,7 +278,7 @@ CorrectionSlot: Any = Annotated[choice(*CORRECTION_RECORDS, plugin=False), Befor
 
 
 def parse_verl_rejections(options: str, thresholds: str | float) -> dict[str, Any]:
-    """`reject` from two of verl's keys: names joined by commas, and a threshold for each or one for all."""
+    """`reject` from verl's two keys: names joined by commas, and one threshold for each or one for all."""
     names = [name.strip() for name in options.split(",")]
     bounds = [text.strip() for text in str(thresholds).split(",")]
     if len(bounds) not in (1, len(names)):

@@ -30,7 +30,7 @@ from burnish.core.segments import (
 # They read rewards and accuracies alone, so they run before any forward pass is spent on what they drop.
 
 
-def zero_signal(batch: Batch, metric: Literal["reward", "accuracy"] = "reward") -> Tensor:
+def zero_signal(batch: Batch, *, metric: Literal["reward", "accuracy"]) -> Tensor:
     """[S] bool: keep groups whose metric differs between samples, and groups of one.
 
     The others have no gradient under a group baseline. DAPO's dynamic sampling (2503.14476), which adds the refill.
@@ -42,7 +42,7 @@ def zero_signal(batch: Batch, metric: Literal["reward", "accuracy"] = "reward") 
     return (keep | (segment_count(group_of_trajectory, num) == 1))[groups]
 
 
-def difficulty_band(batch: Batch, low: float = 0.2, high: float = 0.8) -> Tensor:
+def difficulty_band(batch: Batch, *, low: float, high: float) -> Tensor:
     """[S] bool: keep groups with low <= mean accuracy <= high; every trajectory counts once.
 
     The expected improvement is bounded by the variance p(1-p), largest at one half. Bae et al. (2504.03380); PRIME
@@ -72,7 +72,7 @@ GROUP_FILTERS: dict[str, Callable[..., Tensor]] = {
 # --- The edges of a tree of rollouts that are trained on this time.
 
 
-def tree_edges(batch: Batch, most: int = 32) -> Tensor:
+def tree_edges(batch: Batch, *, most: int) -> Tensor:
     """[N] bool: of each tree only edges with an advantage other than 0 stay, at most `most`. SPO-tree (2505.23564).
 
     They are taken in an order that is drawn from the keys of their sequences, the same whenever the tree is used: a tree that comes
@@ -132,7 +132,7 @@ def positives_only(batch: Batch) -> Tensor:
     return batch.loss_mask & (batch.sequence["reward"] > 0)[batch.sequence_ids]
 
 
-def cppo(batch: Batch, prune: float = 0.5) -> Tensor:
+def cppo(batch: Batch, *, prune: float) -> Tensor:
     """[N] bool: of every group only the k = max(1, floor(G (1 - prune))) samples with the largest |A| stay.
 
     |A| is the mean over a sample's tokens where advantages are per token; of equals the earlier stays. A sample that
@@ -160,7 +160,7 @@ def _mean_abs_advantages(batch: Batch, owner: Tensor, num: int) -> Tensor:
     return torch.where(left > 0, mean, torch.full_like(mean, -torch.inf))
 
 
-def prob_mask(batch: Batch, below: float = 0.9) -> Tensor:
+def prob_mask(batch: Batch, *, below: float) -> Tensor:
     """[N] bool: only tokens the old policy gave a probability under `below` stay: where it had a choice.
 
     The probability mask of SPO (2505.23564); masked tokens leave the denominators too.
@@ -268,7 +268,7 @@ PfPpoMode = Literal["power", "best_worst", "best_random", "best"]
 PF_PPO_STREAM = 0x5046_5050_4F  # "PFPPO": other picks by the same key, such as Clip-Cov's, have noise of their own
 
 
-def pf_ppo(batch: Batch, mode: PfPpoMode = "power", power: float = 2.0) -> Tensor:
+def pf_ppo(batch: Batch, *, mode: PfPpoMode, power: float) -> Tensor:
     """[S'] sequences: from each group as many draws as it has samples, with replacement, favouring the extremes.
 
     Learned scores are reliable only there. Draw d of a group is a function of the identity of its first sequence and

@@ -1,8 +1,8 @@
 """What a loss sees: the tokens in the loss of a mini-batch, or of a part of it that holds whole sequences.
 
-A loss whose scope is `token` or `sequence` gets one view a micro-batch; one whose scope is `group` or `batch` gets a
-single view of the whole mini-batch, with log-probs as leaves (see `training/learner.py`). Tokens out of the loss are
-not there at all, so nothing needs masking, and a sequence without a token in the loss has length 0.
+A loss of scope `token` or `sequence` gets one view per micro-batch. A loss of scope `group` or `batch` gets one view of
+the whole mini-batch, with log-probs as leaves (see `training/learner.py`). Tokens outside the loss are left out, so
+nothing needs masking, and a sequence without a token in the loss has length 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_broadcast, contiguous_sum, ids_from_offsets
+
+TokenLoss = tuple[Tensor, dict[str, Tensor]]
+"""[M] a loss or weight per token, and token metrics: columns [M] whose mean over tokens is the metric of that name."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,14 @@ class LossView:
         """[M] the sequence of each token."""
         return ids_from_offsets(self.offsets)
 
+    @property
+    def policy_logp(self) -> Tensor:
+        """[M] `logp` of a view that must have it."""
+        assert self.logp is not None, "the learner gives log-probs to a policy's loss"
+        return self.logp
+
     def has(self, name: str) -> bool:
-        """Whether a column is there, per token or per sequence."""
+        """Whether there is a column of this name, per token or per sequence."""
         return name in self.token or name in self.sequence
 
     def column(self, name: str) -> Tensor:
@@ -60,12 +69,20 @@ class LossView:
         return contiguous_broadcast(values, self.ids, self.offsets)
 
     def sum(self, values: Tensor) -> Tensor:
-        """[M] to [S]: the sum over each sequence's tokens, with gradient; 0 for a sequence that has none."""
+        """[M] to [S]: sum over each sequence's tokens, with gradient; 0 for a sequence without tokens."""
         return contiguous_sum(values, self.offsets)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[M] to [S]: the mean over each sequence's tokens, with gradient; 0 for a sequence that has none."""
+        """[M] to [S]: mean over each sequence's tokens, with gradient; 0 for a sequence without tokens."""
         return self.sum(values) / self.lengths.clamp(min=1)
+
+    def sequence_mean_metric(self, values: Tensor) -> Tensor:
+        """[S] to [M]: a token metric whose mean over tokens is the mean of `values` over sequences with a token.
+
+        Only for a view of the whole mini-batch (scope group or batch): a part of it does not know these counts.
+        """
+        scale = self.num_tokens / (self.lengths > 0).sum().clamp(min=1)
+        return self.spread(values / self.lengths.clamp(min=1)) * scale
 
 
 def loss_view(
@@ -75,7 +92,7 @@ def loss_view(
     value: Tensor | None = None,
     kl: Tensor | None = None,
 ) -> LossView:
-    """The tokens in the loss of a batch; float columns come in the type of what carries the gradient."""
+    """The tokens of a batch that are in the loss; float columns have the dtype of `logp` or `value`."""
     mask = batch.loss_mask
     carrier = logp if logp is not None else value
     dtype = carrier.dtype if carrier is not None else torch.float64
@@ -86,7 +103,7 @@ def loss_view(
 
 
 class _LazyColumns(Mapping[str, Tensor]):
-    """Columns in the type of a loss, made when asked for: it reads two or three of a dozen."""
+    """Columns converted to the loss's dtype on access, because a loss reads few of them."""
 
     def __init__(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.columns, self.dtype = columns, dtype
@@ -103,7 +120,7 @@ class _LazyColumns(Mapping[str, Tensor]):
 
 
 class _LazyTokenColumns(_LazyColumns):
-    """Token columns at the places in the loss (None is all), with `position`, that of each in its sequence."""
+    """Token columns at the indices `where` (None: all tokens), and `position`, each token's index in its sequence."""
 
     def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None, offsets: Tensor) -> None:
         super().__init__({**batch.token, "position": batch.tokens}, dtype)

@@ -1,50 +1,20 @@
-"""The critic's loss and how well its values explain the returns (PPO, 1707.06347; the clip is that of its code)."""
+"""Losses of the models beside the policy: the critic, PRIME's implicit process reward model, and a reward model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from burnish.algorithms.losses.loss_functions import (
-    LOSSES,
-    bradley_terry,
-    chosen_minus_rejected,
-    log_odds,
-    pairs_of,
-    policy_logp,
-)
 from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.losses.preference_losses import bradley_terry, chosen_minus_rejected, pairs_of
 from burnish.core.segments import compact_ids, segment_mean, segment_sum
 
-
-def value_loss(value: Tensor, returns: Tensor, old: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """[M] .5 max((v - ret)^2, (clip(v, v_old - c, v_old + c) - ret)^2), and where the second is the larger.
-
-    A value that has left the range around the one before the batch's first update gets no gradient further out, unless
-    it comes nearer to the return by going back. Without a `clip` it is half the squared error.
-    """
-    plain = (value - returns).square()
-    if clip is None:
-        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    clipped = (torch.clamp(value, old - clip, old + clip) - returns).square()
-    return 0.5 * torch.maximum(plain, clipped), clipped > plain
-
-
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
-    """1 - Var(ret - v) / Var(ret) over the tokens of the mask; nan where all returns are the same.
-
-    1 is a perfect critic, 0 one no better than a constant (VC-PPO, 2503.01491, watches it during value pre-training).
-    """
-    returns, values = returns[mask].double(), values[mask].double()
-    if returns.numel() == 0 or bool((returns == returns[0]).all()):
-        return math.nan
-    return float(1 - (returns - values).var(correction=0) / returns.var(correction=0))
+# --- Critic
 
 
 @dataclass(frozen=True)
@@ -55,7 +25,7 @@ class ValueLoss:
     """
 
     clip: float | None = 0.5
-    """How far a value may move from the old one before its gradient stops; None is no limit."""
+    """How far a value may move from the old one before its gradient stops; None sets no limit."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"value"})
     scope: ClassVar[str] = "token"
@@ -69,35 +39,43 @@ class ValueLoss:
         return (view.column("weight") * per_token).sum(), sums
 
 
-# --- Losses of an implicit process reward model: a policy whose log-ratio to its reference is read as a reward (PRIME, 2502.01456).
+def value_loss(value: Tensor, returns: Tensor, old: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """[M] 0.5 max((v - ret)^2, (clip(v, v_old - c, v_old + c) - ret)^2), and where the second is larger. PPO (1707.06347).
+
+    A value outside the range around `old` gets no gradient further out, only back towards the return. Without `clip` the loss
+    is half the squared error.
+    """
+    plain = (value - returns).square()
+    if clip is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = (torch.clamp(value, old - clip, old + clip) - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
+    """1 - Var(ret - v) / Var(ret) over the tokens of the mask; nan if all returns are equal.
+
+    1 is a perfect critic, 0 is no better than a constant. VC-PPO (2503.01491) watches it during value pre-training.
+    """
+    returns, values = returns[mask].double(), values[mask].double()
+    if returns.numel() == 0 or bool((returns == returns[0]).all()):
+        return math.nan
+    return float(1 - (returns - values).var(correction=0) / returns.var(correction=0))
+
+
+# --- Implicit process reward model (PRIME, 2502.01456)
 #
-# With q_t = log pi_phi(y_t) - log pi_ref(y_t) and Q = beta sum_t q_t, the model is trained on outcome labels alone; its
-# token rewards beta q_t are what `advantages.process.prime_rloo` takes.
-
-
-def outcome_cross_entropy(log_ratio: Tensor, right: Tensor, beta: float = 0.05) -> Tensor:
-    """[S] cross-entropy of sigmoid(beta * summed log-ratio) against right (1) or wrong (0)."""
-    return binary_cross_entropy_with_logits(beta * log_ratio, right.to(log_ratio.dtype), reduction="none")
-
-
-def outcome_contrast(log_ratio: Tensor, right: Tensor, group_ids: Tensor, beta: float = 0.05) -> Tensor:
-    """[S] -log sigmoid(+-(Q - mean Q of the group's answers of the other label)), plus where right; 0 without any such."""
-    groups, num = compact_ids(group_ids)
-    score, right = beta * log_ratio, right.bool()
-    means = [segment_mean(score, groups, num, mask) for mask in (~right, right)]
-    there = [torch.zeros_like(means[0], dtype=torch.bool).index_fill(0, groups[mask], True) for mask in (~right, right)]
-    other = torch.where(right, means[0][groups], means[1][groups])
-    has_other = torch.where(right, there[0][groups], there[1][groups])
-    sign = torch.where(right, 1.0, -1.0).to(score.dtype)
-    return torch.where(has_other, -logsigmoid(sign * (score - other)), torch.zeros_like(score))
+# The model is a policy whose log-ratio to its frozen start is read as a reward. With q_t = log pi_phi(y_t) - log pi_ref(y_t)
+# and Q = beta sum_t q_t it is trained on outcome labels alone. Its token rewards beta q_t are the process rewards of
+# advantage `prime_rloo`.
 
 
 @dataclass(frozen=True)
 class ImplicitPrmLoss:
-    """Either loss on the answers of a batch, whose weights are fixed before it is split; groups stay together.
+    """Cross-entropy or contrast loss on the answers of a batch; groups stay together.
 
-    Columns it reads: `prior_logp` [M], log-probs under the model's frozen start; `answer_ids` [S], which sequences are one
-    answer; `outcome` and `weight` [S], the same in all sequences of an answer.
+    Columns it reads: `prior_logp` [M], log-probs under the model's frozen start; `answer_ids` [S], the answer of each sequence;
+    `outcome` and `weight` [S], equal in all sequences of an answer.
     """
 
     kind: str = "cross_entropy"
@@ -107,29 +85,53 @@ class ImplicitPrmLoss:
     scope: ClassVar[str] = "groups"
 
     def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
-        logp = view.logp
+        logp = view.policy_logp
         assert logp is not None, "the learner gives log-probs"
-        owner, num = compact_ids(view.sequence["answer_ids"])
+        answer_ids, num = compact_ids(view.sequence["answer_ids"])
 
-        def of_answers(name: str) -> Tensor:
-            return segment_mean(view.sequence[name].to(logp.dtype), owner, num)
+        def per_answer(name: str) -> Tensor:
+            return segment_mean(view.sequence[name].to(logp.dtype), answer_ids, num)
 
-        log_ratio, right = segment_sum(view.sum(logp - view.column("prior_logp")), owner, num), of_answers("outcome")
+        log_ratio, right = (
+            segment_sum(view.sum(logp - view.column("prior_logp")), answer_ids, num),
+            per_answer("outcome"),
+        )
         if self.kind == "contrast":
-            groups = torch.zeros(num, dtype=torch.int64, device=owner.device)
-            groups[owner] = view.sequence["group_ids"]
+            groups = torch.zeros(num, dtype=torch.int64, device=answer_ids.device)
+            groups[answer_ids] = view.sequence["group_ids"]
             losses = outcome_contrast(log_ratio, right > 0.5, groups, self.beta)
         else:
             losses = outcome_cross_entropy(log_ratio, right, self.beta)
-        return (of_answers("weight") * losses).sum(), {}
+        return (per_answer("weight") * losses).sum(), {}
+
+
+def outcome_cross_entropy(log_ratio: Tensor, right: Tensor, beta: float) -> Tensor:
+    """[S] binary cross-entropy of sigmoid(beta * summed log-ratio) against right (1) or wrong (0)."""
+    return binary_cross_entropy_with_logits(beta * log_ratio, right.to(log_ratio.dtype), reduction="none")
+
+
+def outcome_contrast(log_ratio: Tensor, right: Tensor, group_ids: Tensor, beta: float) -> Tensor:
+    """[S] -log sigmoid(+-(Q - mean Q of the group's answers with the other label)), + if right; 0 if there are none."""
+    groups, num = compact_ids(group_ids)
+    score, right = beta * log_ratio, right.bool()
+    means = [segment_mean(score, groups, num, mask) for mask in (~right, right)]
+    present = [
+        torch.zeros_like(means[0], dtype=torch.bool).index_fill(0, groups[mask], True) for mask in (~right, right)
+    ]
+    other = torch.where(right, means[0][groups], means[1][groups])
+    has_other = torch.where(right, present[0][groups], present[1][groups])
+    sign = torch.where(right, 1.0, -1.0).to(score.dtype)
+    return torch.where(has_other, -logsigmoid(sign * (score - other)), torch.zeros_like(score))
 
 
 def outcome_prediction_metrics(log_ratio: Tensor, right: Tensor, rounding: float) -> dict[str, float]:
-    """How well summed log-ratios [T] tell right answers from wrong ones.
+    """How well summed log-ratios [T] separate right answers from wrong ones.
 
-    `accuracy`: how often the sign is that of the outcome. `ranking`: of all pairs of a right and a wrong answer, how many
-    have the right one ahead (missing where all outcomes are alike). `share_right`: what saying "right" every time would
-    score. What is no more than `rounding` is neither, and counts half.
+    - `accuracy`: how often the sign matches the outcome.
+    - `ranking`: share of (right, wrong) pairs with the right answer ahead; missing if all outcomes are equal.
+    - `share_right`: the accuracy of always predicting "right".
+
+    A log-ratio within `rounding` counts half.
     """
     right = right > 0.5
     score = torch.where(log_ratio.abs() <= rounding, torch.zeros_like(log_ratio), log_ratio).double()
@@ -142,20 +144,20 @@ def outcome_prediction_metrics(log_ratio: Tensor, right: Tensor, rounding: float
     return found
 
 
-# --- The loss of a reward model: which of two answers is the better one, as a difference of scores (Bradley and Terry, 1952).
+# --- Reward model
 
 
 @dataclass(frozen=True)
 class RewardModelLoss:
-    """Mean over pairs of -log sigmoid(r_c - r_r - m) + centre (r_c + r_r)^2, with m the pair's margin plus a constant.
+    """Mean over pairs of -log sigmoid(r_c - r_r - m) + centre (r_c + r_r)^2, m = the pair's margin + `margin`.
 
-    Only differences matter to the first term; the second keeps scores around 0 (Eisenstein et al., 2312.09244). Each
-    sequence has one token in the loss, the one its score is read at. Columns it reads, [S] each: `group_ids` (the pair),
-    `chosen`, `margin`, `weight` (1 / the pairs of the whole mini-batch).
+    The first term depends only on differences. The second keeps scores around 0 (Eisenstein et al., 2312.09244). Each sequence
+    has one token in the loss, at which its score is read. Columns it reads, [S] each: `group_ids` (the pair), `chosen`,
+    `margin`, `weight` (1 / number of pairs of the whole mini-batch).
     """
 
     margin: float = 0.0
-    """By how much every chosen answer must be ahead, besides the margin of its pair."""
+    """By how much every chosen answer must be ahead, besides its pair's margin."""
     centre: float = 0.0
     """Coefficient of the second term."""
 
@@ -172,92 +174,11 @@ class RewardModelLoss:
         margin = segment_sum(view.sequence["margin"], pairs, num) / 2 + self.margin
         weight = segment_sum(view.sequence["weight"], pairs, num) / 2
         loss = bradley_terry(ahead, ahead.new_zeros(()), margin) + self.centre * both.square()
-        told = ahead.detach()
-        # Metrics are divided by the tokens in the loss, of which a pair has two.
-        sums = {"accuracy": 2 * (told > 0).to(told.dtype).sum(), "margin": 2 * told.sum(), "score": both.detach().sum()}
+        difference = ahead.detach()
+        # Metrics are divided by the tokens in the loss, and a pair has two.
+        sums = {
+            "accuracy": 2 * (difference > 0).to(difference.dtype).sum(),
+            "margin": 2 * difference.sum(),
+            "score": both.detach().sum(),
+        }
         return (weight * loss).sum(), sums
-
-
-# --- Preferences as the learner sees them: a loss record over answers in pairs or with labels, and what is told of it.
-#
-# A mini-batch holds two sequences of each unit, with the same `group_ids`. Of pairs these are the chosen answer and the
-# rejected one (bool sequence column `chosen`). Of labelled answers (KTO) they are the answer (`desirable` says which are
-# good) and another prompt's answer behind the same prompt (`mismatched`), which shows how far the policy has moved. The
-# reference is the sequence column `ref_logp`: the mean log-prob of each answer's tokens under it.
-
-LOGP_ROUNDING_ULPS = 16
-"""Units in the last place of a log-prob by which two passes over the same answer may differ."""
-
-
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """A preference loss by name; the mean over pairs, or over labelled answers, with the weights of `seq-mean-token-mean`."""
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-    name: str = "dpo"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_paired(self) -> bool:
-        """Whether it compares two answers to one prompt; else it values single ones."""
-        return self.name != "kto"
-
-    @property
-    def scope(self) -> str:
-        """Pairs add up; z0 of KTO is of the whole batch."""
-        return "groups" if self.is_paired else "batch"
-
-    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
-        function = LOSSES[self.name]
-        assert function is not None, "preferences have neither ratio nor clip"
-        logp = policy_logp(view)
-        nobody = torch.zeros_like(logp)  # these losses read neither an anchor nor advantages
-        per_token, _ = function(view, nobody, nobody, **self.options)
-        return (view.column("weight") * per_token).sum(), {}
-
-
-def implicit_rewards(view: LossView, loss: PreferenceLoss) -> Tensor:
-    """[S] how good the policy takes each answer to be, in the units of the loss's margin.
-
-    dpo, ipo, kto: beta (logp - ref), of the whole answer or its mean over tokens as the loss has it. simpo: beta mean logp.
-    orpo: log odds of exp(mean logp).
-    """
-    logp, beta = policy_logp(view), loss.options.get("beta", 1.0)
-    if loss.name == "orpo":
-        return log_odds(view.mean(logp))
-    if loss.name == "simpo":
-        return beta * view.mean(logp)
-    drift = logp - view.column("ref_logp")
-    return beta * (view.mean(drift) if loss.options.get("average", False) else view.sum(drift))
-
-
-def preference_metrics(view: LossView, loss: PreferenceLoss) -> dict[str, float]:
-    """Means over a whole batch: implicit rewards and summed log-probs of either kind of answer, their margin, the accuracy.
-
-    The accuracy of pairs is how often the chosen answer has the higher implicit reward; that of labelled answers how often
-    a good one is above z0 and a bad one below. A tie is half right; what is no more than rounding is one, as before the
-    first update, when policy and reference are the same.
-    """
-    rewards, logp = implicit_rewards(view, loss), view.sum(policy_logp(view))
-    if loss.is_paired:
-        pairs, num = pairs_of(view)
-        ahead = chosen_minus_rejected(view, rewards, pairs, num)
-        better = view.sequence["chosen"]
-        kinds = {"chosen": better, "rejected": ~better}
-    else:
-        judged, good = ~view.sequence["mismatched"], view.sequence["desirable"]
-        z0 = rewards[~judged].mean().clamp(min=0)
-        ahead = torch.where(good, rewards - z0, z0 - rewards)[judged]
-        kinds = {"good": judged & good, "bad": judged & ~good}
-    rounding = (
-        LOGP_ROUNDING_ULPS * torch.finfo(logp.dtype).eps * float(logp.abs().max()) * loss.options.get("beta", 1.0)
-    )
-    found = {"accuracy": _win_rate(ahead, rounding), "margin": float(ahead.mean())}
-    for kind, which in kinds.items():
-        if bool(which.any()):  # a batch may have no bad answer in it
-            found |= {f"reward_{kind}": float(rewards[which].mean()), f"logp_{kind}": float(logp[which].mean())}
-    return found if loss.is_paired else found | {"z0": float(z0)}
-
-
-def _win_rate(ahead: Tensor, rounding: float) -> float:
-    return float(((ahead > rounding).double() + 0.5 * (ahead.abs() <= rounding)).mean())

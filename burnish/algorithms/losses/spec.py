@@ -22,6 +22,29 @@ class LossRecord(Slot):
     """Which command of burnish runs it."""
 
 
+class SurrogateLoss(LossRecord):
+    """The ratio times the advantage."""
+
+    formula: ClassVar[str] = "L_t = CLIP(-A_t r_t)"
+    name: Literal["surrogate"] = "surrogate"
+
+
+class LogprobLoss(LossRecord):
+    """Plain policy gradient."""
+
+    formula: ClassVar[str] = "L_t = -A_t logp_t"
+    paper: ClassVar[str] = "Williams (1992)"
+    name: Literal["logprob"] = "logprob"
+
+
+class WeightedLogprobLoss(LossRecord):
+    """Policy gradient with the clipped ratio as a constant weight."""
+
+    formula: ClassVar[str] = "L_t = -sg(CLIP(r_t)) A_t logp_t"
+    paper: ClassVar[str] = "CISPO, MiniMax-M1 (2506.13585)"
+    name: Literal["sg_logprob"] = "sg_logprob"
+
+
 class OmdLoss(LossRecord):
     """Online mirror descent: pulls a sequence's log-ratio towards advantage / tau. Kimi's, without a value model."""
 
@@ -205,7 +228,10 @@ PREFERENCE_LOSS_RECORDS: tuple[type[Slot], ...] = (DpoLoss, IpoLoss, SimpoLoss, 
 """What `burnish prefer` minimises."""
 PreferenceSlot = choice(*PREFERENCE_LOSS_RECORDS, plugin=False)
 
-OTHER_LOSS_RECORDS: tuple[type[Slot], ...] = (
+LOSS_RECORDS: tuple[type[Slot], ...] = (
+    SurrogateLoss,
+    LogprobLoss,
+    WeightedLogprobLoss,
     OmdLoss,
     SppoLoss,
     DroLoss,

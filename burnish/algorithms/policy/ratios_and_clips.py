@@ -1,8 +1,12 @@
-"""Slot `ratio`: how much likelier the policy makes a token than the anchor (the old policy) did.
+"""Slots `ratio` and `clip`: the importance ratio pi / pi_anchor, and what bounds it.
 
-Functions of a view and the anchor's log-probs [M], giving ratios [M] with gradient. With l = logp - anchor, a token's l
-is clamped to +-20 and a sequence's to at most 10 before the exponential, with no gradient where that acts, so that one
-absurd token or sequence cannot overflow a batch.
+The anchor is the old policy unless the loss names another. With l = logp - anchor, a token's l is clamped to +-20 and a
+sequence's to at most 10 before the exponential, so that one absurd token or sequence cannot overflow a batch. There is no
+gradient where a clamp acts.
+
+A ratio function takes a view and the anchor's log-probs [M]; it returns ratios [M] with gradient. A clip function takes a
+view, the ratio [M], advantages [M], the anchor's log-probs [M] and the options of its record. For loss `surrogate` it
+returns the loss of each token. For loss `sg_logprob` it returns the weight of each token's log-prob, without gradient.
 """
 
 from __future__ import annotations
@@ -12,50 +16,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.loss_view import LossView
+from burnish.algorithms.losses.loss_view import LossView, TokenLoss
 from burnish.core.random_keys import uniforms
 
 MAX_TOKEN_LOG_RATIO = 20.0
 MAX_SEQUENCE_LOG_RATIO = 10.0
+TIE_TOLERANCE = 1e-6
+"""Covariances that differ by less than this, relative to 1 + their size, count as equal."""
 
 
-def log_ratio(view: LossView, anchor: Tensor) -> Tensor:
-    """[M] l = logp - anchor, as it is."""
-    assert view.logp is not None, "a policy's view has log-probs"
-    return view.logp - anchor
-
-
-def clamp_token_log_ratio(log_ratios: Tensor) -> Tensor:
-    """[M] l as every loss with a token ratio sees it."""
-    return log_ratios.clamp(-MAX_TOKEN_LOG_RATIO, MAX_TOKEN_LOG_RATIO)
+# --- Ratios
 
 
 def token_ratio(view: LossView, anchor: Tensor) -> Tensor:
-    """[M] r_t = exp(l_t): PPO's ratio, one for each token."""
+    """[M] r_t = exp(l_t), one ratio per token. PPO (1707.06347)."""
     return clamp_token_log_ratio(log_ratio(view, anchor)).exp()
 
 
 def sequence_ratio(view: LossView, anchor: Tensor) -> Tensor:
-    """[M] s_i = exp(mean_t l_it) at each token of sequence i: the geometric mean of its ratios.
+    """[M] s_i = exp(mean_t l_it) at each token of sequence i: the geometric mean of its token ratios. GSPO (2507.18071).
 
-    The gradient goes through the mean, to every token of the sequence. GSPO (2507.18071).
+    The gradient goes through the mean, to every token of the sequence.
     """
     return view.spread(view.mean(log_ratio(view, anchor)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp())
 
 
 def sequence_token_ratio(view: LossView, anchor: Tensor) -> Tensor:
-    """[M] s_it = sg(s_i) exp(logp_it - sg(logp_it)): the value of `sequence`, the gradient of each token alone.
+    """[M] s_it = sg(s_i) exp(logp_it - sg(logp_it)): the value of `sequence_ratio`, the gradient of the token alone.
 
-    With advantages that are constant in a sequence it has the loss and gradient of `sequence`; with others each token
-    keeps its own. GSPO-token (2507.18071).
+    With advantages that are constant in a sequence, loss and gradient are those of `sequence_ratio`. GSPO-token (2507.18071).
     """
-    assert view.logp is not None, "a policy's view has log-probs"
     mean = view.spread(view.mean(log_ratio(view, anchor).detach()))
-    return (mean + view.logp - view.logp.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    return (mean + view.policy_logp - view.policy_logp.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
 
 
 def sequence_product_ratio(view: LossView, anchor: Tensor) -> Tensor:
-    """[M] exp(sum_t l_it) at each token of sequence i: the ratio of whole sequences, whatever their length."""
+    """[M] exp(sum_t l_it) at each token of sequence i: the ratio of whole sequences, without length normalisation."""
     return view.spread(view.sum(log_ratio(view, anchor)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp())
 
 
@@ -66,12 +62,23 @@ RATIOS: dict[str, Callable[[LossView, Tensor], Tensor] | None] = {
     "seq_prod": sequence_product_ratio,
     "none": None,  # the loss uses log-probs directly
 }
+"""The function of each choice of `algorithm.ratio`."""
 
 
-# --- PPO's pessimistic clip with its variations, and no clip at all.
+def log_ratio(view: LossView, anchor: Tensor) -> Tensor:
+    """[M] l = logp - anchor, not clamped."""
+    return view.policy_logp - anchor
 
 
-def no_clip(view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def clamp_token_log_ratio(log_ratios: Tensor) -> Tensor:
+    """[M] clip(l, -20, 20)."""
+    return log_ratios.clamp(-MAX_TOKEN_LOG_RATIO, MAX_TOKEN_LOG_RATIO)
+
+
+# --- Clips of the surrogate loss
+
+
+def no_clip(view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor) -> TokenLoss:
     """[M] -A r."""
     return -advantages * ratio, {}
 
@@ -81,151 +88,122 @@ def ppo_clip(
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
-    low: float = 0.2,
-    high: float = 0.2,
-    dual: float | None = None,
-    drift: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] max(-A r, -A clip(r, 1-low, 1+high)), for A < 0 at most -A*dual; 0 where the sequence has drifted.
+    *,
+    low: float,
+    high: float,
+    dual: float | None,
+    drift: float | None,
+) -> TokenLoss:
+    """[M] max(-A r, -A clip(r, 1-low, 1+high)). PPO (1707.06347).
 
-    A token of negative advantage whose sequence has mean_t(anchor - logp) > drift leaves the loss but not its
-    denominators. PPO (1707.06347), dual clip (1912.09729; INTELLECT-2's two-sided clip is the same function), high > low
-    is clip-higher (DAPO, 2503.14476), drift is the off-policy sequence mask of DeepSeek-V3.2 (2512.02556).
+    - `high` > `low` is clip-higher, DAPO (2503.14476).
+    - `dual` bounds the loss of tokens with A < 0 by -A * dual. Dual clip (1912.09729); INTELLECT-2's two-sided clip is the same.
+    - `drift` sets the loss to 0 for tokens with A < 0 in sequences with mean_t(anchor - logp) > drift. They stay in the
+      denominators. It is the off-policy sequence mask of DeepSeek-V3.2 (2512.02556).
     """
-    # The larger of the two costs is that of the ratio bounded on one side, and one clamp is half the work of two maxima.
+    # Bounding the ratio on one side gives the larger of the two losses, with one clamp instead of two maxima.
     floor, ceiling = gradient_range(advantages, 1 - low, 1 + high, dual)
     loss = -advantages * torch.clamp(ratio, floor, ceiling)
     below, above = ratio.detach() < floor, ratio.detach() > ceiling
-    marks = {"pg_clipfrac": (above & (advantages > 0)).logical_or_(below & (advantages < 0))}
+    metrics = {"pg_clipfrac": (above & (advantages > 0)).logical_or_(below & (advantages < 0))}
     if dual is not None:
-        marks["pg_clipfrac_lower"] = above & (advantages < 0)
+        metrics["pg_clipfrac_lower"] = above & (advantages < 0)
     if drift is not None:
         drifted = view.mean(-log_ratio(view, anchor).detach()) > drift  # [S]
-        marks["drift_dropped"] = (advantages < 0) & view.spread(drifted)
-        loss = torch.where(marks["drift_dropped"], torch.zeros_like(loss), loss)
-    return loss, marks
-
-
-def gradient_range(advantages: Tensor, low: float, high: float, highest: float | None = None) -> tuple[Tensor, Tensor]:
-    """[M] the range of a ratio or its logarithm that keeps a gradient: up to `high` where A > 0, else from `low` on.
-
-    `highest` bounds the second from above.
-    """
-    gain = advantages > 0
-    floor = torch.full_like(advantages, low).masked_fill_(gain, -torch.inf)
-    return floor, torch.full_like(advantages, torch.inf if highest is None else highest).masked_fill_(gain, high)
-
-
-# --- SAPO's gate: the further a token is from the anchor the less it counts, without an edge.
+        metrics["drift_dropped"] = (advantages < 0) & view.spread(drifted)
+        loss = torch.where(metrics["drift_dropped"], torch.zeros_like(loss), loss)
+    return loss, metrics
 
 
 def soft_clip(
-    view: LossView,
-    ratio: Tensor,
-    advantages: Tensor,
-    anchor: Tensor,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] -A sigmoid(tau (r-1)) 4/tau, with tau_positive where A > 0, else tau_negative.
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, tau_positive: float, tau_negative: float
+) -> TokenLoss:
+    """[M] -A sigmoid(tau (r-1)) 4/tau, with tau_positive if A > 0, else tau_negative. SAPO (2511.20347).
 
-    The gate's slope at r = 1 is 1, so on-policy the gradient is that of plain policy gradient. SAPO (2511.20347).
+    It is a smooth gate instead of a hard clip. Its slope at r = 1 is 1, so on-policy the gradient is the plain policy gradient.
     """
     tau = torch.full_like(advantages, tau_negative).masked_fill_(advantages > 0, tau_positive)
     return (advantages / tau).mul_(-4) * (tau * (ratio - 1)).sigmoid(), {}
 
 
-# --- GMPO's clip: log-ratios are clipped token by token before they are averaged over the sequence.
-
-
 def log_geo_clip(
-    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, low: float = 0.4, high: float = 0.4
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] -a_i exp(mean_t x_it) at each token of sequence i, with a_i = mean_t A_it.
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, low: float, high: float
+) -> TokenLoss:
+    """[M] -a_i exp(mean_t x_it) at each token of sequence i, with a_i = mean_t A_it. GMPO (2507.20673).
 
-    x = min(l, clip(l, -low, high)) where A > 0, else max of the two: only the side that could run away is cut, and a cut
-    token has no gradient. The ratio that is handed in, already averaged, comes too late and is not used.
-    GMPO (2507.20673).
+    x = min(l, clip(l, -low, high)) if A > 0, else the max of the two. Only the side that could grow without bound is clipped,
+    token by token before the mean, and a clipped token has no gradient. `ratio` is already averaged and is not used.
     """
     raw = log_ratio(view, anchor)
     x = torch.clamp(raw, *gradient_range(advantages, -low, high))
     loss = -view.mean(advantages) * view.mean(x).exp()  # [S]
     cut = x.detach() != raw.detach()
-    marks = {"pg_clipfrac": cut & (advantages > 0), "pg_clipfrac_lower": cut & (advantages < 0)}
-    return view.spread(loss), marks
+    metrics = {"pg_clipfrac": cut & (advantages > 0), "pg_clipfrac_lower": cut & (advantages < 0)}
+    return view.spread(loss), metrics
 
 
-# --- Clips that bound the importance weight and leave every kept token its gradient: weights for loss `sg_logprob`.
+def gradient_range(advantages: Tensor, low: float, high: float, highest: float | None = None) -> tuple[Tensor, Tensor]:
+    """[M] the range of a ratio or log-ratio that keeps a gradient: (-inf, high] if A > 0, else [low, highest]."""
+    is_positive = advantages > 0
+    floor = torch.full_like(advantages, low).masked_fill_(is_positive, -torch.inf)
+    return floor, torch.full_like(advantages, torch.inf if highest is None else highest).masked_fill_(is_positive, high)
+
+
+# --- Clips of the importance weight, for loss `sg_logprob`
 
 
 def is_weight_clip(
-    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, low: float | None = None, cap: float = 1.2
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] sg(clip(r, 1-low, cap)); without `low` only the cap acts. CISPO, MiniMax-M1 (2506.13585)."""
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, low: float | None, cap: float
+) -> TokenLoss:
+    """[M] w = sg(clip(r, 1-low, cap)); without `low` only the cap acts. CISPO, MiniMax-M1 (2506.13585).
+
+    It bounds the weight and leaves every token its gradient.
+    """
     r = ratio.detach()
     weight = r.clamp(min=None if low is None else 1 - low, max=cap)
     return weight, {"pg_clipfrac": weight != r}
 
 
 def dppo_tv_clip(
-    view: LossView,
-    ratio: Tensor,
-    advantages: Tensor,
-    anchor: Tensor,
-    low: float = 0.2,
-    high: float = 0.2,
-    cap: float = 20.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] sg(min(r, cap)) where the token is kept, else 0: kept is p - p_old <= high for A > 0, else >= -low.
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, low: float, high: float, cap: float
+) -> TokenLoss:
+    """[M] w = sg(min(r, cap)) if p - p_old <= high (A > 0) or p - p_old >= -low (else), otherwise 0. DPPO (2602.04879).
 
-    The trust region is a bound on the total variation |p - p_old| of sampled token against all others, so rare tokens
-    may move by large ratios and frequent ones may not. DPPO (2602.04879).
+    The trust region bounds the total variation |p - p_old| of the sampled token against all others. Rare tokens may move by
+    large ratios, frequent ones may not.
     """
-    new, old = _policy_and_anchor_logp(view, anchor)
+    new, old = view.policy_logp.detach(), anchor
     rise = new.exp() - old.exp()
     return _truncated_weights(ratio, torch.where(advantages > 0, rise <= high, rise >= -low), cap)
 
 
 def dppo_kl_clip(
-    view: LossView,
-    ratio: Tensor,
-    advantages: Tensor,
-    anchor: Tensor,
-    low: float = 0.05,
-    high: float = 0.05,
-    cap: float = 20.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] as `dppo_tv`, with d = KL(old || new) of sampled token against all others as the bound.
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, low: float, high: float, cap: float
+) -> TokenLoss:
+    """[M] w = sg(min(r, cap)) if d <= high or p <= p_old (A > 0), d <= low or p >= p_old (else), otherwise 0. DPPO (2602.04879).
 
-    d = p_old (old - new) + (1-p_old) log((1-p_old+1e-8) / (1-p+1e-8)); kept is d <= high or p <= p_old for A > 0, else
-    d <= low or p >= p_old: a token on its way back is never dropped. DPPO (2602.04879).
+    d = KL(old || new) of the sampled token against all others:
+    d = p_old (old - new) + (1-p_old) log((1-p_old+1e-8) / (1-p+1e-8)). A token that moves back is never dropped.
     """
-    new, old = _policy_and_anchor_logp(view, anchor)
-    # 1 - p by expm1: the difference of two numbers near 1 loses most of a float32's digits.
+    new, old = view.policy_logp.detach(), anchor
+    # 1 - p by expm1, because subtracting two numbers near 1 loses most digits in float32.
     new_rest, old_rest = ((-x.expm1()).clamp(min=0) for x in (new, old))
     d = old.exp() * (old - new) + old_rest * ((old_rest + 1e-8) / (new_rest + 1e-8)).log()
     kept = torch.where(advantages > 0, (d <= high) | (new <= old), (d <= low) | (new >= old))
     return _truncated_weights(ratio, kept, cap)
 
 
-def _policy_and_anchor_logp(view: LossView, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    """[M] log-probs of the policy and of the anchor, without gradient."""
-    assert view.logp is not None, "a policy's view has log-probs"
-    return view.logp.detach(), anchor
-
-
-def _truncated_weights(ratio: Tensor, kept: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+def _truncated_weights(ratio: Tensor, kept: Tensor, cap: float) -> TokenLoss:
+    """[M] sg(min(r, cap)) for kept tokens, else 0; and the fractions of dropped and of capped tokens."""
     r = ratio.detach()
-    marks = {"pg_clipfrac": ~kept, "pg_clipfrac_lower": kept & (r > cap)}
-    return torch.where(kept, r.clamp(max=cap), torch.zeros_like(r)), marks
+    metrics = {"pg_clipfrac": ~kept, "pg_clipfrac_lower": kept & (r > cap)}
+    return torch.where(kept, r.clamp(max=cap), torch.zeros_like(r)), metrics
 
 
-# --- Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage move together most are what makes entropy collapse.
+# --- Clip-Cov and KL-Cov: the entropy mechanism (2505.22617)
 #
-# Both work on cov_t = (A_t - mean A)(logp_t - mean logp), the means over all tokens of the view, which is the whole
-# mini-batch. The entropy mechanism (2505.22617).
-
-TIE_TOLERANCE = 1e-6  # numbers this close, in parts of one, count as equal
+# Entropy collapse comes from the few tokens with a high covariance of log-prob and advantage. Both clips use
+# cov_t = (A_t - mean A)(logp_t - mean logp), with means over all tokens of the view, which is the whole mini-batch.
 
 
 def covariance_clip(
@@ -233,64 +211,64 @@ def covariance_clip(
     ratio: Tensor,
     advantages: Tensor,
     anchor: Tensor,
-    share: float = 2e-4,
-    low_cov: float = 1.0,
-    high_cov: float = 5.0,
-    low: float = 1.0,
-    high: float = 1.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] PPO's clip, and 0 at max(1, int(share*M)) tokens drawn from those with low_cov < cov < high_cov.
+    *,
+    share: float,
+    low_cov: float,
+    high_cov: float,
+    low: float,
+    high: float,
+) -> TokenLoss:
+    """[M] `ppo_clip`, and 0 at max(1, int(share * M)) tokens drawn from those with low_cov < cov < high_cov. Clip-Cov (2505.22617).
 
-    Tokens that PPO has clipped are not drawn; drawn ones stay in the denominators. What is drawn depends on the `key`
-    of its sequence and its position alone, not on the order of the batch.
+    Tokens that PPO clips are not drawn; drawn tokens stay in the denominators. The draw depends only on the sequence's `key`
+    and the token's position, not on the order of the batch.
     """
     cov = covariances(view, advantages)
-    loss, marks = ppo_clip(view, ratio, advantages, anchor, low, high)
-    eligible = (cov > low_cov).logical_and_(cov < high_cov).logical_and_(~marks["pg_clipfrac"])
+    loss, metrics = ppo_clip(view, ratio, advantages, anchor, low=low, high=high, dual=None, drift=None)
+    eligible = (cov > low_cov).logical_and_(cov < high_cov).logical_and_(~metrics["pg_clipfrac"])
     drawn = _draw_tokens(view, eligible, _num_selected(share, view))
     return loss.masked_fill(drawn, 0), {"pg_clipfrac": drawn, **_covariance_metrics(cov)}
 
 
 def covariance_kl(
-    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, share: float = 2e-3, coef: float = 1.0
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[M] -A r, plus coef |l| with gradient at the max(1, int(share*M)) tokens of largest cov.
+    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, share: float, coef: float
+) -> TokenLoss:
+    """[M] -A r, plus coef |l| at the max(1, int(share * M)) tokens of largest cov. KL-Cov (2505.22617).
 
-    Equal covariances are common (every token the policy is certain of has logp 0, samples of a prompt start alike), and
-    how they round depends on what they were computed beside; so identity decides between those that are nearly equal.
+    Equal covariances are common: certain tokens have logp 0, and samples of a prompt start with the same tokens. Their rounding
+    depends on the rest of the batch, so among nearly equal ones tokens are drawn by key and position.
     """
     cov = covariances(view, advantages)
     num = _num_selected(share, view)
-    least = float(cov.topk(num).values.min()) if num else 0.0
-    near = TIE_TOLERANCE * (1 + abs(least))
-    above, level = cov > least + near, (cov - least).abs() <= near
-    penalised = above.logical_or_(_draw_tokens(view, level, num - int(above.count_nonzero()))).nonzero().squeeze(1)
-    drift = log_ratio(view, anchor).index_select(0, penalised)
+    smallest = float(cov.topk(num).values.min()) if num else 0.0
+    tolerance = TIE_TOLERANCE * (1 + abs(smallest))
+    above, tied = cov > smallest + tolerance, (cov - smallest).abs() <= tolerance
+    penalised = above.logical_or_(_draw_tokens(view, tied, num - int(above.count_nonzero()))).nonzero().squeeze(1)
+    log_ratios = log_ratio(view, anchor).index_select(0, penalised)
     return (-advantages * ratio).index_add(
-        0, penalised, coef * clamp_token_log_ratio(drift).abs()
+        0, penalised, coef * clamp_token_log_ratio(log_ratios).abs()
     ), _covariance_metrics(cov)
 
 
 def covariances(view: LossView, advantages: Tensor) -> Tensor:
     """[M] each token's term of the covariance of advantage and log-prob, without gradient."""
-    assert view.logp is not None, "a policy's view has log-probs"
-    logp = view.logp.detach()
+    logp = view.policy_logp.detach()
     return (advantages - advantages.mean()).mul_(logp - logp.mean())
 
 
 def _covariance_metrics(cov: Tensor) -> dict[str, Tensor]:
-    """The mean covariance, and that of the largest 2e-4 of the tokens, the same at every token."""
+    """Token metrics: the covariance, and the mean covariance of the top 2e-4 of the tokens."""
     largest = cov.topk(max(1, int(2e-4 * cov.numel()))).values.mean() if cov.numel() else cov.sum()
     return {"cov_mean": cov, "cov_top": largest.expand_as(cov)}
 
 
 def _num_selected(share: float, view: LossView) -> int:
-    """How many of the view's tokens a share is: at least one, unless there is none."""
+    """int(share * tokens), at least one and at most all of the view's tokens."""
     return min(max(int(share * view.num_tokens), 1), view.num_tokens)
 
 
 def _draw_tokens(view: LossView, among: Tensor, num: int) -> Tensor:
-    """[M] bool, `num` of the tokens `among` [M], or all where there are fewer; what is drawn follows from identity alone."""
+    """[M] bool: `num` of the tokens `among` [M], or all if there are fewer, drawn by key and position."""
     index = among.nonzero().squeeze(1)
     keys = view.sequence["key"][view.ids[index]]
     noise = uniforms(keys, view.column("position")[index])
@@ -298,14 +276,7 @@ def _draw_tokens(view: LossView, among: Tensor, num: int) -> Tensor:
     return torch.zeros_like(among).index_fill_(0, taken, True)
 
 
-# --- Slot `clip`: what bounds the ratio.
-#
-# A clip takes a view, the ratio [M] with gradient, advantages [M], the anchor's log-probs [M] and its options. It gives
-# what its loss is made of, and marks: columns [M] whose mean over tokens is the metric of that name. For loss
-# `surrogate` the first is the loss of each token; for `sg_logprob` it is the weight of each token's log-prob, which
-# carries no gradient.
-
-CLIPS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+CLIPS: dict[str, Callable[..., TokenLoss]] = {
     "none": no_clip,
     "ppo": ppo_clip,
     "log_geo": log_geo_clip,
@@ -316,3 +287,4 @@ CLIPS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "dppo_tv": dppo_tv_clip,
     "dppo_kl": dppo_kl_clip,
 }
+"""The function of each choice of `algorithm.clip`."""

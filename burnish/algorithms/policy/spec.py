@@ -6,12 +6,11 @@ from typing import ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from burnish.algorithms.losses.spec import LossRecord
 from burnish.config.records import Plugin, Slot
 
 Scope = Literal["token", "sequence", "group", "batch"]
 
-# --- ratio -----------------------------------------------------------------------------------------------------------
+# --- Ratio
 
 
 class TokenRatio(Slot):
@@ -54,7 +53,7 @@ class NoRatio(Slot):
     name: Literal["none"] = "none"
 
 
-# --- clip ------------------------------------------------------------------------------------------------------------
+# --- Clip
 
 
 class Clip(Slot):
@@ -212,32 +211,6 @@ class BinaryKlClip(Clip):
     """The weight is at most this."""
 
 
-# --- loss ------------------------------------------------------------------------------------------------------------
-
-
-class SurrogateLoss(LossRecord):
-    """The ratio times the advantage."""
-
-    formula: ClassVar[str] = "L_t = CLIP(-A_t r_t)"
-    name: Literal["surrogate"] = "surrogate"
-
-
-class LogprobLoss(LossRecord):
-    """Plain policy gradient."""
-
-    formula: ClassVar[str] = "L_t = -A_t logp_t"
-    paper: ClassVar[str] = "Williams (1992)"
-    name: Literal["logprob"] = "logprob"
-
-
-class WeightedLogprobLoss(LossRecord):
-    """Policy gradient with the clipped ratio as a constant weight."""
-
-    formula: ClassVar[str] = "L_t = -sg(CLIP(r_t)) A_t logp_t"
-    paper: ClassVar[str] = "CISPO, MiniMax-M1 (2506.13585)"
-    name: Literal["sg_logprob"] = "sg_logprob"
-
-
 RATIO_RECORDS: tuple[type[Slot], ...] = (TokenRatio, SequenceRatio, SequenceTokenRatio, SequenceProductRatio, NoRatio)
 CLIP_RECORDS: tuple[type[Clip], ...] = (
     PpoClip,
@@ -250,10 +223,9 @@ CLIP_RECORDS: tuple[type[Clip], ...] = (
     TotalVariationClip,
     BinaryKlClip,
 )
-POLICY_LOSS_RECORDS: tuple[type[Slot], ...] = (SurrogateLoss, LogprobLoss, WeightedLogprobLoss)
 
 
-# --- what goes together ----------------------------------------------------------------------------------------------
+# --- Compatibility
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 

@@ -21,9 +21,7 @@ from burnish.core.segments import compact_ids, segment_count, segment_max, segme
 # Lengths are the tokens the model wrote in a trajectory, so that tool results and prompts cost nothing.
 
 
-def soft_overlong(
-    batch: Batch, step: int, *, max_tokens: int | None = None, cache: int | None = None, factor: float = 1.0
-) -> Tensor:
+def soft_overlong(batch: Batch, step: int, *, max_tokens: int | None, cache: int | None, factor: float) -> Tensor:
     """[S] the reward less a penalty that grows over the last `cache` tokens before the limit.
 
     0 up to max_tokens - cache, then linear down to -factor at max_tokens and beyond: truncation becomes a slope, not a
@@ -37,7 +35,7 @@ def soft_overlong(
     return batch.sequence["reward"] - factor * over.clamp(0, 1)
 
 
-def kimi_length(batch: Batch, step: int, *, weight: float = 1.0, warmup_steps: int = 0) -> Tensor:
+def kimi_length(batch: Batch, step: int, *, weight: float, warmup_steps: int) -> Tensor:
     """[S] the reward plus `weight` times a length reward relative to the group, off for the first `warmup_steps` steps.
 
     lambda_i = 1/2 - (len_i - min_g) / (max_g - min_g); a right answer gets lambda_i, a wrong one min(0, lambda_i), and
@@ -57,11 +55,11 @@ def cosine(
     batch: Batch,
     step: int,
     *,
-    max_tokens: int | None = None,
-    correct: tuple[float, float] = (2.0, 1.0),
-    wrong: tuple[float, float] = (-10.0, 0.0),
-    exceeded: float = -10.0,
-    margin: int = 0,
+    max_tokens: int | None,
+    correct: tuple[float, float],
+    wrong: tuple[float, float],
+    exceeded: float,
+    margin: int,
 ) -> Tensor:
     """[S] a reward from correctness and length alone, in place of the old one.
 
@@ -77,13 +75,13 @@ def cosine(
     return torch.where(lengths + margin >= limit, torch.full_like(value, exceeded), value)
 
 
-def lcpo_exact(batch: Batch, step: int, *, alpha: float = 0.0003) -> Tensor:
+def lcpo_exact(batch: Batch, step: int, *, alpha: float) -> Tensor:
     """[S] 1[right] - alpha |budget - length|, in place of the old reward: as long as asked. LCPO, L1 (2503.04697)."""
     correct = is_correct(batch, "shaper lcpo_exact").double()
     return correct - alpha * (_required_budgets(batch, "lcpo_exact") - trajectory_lengths(batch)).abs()
 
 
-def lcpo_max(batch: Batch, step: int, *, alpha: float = 0.0003, delta: float = 0.5) -> Tensor:
+def lcpo_max(batch: Batch, step: int, *, alpha: float, delta: float) -> Tensor:
     """[S] 1[right] clip(alpha (budget - length) + delta, 0, 1), in place of the old reward: at most as long as asked.
 
     LCPO, L1-Max (2503.04697), with the slope of the paper; its code has half of it.
@@ -186,13 +184,13 @@ def _mix_bits(x: Tensor) -> Tensor:
 # --- Shapers that look at how an answer ended and whether it was right: `[S] float64`, the new reward.
 
 
-def signed_reward(batch: Batch, step: int, *, right: float = 1.0, wrong: float = -1.0) -> Tensor:
+def signed_reward(batch: Batch, step: int, *, right: float, wrong: float) -> Tensor:
     """[S] `right` or `wrong` by the accuracy, in place of the old reward (DAPO, 2503.14476, has 1 and -1)."""
     correct = is_correct(batch, "shaper signed").double()
     return right * correct + wrong * (1 - correct)
 
 
-def stop_properly(batch: Batch, step: int, *, coef: float = 0.5) -> Tensor:
+def stop_properly(batch: Batch, step: int, *, coef: float) -> Tensor:
     """[S] the reward; of a truncated sample reward * coef, or coef itself where that is negative (ProRL, 2505.24864)."""
     reward = batch.sequence["reward"]
     cut = reward * coef if coef >= 0 else torch.full_like(reward, coef)
@@ -200,13 +198,7 @@ def stop_properly(batch: Batch, step: int, *, coef: float = 0.5) -> Tensor:
 
 
 def t1_penalty(
-    batch: Batch,
-    step: int,
-    *,
-    ngram: int = 20,
-    share: float = 0.2,
-    script_part: str | None = None,
-    script_low: float = 0.8,
+    batch: Batch, step: int, *, ngram: int, share: float, script_part: str | None, script_low: float
 ) -> Tensor:
     """[S] -1 where the answer was truncated, repeats itself or mixes scripts; else the reward as it was.
 
@@ -231,14 +223,12 @@ def _reward_part(batch: Batch, name: str) -> Tensor:
 # --- Shapers against repetition, which length rewards invite (Demystifying long chain-of-thought, 2502.03373).
 
 
-def repetition(batch: Batch, step: int, *, ngram: int = 40, penalty: float = -1.0) -> Tensor:
+def repetition(batch: Batch, step: int, *, ngram: int, penalty: float) -> Tensor:
     """[S] the reward plus penalty * (1 - unique / total) over the n-grams written; 0 with fewer than n tokens."""
     return batch.sequence["reward"] + penalty * repeated_ngram_share(batch, ngram)
 
 
-def repetition_dense(
-    batch: Batch, step: int, *, ngram: int = 40, penalty: float = -0.05, gamma: float = 0.99
-) -> Tensor:
+def repetition_dense(batch: Batch, step: int, *, ngram: int, penalty: float, gamma: float) -> Tensor:
     """[N] token rewards to add: `penalty` at every token of an n-gram already seen, with its own discount.
 
     With R_t the gamma-discounted return of the penalties, token t gets R_t - R_{t+1}: the undiscounted return-to-go of

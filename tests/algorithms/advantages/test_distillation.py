@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from burnish.algorithms.advantages.returns import distillation
 from burnish.algorithms.spec import Algorithm
 from burnish.config.loading import algorithm_from_preset
 from burnish.core.batch import Batch
 from burnish.trainers.pipeline import AlgorithmPipeline
+from tests.algorithms.functions_with_defaults import distillation
 
 
 class Says:

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import gae, length_adaptive_lambda, returns_to_go
+from burnish.algorithms.advantages.returns import action_returns, length_adaptive_lambda
+from burnish.algorithms.batch_columns import action_tokens
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import gae
 
 NAN = float("nan")
 
@@ -128,7 +130,9 @@ def test_gae_equals_the_recursion_over_tokens(
 @given(ROWS)
 def test_with_lambda_and_gamma_1_the_targets_are_the_returns(rows: list[list[tuple[bool, float, float]]]) -> None:
     batch = batch_of(rows)
-    torch.testing.assert_close(gae(batch).returns, returns_to_go(batch), atol=1e-9, rtol=1e-9)
+    tokens = action_tokens(batch)
+    expected = tokens.scatter(action_returns(batch, tokens, gamma=1.0))
+    torch.testing.assert_close(gae(batch).returns, expected, atol=1e-9, rtol=1e-9)
 
 
 def test_one_written_token_and_none_at_all() -> None:

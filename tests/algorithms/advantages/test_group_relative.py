@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
-from burnish.algorithms.advantages.group_relative import (
+from burnish.algorithms.advantages.group_relative import reinforce_rej
+from burnish.algorithms.advantages.returns import raft
+from burnish.config.errors import UserError
+from burnish.core.batch import Batch
+from burnish.core.segments import segment_sum
+from tests.algorithms.functions_with_defaults import (
+    ADVANTAGES,
     gpg,
     grpo,
     grpo_passk,
     opo,
     reinforce_plus_plus_baseline,
-    reinforce_rej,
     rloo,
 )
-from burnish.algorithms.advantages.returns import raft
-from burnish.config.errors import UserError
-from burnish.core.batch import Batch
-from burnish.core.segments import segment_sum
 
 STDS: Any = ("group", "none", "batch")
 RELATIVE: list[Callable[..., Tensor]] = [grpo, rloo, opo, gpg]

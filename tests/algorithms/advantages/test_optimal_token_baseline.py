@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import otb
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import otb
 
 NAN = float("nan")
 PI = [[0.5, 0.8, 0.9], [0.4, 0.6]]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.group_relative import gdpo, softmean, win_rate
-from burnish.algorithms.advantages.returns import prime_rloo
+from burnish.algorithms.advantages.group_relative import win_rate
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import gdpo, prime_rloo, softmean
 
 
 def doubles(values: list[float]) -> Tensor:

@@ -8,18 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
-from burnish.algorithms.advantages.returns import (
-    discounted_returns,
-    reinforce,
-    reinforce_plus_plus,
-    remax,
-    returns_to_go,
-    zero_advantages,
-)
+from burnish.algorithms.advantages.returns import discounted_returns, remax, zero_advantages
 from burnish.algorithms.batch_columns import place_rewards, sequence_rewards
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import ADVANTAGES, reinforce, reinforce_plus_plus
 
 RETURNS_KL = [0.99, 1, 1.01, 0.99, 0.01, 0.02, 0.03, 0, 0.01, 1.02, 1, 1.01, 1.01]
 
@@ -87,7 +80,6 @@ def test_returns_equal_the_recursion_over_tokens(rows: list[list[tuple[bool, flo
             backwards.append(running if is_written else 0.0)
         expected += reversed(backwards)
     close(reinforce(batch, gamma=gamma), expected, atol=1e-9)
-    close(returns_to_go(batch, gamma), expected, atol=1e-9)
     dirty = torch.where(batch.action_mask, batch.token["token_rewards"], torch.nan)
     close(discounted_returns(dirty, batch.action_mask, batch.offsets, gamma), expected, atol=1e-9)
 
@@ -105,7 +97,7 @@ def test_remax_on_f1(f1_kl: Batch, f1_outcome: Batch) -> None:
 def test_reinforce_plus_plus_on_f1(f1_kl: Batch) -> None:
     expected = [0.73196, 0.751909, 0.771858, 0.73196, -1.223003, -1.203055]
     expected += [-1.183106, -1.242952, -1.223003, 0.791806, 0.751909, 0.771858, 0.771858]
-    written(f1_kl, returns_to_go(f1_kl), RETURNS_KL)
+    written(f1_kl, reinforce(f1_kl), RETURNS_KL)
     written(f1_kl, reinforce_plus_plus(f1_kl), expected)
     population = reinforce_plus_plus(f1_kl, ddof=0)[f1_kl.action_mask]
     close(population[:4], [0.761849, 0.782612, 0.803375, 0.761849])

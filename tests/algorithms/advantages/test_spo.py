@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages.spo import cutpoints, spo_chain, spo_tree
-from burnish.algorithms.filters.filter_functions import has_untrained_edges, tree_edges
+from burnish.algorithms.advantages.spo import cutpoints, spo_chain
+from burnish.algorithms.filters.filter_functions import has_untrained_edges
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import spo_tree, tree_edges
 
 NAN = float("nan")
 PROBS = [0.95, 0.5, 0.99, 0.6, 0.97, 0.3]
@@ -29,7 +30,7 @@ def chain(rows: list[list[float]], name: str = "old_logp") -> Batch:
 
 
 def with_values(batch: Batch, values: list[float], every: int = 1) -> Batch:
-    ids, starts = cutpoints(batch, every=every)
+    ids, starts = cutpoints(batch, rho=0.9, every=every)
     ragged = {"border_values": Ragged(doubles(values), starts.offsets)}
     return Batch(batch.tokens, batch.offsets, {**batch.token, "segment_ids": ids}, batch.sequence, ragged)
 
@@ -47,15 +48,15 @@ def test_a_segment_starts_with_each_unsure_token(name: str) -> None:
 
 def test_only_every_nth_unsure_token_starts_one_and_rho_says_what_is_unsure() -> None:
     batch = chain([[NAN, *PROBS]])
-    assert cutpoints(batch, every=2)[0].tolist() == [-1, 0, 0, 0, 1, 1, 1]
-    assert cutpoints(batch, every=5)[0].tolist() == [-1, 0, 0, 0, 0, 0, 0]
+    assert cutpoints(batch, rho=0.9, every=2)[0].tolist() == [-1, 0, 0, 0, 1, 1, 1]
+    assert cutpoints(batch, rho=0.9, every=5)[0].tolist() == [-1, 0, 0, 0, 0, 0, 0]
     assert cutpoints(batch, rho=0.96, every=1)[0].tolist() == [-1, 0, 1, 1, 2, 2, 3]
     assert cutpoints(batch, rho=0.55, every=1)[0].tolist() == [-1, 0, 1, 1, 1, 1, 2]
 
 
 def test_tool_tokens_are_in_no_segment_and_sure_answers_have_none() -> None:
     rows = [[NAN, 0.95, NAN, 0.5, 0.99], [NAN, 0.95, 0.99], [NAN], [0.5, 0.4]]
-    ids, starts = cutpoints(chain(rows), every=1)
+    ids, starts = cutpoints(chain(rows), rho=0.9, every=1)
     assert ids.tolist() == [-1, 0, -1, 1, 1, -1, -1, -1, -1, 0, 1]
     assert starts.offsets.tolist() == [0, 2, 2, 2, 4]
     assert starts.values.tolist() == [1, 3, 9, 10]
@@ -159,7 +160,7 @@ def test_an_edge_that_is_nothing_on_paper_is_exactly_nothing(normalise: str) -> 
 
 def test_what_is_no_tree_is_refused() -> None:
     for paths in ([[1, 11], [1, 11]], [[1, 11], [2, 11]], [[1, 11], [11, 1]]):
-        with pytest.raises(ValueError, match=r"not of trees|go round in a circle"):
+        with pytest.raises(ValueError, match=r"not of trees|contain a cycle"):
             spo_tree(tree(paths, [1, 1]))
 
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import gae, gigpo, turn_returns
+from burnish.algorithms.advantages.returns import turn_returns
 from burnish.algorithms.batch_columns import place_rewards, turns_of
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, TurnSpan, pack
+from tests.algorithms.functions_with_defaults import gae, gigpo
 
 Episode = list[tuple[str, int, float]]
 """Turns: the state, how many tokens were written, what they earned."""

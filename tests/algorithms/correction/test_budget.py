@@ -24,11 +24,11 @@ from burnish.algorithms.correction.budget import (
     is_within_budget,
     measure_rung,
 )
-from burnish.algorithms.correction.corrections import decoupled_correction
 from burnish.algorithms.correction.spec import BudgetCorrection as Budget
 from burnish.algorithms.correction.spec import DecoupledCorrection
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import decoupled_correction
 
 ROWS, LENGTH = 128, 32
 BUDGET = Budget(k3_kl=1e-3, ess=0.9)

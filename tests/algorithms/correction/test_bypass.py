@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.correction.corrections import bypass_correction, decoupled_correction
 from burnish.algorithms.losses.loss_view import LossView, loss_view
-from burnish.algorithms.policy.ratios_and_clips import ppo_clip, token_ratio
+from burnish.algorithms.policy.ratios_and_clips import token_ratio
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import bypass_correction, decoupled_correction, ppo_clip
 
 GEOMETRIC = {"seq_mean_k1": (0.8, 1.25)}
 SETTINGS: list[dict[str, Any]] = [

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.corrections import coupled_correction
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult, sequence_weights
 from burnish.algorithms.losses.loss_view import loss_view
-from burnish.algorithms.policy.ratios_and_clips import ppo_clip, token_ratio
+from burnish.algorithms.policy.ratios_and_clips import token_ratio
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import coupled_correction, ppo_clip
 
 PLAIN = [[1.051271, 0.951229, 1.105171, 1], [1, 1.105171], [0.951229, 1, 2], [1, 1, 0.904837, 1.105171]]
 TOKEN = {

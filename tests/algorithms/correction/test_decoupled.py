@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.corrections import decoupled_correction
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import decoupled_correction
 
 Rows = Callable[[Batch, torch.Tensor], list[list[float]]]
 NAMES = ["mean", "max", "min", "ratio_fraction_high", "ratio_fraction_low", "std", "eff_sample_size", "seq_mean"]

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.corrections import coupled_correction, decoupled_correction
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import coupled_correction, decoupled_correction
 
 EVERY: dict[str, Any] = {
     **{f"{over}_k1": (0.5, 2.0) for over in ("token", "seq_sum", "seq_mean")},

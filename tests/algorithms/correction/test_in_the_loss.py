@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.algorithms.correction.table import CORRECTIONS
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import CORRECTIONS
 
 DUAL = {"clip_options": {"low": 0.2, "high": 0.2, "dual": 3.0}}
 

@@ -80,7 +80,7 @@ def test_the_worst_tokens_are_found_where_they_are(sampled: Batch) -> None:
     assert all_of_them.place[first] == 5 + 3 + 3, "the fourth token of the third sequence"
     assert (all_of_them.trainer[first], all_of_them.engine[first]) == (-1.5, -2.6)
     assert all_of_them.position[first] == 2
-    assert all_of_them.gap[second].abs() == pytest.approx(0.1)
+    assert all_of_them.log_ratio[second].abs() == pytest.approx(0.1)
 
 
 def test_of_equal_gaps_the_first_is_taken_and_none_that_is_0(build: Build) -> None:
@@ -96,7 +96,7 @@ def test_the_worst_tokens_show_what_was_reported(build: Build) -> None:
     which = worst_tokens(found, 8)
     assert found.place[which].tolist() == [1, 2]
     assert found.engine[which].tolist() == [-math.inf, -3.5]
-    assert found.gap[which].tolist() == [298.0, 0.5]
+    assert found.log_ratio[which].tolist() == [298.0, 0.5]
 
 
 @given(seed=st.integers(0, 10_000))
@@ -111,7 +111,7 @@ def test_every_written_token_is_in_one_bucket(ragged: Build, seed: int) -> None:
         assert sum(size * count for size, _, count in found) == pytest.approx(float(gaps.abs().sum()))
         assert sum(signed * count for _, signed, count in found) == pytest.approx(float(gaps.sum()))
     every = compare_tokens(batch, batch.token["old_logp"], mask)
-    shown = every.gap[worst_tokens(every, 3)].abs()
+    shown = every.log_ratio[worst_tokens(every, 3)].abs()
     assert shown.tolist() == pytest.approx(gaps.abs().sort(descending=True).values[:3].tolist())
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.mismatch_profiles import (
+from burnish.algorithms.correction.rollout_mismatch import (
     _interpolated,
     _neighbours_on_device,
     quantiles,

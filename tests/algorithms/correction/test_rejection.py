@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.corrections import decoupled_correction
-from burnish.algorithms.correction.rollout_mismatch import RolloutMismatch, rollout_mismatch, written_of
+from burnish.algorithms.correction.rollout_mismatch import RolloutMismatch, batch_mismatch
 from burnish.algorithms.correction.weights_and_rejection import (
     accepted_tokens,
     accepted_tokens_with_metrics,
     rejection_statistic,
 )
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import decoupled_correction
 
 Rows = Callable[[Batch, torch.Tensor], list[list[float]]]
 OPTIONS = [f"{over}_{k}" for over in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
@@ -37,8 +37,7 @@ STATISTICS = {
 
 
 def gap(batch: Batch) -> RolloutMismatch:
-    written = written_of(batch)
-    return rollout_mismatch(written.column("old_logp"), written.column("behaviour_logp"), written.offsets)
+    return batch_mismatch(batch)[1]
 
 
 @pytest.mark.parametrize("option", STATISTICS)

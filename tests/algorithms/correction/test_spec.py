@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 from burnish.algorithms.correction.corrections import coupled_correction, decoupled_correction
 from burnish.algorithms.correction.spec import (
     CORRECTION_PRESETS,
-    CORRECTION_RECORDS,
     CorrectionSlot,
     CoupledCorrection,
     parse_verl_rejections,
 )
-from burnish.algorithms.correction.table import CORRECTIONS as FUNCTIONS
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
-from burnish.config.records import Slot
 from burnish.core.batch import Batch
 
 SLOT: TypeAdapter[Any] = TypeAdapter(CorrectionSlot)
@@ -48,19 +44,6 @@ TABLE: dict[str, tuple[str | None, Any, dict[str, Any], str | None]] = {
 
 def parse(value: Any) -> Any:
     return SLOT.validate_python(value)
-
-
-@pytest.mark.parametrize("record", CORRECTION_RECORDS)
-def test_options_are_the_functions_parameters_with_the_same_defaults(record: type[Slot]) -> None:
-    parameters = inspect.signature(FUNCTIONS[record.model_fields["name"].default]).parameters.values()
-    taken = {p.name: p.default or None for p in parameters if p.default is not inspect.Parameter.empty}
-    fields = {k: f.get_default(call_default_factory=True) or None for k, f in record.model_fields.items()}
-    del fields["name"]
-    assert taken == fields
-
-
-def test_every_record_has_its_function() -> None:
-    assert {r.model_fields["name"].default for r in CORRECTION_RECORDS} == set(FUNCTIONS)
 
 
 # --- presets -----------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.corrections import bypass_correction, coupled_correction, decoupled_correction
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import bypass_correction, coupled_correction, decoupled_correction
 
 UNBOUNDED = 1e9
 

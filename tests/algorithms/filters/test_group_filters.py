@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, difficulty_band, truncation, zero_signal
+from burnish.algorithms.filters.filter_functions import truncation
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import GROUP_FILTERS, difficulty_band, zero_signal
 
 NAN = float("nan")
 

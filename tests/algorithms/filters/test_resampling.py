@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.algorithms.filters import filter_functions
-from burnish.algorithms.filters.filter_functions import pf_ppo, pf_probabilities
+from burnish.algorithms.filters.filter_functions import pf_probabilities
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import pf_ppo
 
 
 def scored(rewards: list[float], groups: list[int], seed: int = 0) -> Batch:

@@ -10,17 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.filters.filter_functions import (
-    SAMPLE_FILTERS,
-    cppo,
-    loss_mask_from_plugin,
-    overlong,
-    positives_only,
-    prob_mask,
-)
+from burnish.algorithms.filters.filter_functions import loss_mask_from_plugin, overlong, positives_only
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import SAMPLE_FILTERS, cppo, prob_mask
 
 
 def samples(advantages: list[float], groups: list[int], lengths: list[int] | None = None) -> Batch:
@@ -72,7 +66,7 @@ def test_cppo_is_per_group_wherever_the_samples_stand() -> None:
 @pytest.mark.parametrize(("prune", "kept"), [(0.0, 20), (0.05, 19), (0.9, 2), (0.95, 1), (0.99, 1)])
 def test_cppo_keeps_floor_of_the_rest_and_at_least_one(prune: float, kept: int) -> None:
     batch = samples([float(i) for i in range(20)], [0] * 20)
-    assert cppo(batch, prune).nonzero().squeeze(1).tolist() == list(range(20 - kept, 20))
+    assert cppo(batch, prune=prune).nonzero().squeeze(1).tolist() == list(range(20 - kept, 20))
 
 
 def test_of_equal_advantages_the_earlier_sample_stays() -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.loss_functions import balanced_weights, bce, relative_scores
+from burnish.algorithms.losses.loss_functions import balanced_weights, relative_scores
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import bce
 
 Z = torch.tensor([0.3, 0.4, 0.1, 1.0], dtype=torch.float64)
 LENGTHS = torch.tensor([4, 2, 3, 4])

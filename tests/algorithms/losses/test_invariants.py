@@ -9,37 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.loss_functions import (
-    bce,
-    dpo,
-    dro,
-    ipo,
-    kto,
-    mixed_offpolicy,
-    nll,
-    omd_sq,
-    orpo,
-    simpo,
-    sppo_sq,
-)
 from burnish.algorithms.losses.loss_view import loss_view
-from burnish.algorithms.losses.spec import OTHER_LOSS_RECORDS
+from burnish.algorithms.losses.spec import LOSS_RECORDS
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import LOSSES
 
+OF_RATIO_AND_CLIP = ("surrogate", "sg_logprob")
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
-    "omd_sq": omd_sq,
-    "sppo_sq": sppo_sq,
-    "dro": dro,
-    "bce": bce,
-    "mixed_offpolicy": mixed_offpolicy,
-    "nll": nll,
-    "dpo": dpo,
-    "ipo": ipo,
-    "simpo": simpo,
-    "orpo": orpo,
-    "kto": kto,
+    name: function for name, function in LOSSES.items() if function is not None
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in FUNCTIONS),
@@ -50,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"smoothing": 0.2}),
     ("ipo", {"average": False}),
 ]
-RECORDS = {record.model_fields["name"].default: record for record in OTHER_LOSS_RECORDS}
+RECORDS = {record.model_fields["name"].default: record for record in LOSS_RECORDS}
 LENGTHS = [3, 4, 2, 5, 1, 2, 4, 3]
 
 
@@ -99,7 +78,7 @@ def value_and_gradient(name: str, options: dict[str, Any], batch: Batch) -> tupl
 
 
 def test_every_record_is_tried() -> None:
-    assert set(RECORDS) == set(FUNCTIONS)
+    assert set(RECORDS) == {*FUNCTIONS, *OF_RATIO_AND_CLIP}
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from burnish.algorithms.losses.loss_functions import mixed_offpolicy
 from burnish.algorithms.losses.spec import MixedLoss
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import mixed_offpolicy
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.loss_functions import bradley_terry, dpo, ipo, kto, orpo, simpo
+from burnish.algorithms.losses.preference_losses import bradley_terry
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import dpo, ipo, kto, orpo, simpo
 
 PAIRWISE = [dpo, ipo, simpo, orpo]
 

@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.losses.model_losses import PreferenceLoss, implicit_rewards, preference_metrics
+from burnish.algorithms.losses.preference_losses import PreferenceLoss, implicit_rewards, preference_metrics
+from burnish.algorithms.losses.spec import PREFERENCE_LOSS_RECORDS
 from burnish.config.model import Optimizer
+from burnish.config.records import default_options
 from burnish.data.supervised import Example
 from burnish.trainers.preference import AnswerPair, gathered_view, mean_logprobs, pack_answer_pairs
 from burnish.training.learner import Learner
+
+DEFAULTS = default_options(*PREFERENCE_LOSS_RECORDS)
 
 
 class Spoken(nn.Module):
@@ -48,7 +52,7 @@ def update(
     budget: int = 100, **options: Any,
 ) -> tuple[float, dict[str, float], Tensor]:  # fmt: skip
     """Loss, measures and d loss / d logp of the tokens of an update by the learner, the reference asked as in a run."""
-    learner, loss = learner_of(policy, budget), PreferenceLoss(name, options)
+    learner, loss = learner_of(policy, budget), PreferenceLoss(name, {**DEFAULTS[name], **options})
     batch = pack_answer_pairs(units, loss)
     if reference is not None:
         batch = batch.with_sequence(ref_logp=mean_logprobs(learner_of(reference).logprobs, learner, batch))
@@ -128,7 +132,7 @@ def test_a_batch_without_bad_answers_tells_nothing_of_them() -> None:
 
 
 def test_implicit_rewards_are_the_ones_the_margin_is_made_of() -> None:
-    learner, loss = learner_of(POLICY), PreferenceLoss("dpo", {"beta": 0.5})
+    learner, loss = learner_of(POLICY), PreferenceLoss("dpo", {**DEFAULTS["dpo"], "beta": 0.5})
     batch = pack_answer_pairs(PAIR, loss).with_sequence(
         ref_logp=torch.tensor([-11 / 5, -12.5 / 7], dtype=torch.float64)
     )

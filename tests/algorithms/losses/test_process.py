@@ -14,7 +14,7 @@ RIGHT = torch.tensor([1, 0, 0, 1])
 
 
 def test_cross_entropy_of_the_worked_example() -> None:
-    assert float(outcome_cross_entropy(Q, RIGHT).mean()) == pytest.approx(0.68761, abs=1e-5)
+    assert float(outcome_cross_entropy(Q, RIGHT, beta=0.05).mean()) == pytest.approx(0.68761, abs=1e-5)
 
 
 def test_contrast_is_with_the_mean_of_the_other_label_of_the_group() -> None:
@@ -27,12 +27,16 @@ def test_contrast_is_with_the_mean_of_the_other_label_of_the_group() -> None:
 
 def test_a_group_of_one_label_has_nothing_to_contrast() -> None:
     groups = torch.tensor([7, 3, 3, 7])
-    assert outcome_contrast(Q, RIGHT, groups).tolist() == [0, 0, 0, 0]
-    assert float(outcome_contrast(Q, torch.tensor([1, 0, 1, 1]), groups)[1]) > 0
+    assert outcome_contrast(Q, RIGHT, groups, beta=0.05).tolist() == [0, 0, 0, 0]
+    assert float(outcome_contrast(Q, torch.tensor([1, 0, 1, 1]), groups, beta=0.05)[1]) > 0
 
 
 def test_raising_right_answers_lowers_both_losses() -> None:
-    for loss in (outcome_cross_entropy, lambda q, r: outcome_contrast(q, r, torch.zeros(4, dtype=torch.int64))):
+    group_ids = torch.zeros(4, dtype=torch.int64)
+    for loss in (
+        lambda q, r: outcome_cross_entropy(q, r, beta=0.05),
+        lambda q, r: outcome_contrast(q, r, group_ids, beta=0.05),
+    ):
         q = Q.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss(q, RIGHT).sum(), q)
         assert bool((gradient[RIGHT == 1] < 0).all())

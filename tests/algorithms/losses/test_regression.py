@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.loss_functions import dro, omd_sq, sequence_log_ratio, sppo_sq
+from burnish.algorithms.losses.loss_functions import sequence_log_ratio
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import dro, omd_sq, sppo_sq
 
 R = torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)
 Z = torch.tensor([0.3, 0.4, 0.1, 1.0], dtype=torch.float64)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import covariance_clip, covariance_kl, covariances, token_ratio
+from burnish.algorithms.policy.ratios_and_clips import covariances, token_ratio
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import covariance_clip, covariance_kl
 
 Look = Callable[..., Any]
 COV = [0.11716, 0.032544, -0.475148, 0.709467, -0.044379, -0.390533, -0.418225, 1.394083, 0.249467, -0.027456, 0.240237, 0.195621, -0.205917]  # fmt: skip

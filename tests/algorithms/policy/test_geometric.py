@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import log_geo_clip
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import log_geo_clip
 
 Look = Callable[..., Any]
 GMPO = {"ratio": "sequence", "clip": "log_geo", "scope": "sequence"}

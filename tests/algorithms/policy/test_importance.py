@@ -12,8 +12,9 @@ from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.policy.ratios_and_clips import dppo_kl_clip, dppo_tv_clip, is_weight_clip, token_ratio
+from burnish.algorithms.policy.ratios_and_clips import token_ratio
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import dppo_kl_clip, dppo_tv_clip, is_weight_clip
 
 Look = Callable[..., Any]
 CISPO = [-0.092308, -0.051563, -0.092308, -0.076923, 0.062979, 0.092308, 0.073846, 0.013731, 0.073846, -0.055385, -0.046154, -0.051008, -0.034192]  # fmt: skip

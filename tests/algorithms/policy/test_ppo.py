@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import (
-    no_clip,
-    ppo_clip,
-    sequence_ratio,
-    sequence_token_ratio,
-    token_ratio,
-)
+from burnish.algorithms.policy.ratios_and_clips import no_clip, sequence_ratio, sequence_token_ratio, token_ratio
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import ppo_clip
 
 Look = Callable[..., Any]
 PPO = [-1.2, -0.67032, -1.2, -1, 0.818731, 1.822119, 2.935437, 0.64, 1.079887, -0.72, -0.6, -0.663103, -0.444491]

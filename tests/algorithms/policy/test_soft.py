@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import soft_clip
 from burnish.core.batch import Batch
+from tests.algorithms.functions_with_defaults import soft_clip
 
 Look = Callable[..., Any]
 GRADIENT = [-0.07541, -0.040777, -0.092921, -0.0625, 0.10142, 0.190097, 0.052746, 0.012651, 0.087022, -0.040571, -0.0375, -0.04133, -0.027319]  # fmt: skip

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from burnish.algorithms.shaping.shapers import SHAPERS, cosine, kimi_length, lcpo_exact, lcpo_max, soft_overlong
 from burnish.algorithms.shaping.spec import SoftOverlongShaper
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import SHAPERS, cosine, kimi_length, lcpo_exact, lcpo_max, soft_overlong
 
 NAN = float("nan")
 

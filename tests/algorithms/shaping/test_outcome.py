@@ -9,10 +9,10 @@ import torch
 from pydantic import ValidationError
 
 from burnish.algorithms.shaping import spec as records
-from burnish.algorithms.shaping.shapers import SHAPERS, signed_reward, stop_properly, t1_penalty
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import SHAPERS, signed_reward, stop_properly, t1_penalty
 
 LOOP = [1, 2, 1, 2, 1, 2, 3]  # three of its six pairs are repeats
 PLAIN = [1, 2, 3, 4, 5, 6, 7]

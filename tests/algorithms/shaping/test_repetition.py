@@ -7,15 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.shaping.shapers import (
-    ngram_hashes,
-    repeated_ngram_share,
-    repeated_ngram_tokens,
-    repetition,
-    repetition_dense,
-)
+from burnish.algorithms.shaping.shapers import ngram_hashes, repeated_ngram_share, repeated_ngram_tokens
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
+from tests.algorithms.functions_with_defaults import repetition, repetition_dense
 
 texts = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=5)
 
