@@ -29,8 +29,12 @@ from common import save, table
 from grpo_step_cpu import config_for, make_model
 
 from burnish.algorithms.correction.corrections import budget_correction, coupled_correction, decoupled_correction
-from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
-from burnish.algorithms.correction.mismatch_profiles import compare_tokens, mismatch_profiles, worst_tokens
+from burnish.algorithms.correction.mismatch_diagnostics import (
+    compare_tokens,
+    mismatch_profiles,
+    symptom_metrics,
+    worst_tokens,
+)
 from burnish.algorithms.correction.spec import CoupledCorrection, DecoupledCorrection
 from burnish.config.loading import load
 from burnish.config.records import slot_options

@@ -11,11 +11,14 @@ from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS, AdvantageRecor
 from burnish.algorithms.correction.spec import CORRECTION_RECORDS, BypassCorrection, CorrectionSlot, NoCorrection
 from burnish.algorithms.curriculum.spec import CURRICULUM_RECORDS, CurriculumSlot, NoCurriculum
 from burnish.algorithms.filters.spec import FILTER_RECORDS, Refill
-from burnish.algorithms.losses.spec import LOSS_RECORDS, PREFERENCE_LOSS_RECORDS, PairLoss, SurrogateLoss
-from burnish.algorithms.policy.spec import (
+from burnish.algorithms.losses.spec import (
     CLIP_RECORDS,
+    LOSS_RECORDS,
+    PREFERENCE_LOSS_RECORDS,
     RATIO_RECORDS,
+    PairLoss,
     PpoClip,
+    SurrogateLoss,
     TokenRatio,
     policy_loss_conflict,
 )

@@ -9,6 +9,7 @@ a model far larger than memory can be merged.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from burnish.algorithms.curriculum.prompt_selection import angle_between, slerp_weights, weighted_average
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.yaml_text import read_json_object
@@ -301,3 +301,38 @@ def provenance_of(source: Path) -> dict[str, Any]:
     manifest = read_manifest(source)
     step = {} if manifest is None else {"step": manifest["step"]}
     return {"path": str(source), **step, "weights": checksums(weight_files(source))}
+
+
+# --- Merging without training
+#
+# Kimi k1.5 (2501.12599) averages a long-thinking model with a short one (long2short). Sums are in float32 at least. A
+# weight of 0 leaves a tensor out, so that weights 1 and 0 give the first one bit for bit.
+
+PARALLEL_ANGLE = 1e-6
+"""Below this angle slerp is linear interpolation, which is the same there and does not divide by 0."""
+
+
+def weighted_average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_i w_i tensor_i, in float32, or float64 for float64 tensors."""
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    used = [(t.to(wide), w) for t, w in zip(tensors, weights, strict=True) if w != 0]
+    total = used[0][0] * used[0][1]
+    for tensor, weight in used[1:]:
+        total += tensor * weight
+    return total
+
+
+def angle_between(dot: float, square_a: float, square_b: float) -> float:
+    """The angle between two vectors from their products a.b, a.a and b.b; 0 if one of them is zero."""
+    norms = math.sqrt(square_a) * math.sqrt(square_b)
+    return math.acos(max(-1.0, min(1.0, dot / norms))) if norms else 0.0
+
+
+def slerp_weights(theta: float, share: float) -> tuple[float, float]:
+    """sin((1 - t) theta) / sin(theta) and sin(t theta) / sin(theta) with t = `share`: the weights of a and b (Shoemake, 1985).
+
+    Parallel and opposite vectors are interpolated linearly; opposite ones have no unique arc.
+    """
+    if share in (0.0, 1.0) or min(theta, math.pi - theta) < PARALLEL_ANGLE:
+        return 1 - share, share
+    return math.sin((1 - share) * theta) / math.sin(theta), math.sin(share * theta) / math.sin(theta)

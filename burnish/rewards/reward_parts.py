@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.algorithms.curriculum.prompt_selection import STEP_SCORE_AGGREGATIONS
+from burnish.algorithms.shaping.shapers import STEP_SCORE_AGGREGATIONS
 from burnish.config.consistency import gives_verdict, may_give_verdict
 from burnish.config.data import RewardPart
 from burnish.config.errors import UserError, unknown_name_error

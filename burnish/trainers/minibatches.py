@@ -10,7 +10,7 @@ from typing import Any
 from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.policy.spec import SCOPES, scope_of
+from burnish.algorithms.losses.spec import SCOPES, scope_of
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import positive_nll_weights, sequence_aggregation_weights
 from burnish.config.plugins import check_options, load_plugin
@@ -44,6 +44,7 @@ def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
 
 
 # --- From the records of an algorithm to its functions: ours by name, or a user's own; and the loss record made of them.
+
 
 def slot_function(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
     """The function of a slot: ours by name, or the user's."""

@@ -16,11 +16,11 @@ from burnish.algorithms.correction.corrections import (
     decoupled_correction,
     no_correction,
 )
-from burnish.algorithms.correction.mismatch_diagnostics import symptom_metrics
-from burnish.algorithms.correction.mismatch_profiles import (
+from burnish.algorithms.correction.mismatch_diagnostics import (
     ComparedTokens,
     compare_tokens,
     mismatch_profiles,
+    symptom_metrics,
     worst_tokens,
 )
 from burnish.algorithms.correction.rollout_mismatch import MAX_ABS_LOGP

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from burnish.algorithms.curriculum.prompt_selection import aggregate_step_scores
+from burnish.algorithms.shaping.shapers import aggregate_step_scores
 from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object

@@ -12,8 +12,7 @@ from typing import Any
 from burnish.algorithms.advantages import advantage_functions
 from burnish.algorithms.correction import corrections
 from burnish.algorithms.filters import filter_functions
-from burnish.algorithms.losses import loss_functions
-from burnish.algorithms.policy import ratios_and_clips
+from burnish.algorithms.losses import loss_functions, ratios_and_clips
 from burnish.algorithms.shaping import shapers
 from burnish.algorithms.spec import SLOT_RECORDS
 from burnish.config.records import default_options

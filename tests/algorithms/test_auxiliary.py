@@ -50,5 +50,5 @@ def test_partly_right_is_not_right_and_rewards_do_not_matter(f1: Batch) -> None:
 
 
 def test_an_answer_nobody_judged_is_an_error(f1: Batch) -> None:
-    with pytest.raises(UserError, match=r"nobody judged 1 of 4: use a reward"):
+    with pytest.raises(UserError, match=r"1 of 4 samples have no accuracy: use a reward"):
         positive_nll_weights(judged(f1, [1, float("nan"), 0, 1]), 0.1)

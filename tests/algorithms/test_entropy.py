@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from burnish.algorithms.terms.loss_terms import adapt_entropy_coefficient, entropy_ceiling, top_entropy_mask
+from burnish.algorithms.terms.loss_terms import adapt_entropy_coefficient, top_entropy_mask
 from burnish.algorithms.terms.spec import Entropy
 
 
@@ -50,25 +50,6 @@ def test_the_threshold_is_the_quantile_and_something_always_learns(eighths: list
 def test_no_tokens_give_no_mask_and_the_gradient_is_left_alone() -> None:
     assert top_entropy_mask(torch.zeros(0), 0.2).shape == (0,)
     assert not top_entropy_mask(torch.rand(4, requires_grad=True), 0.5).requires_grad
-
-
-def test_the_ceiling_of_a_run() -> None:
-    entropy, reward = torch.tensor([1.0, 0.5, 0.2]), torch.tensor([0.2, 0.33, 0.38])
-    a, b, ceiling = entropy_ceiling(entropy, reward)
-    assert (a, b) == pytest.approx((0.1205, 0.5278), abs=5e-5)
-    assert ceiling == pytest.approx(0.407301, abs=1e-6)
-
-
-def test_points_on_the_curve_are_fitted_exactly() -> None:
-    entropy = torch.tensor([2.0, 1.0, 0.3, 0.1], dtype=torch.float64)
-    fitted = entropy_ceiling(entropy, -0.05 * entropy.exp() + 0.9)
-    assert fitted == pytest.approx((0.05, 0.9, 0.85), abs=1e-12)
-
-
-@pytest.mark.parametrize("entropy", [[0.5], [0.5, 0.5]])
-def test_one_entropy_has_no_line(entropy: list[float]) -> None:
-    with pytest.raises(ValueError, match="at least two different entropies"):
-        entropy_ceiling(torch.tensor(entropy), torch.tensor([0.1] * len(entropy)))
 
 
 def test_the_entropy_change_of_a_small_step_is_the_covariance_it_is_named_after() -> None:

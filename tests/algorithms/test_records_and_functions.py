@@ -23,7 +23,7 @@ from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLER
 from burnish.algorithms.filters.spec import FILTER_RECORDS, Refill
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.loss_view import loss_view
-from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import SLOT_RECORDS, Algorithm, Replay

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.algorithms.advantages.spec import GrpoAdvantage, ReinforceAdvantage
-from burnish.algorithms.policy.spec import PpoClip
+from burnish.algorithms.losses.spec import PpoClip
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError

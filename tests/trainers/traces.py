@@ -22,7 +22,7 @@ from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.policy_loss import Loss
-from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights

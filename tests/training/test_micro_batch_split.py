@@ -18,7 +18,7 @@ from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
-from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.algorithms.terms.spec import Aggregation

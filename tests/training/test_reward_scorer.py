@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.algorithms.curriculum.prompt_selection import STEP_SCORE_AGGREGATIONS, aggregate_step_scores
+from burnish.algorithms.shaping.shapers import STEP_SCORE_AGGREGATIONS, aggregate_step_scores
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset

@@ -216,7 +216,7 @@ def _measure(mismatch: RolloutMismatch, rung: Rung) -> RungMeasurement:
         remaining = remaining - weights.log()
     accepted = torch.ones_like(raw, dtype=torch.bool)
     if correction.reject:
-        accepted = accepted_tokens(mismatch, correction.reject)
+        accepted = accepted_tokens(mismatch, rung.options["reject"])
     trained = accepted & (weights > 0)
     remaining, weights = remaining[trained].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), weights[accepted]
     if remaining.shape[0] == 0:

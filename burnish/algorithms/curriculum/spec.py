@@ -1,4 +1,4 @@
-"""Slot `curriculum`: which prompts a step draws; and the length budgets that prompts may ask for."""
+"""Slot `curriculum`: records of which prompts a step draws; and the length budgets that prompts may ask for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NoCurriculum(Slot):
 
 
 class PrioritisedCurriculum(Slot):
-    """Draws prompts that are rarely answered right more often, with replacement."""
+    """Draws prompts with a low success rate more often, with replacement."""
 
     formula: ClassVar[str] = (
         "P(i) = (1 - s_i) / sum_j (1 - s_j), s_i the moving success rate of prompt i, 0 before its first visit; "
@@ -26,13 +26,13 @@ class PrioritisedCurriculum(Slot):
     needs: ClassVar[tuple[str, ...]] = ("accuracy",)
     name: Literal["prioritised"] = "prioritised"
     ema: float = Field(0.5, gt=0, le=1)
-    """Weight of a visit's accuracy in the success rate; 1 remembers the last visit only."""
+    """Weight of a visit's accuracy in the moving success rate; 1 uses only the last visit."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps, in which all prompts are drawn alike."""
+    """Number of first steps in which all prompts are equally likely."""
 
 
 class EasyToHardCurriculum(Slot):
-    """Draws from one bucket of equally many prompts after another, from the easiest to the hardest."""
+    """Draws from equal buckets of prompts in turn, from the easiest to the hardest."""
 
     formula: ClassVar[str] = (
         "prompts in order of a difficulty column, cut into equal buckets; step s draws from bucket "
@@ -41,13 +41,13 @@ class EasyToHardCurriculum(Slot):
     paper: ClassVar[str] = "Kimi k1.5 (2501.12599), curriculum sampling"
     name: Literal["easy_to_hard"] = "easy_to_hard"
     column: str = Field(min_length=1)
-    """Column of the rows that holds a number, larger for harder."""
+    """Data column with a number per row, larger for harder."""
     buckets: int = Field(4, ge=2)
-    """How many buckets; no more than prompts."""
+    """Number of buckets; at most the number of prompts."""
     steps: int = Field(100, ge=1)
-    """Steps after the warm-up in which the buckets take their turns; later steps stay with the hardest."""
+    """Steps after the warm-up over which the buckets are used in turn; later steps stay with the hardest."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps, in which all prompts are drawn alike."""
+    """Number of first steps in which all prompts are equally likely."""
 
     @model_validator(mode="after")
     def _turns(self) -> EasyToHardCurriculum:
@@ -59,7 +59,7 @@ class EasyToHardCurriculum(Slot):
 
 
 class HardOnlyCurriculum(Slot):
-    """From a step on draws only prompts that were nearly never answered right until then, while the rate falls."""
+    """From step `start` draws only prompts that were almost never answered right before, and anneals the learning rate."""
 
     formula: ClassVar[str] = (
         "from step start: prompts with right / total < below, as counted before it; "
@@ -69,13 +69,13 @@ class HardOnlyCurriculum(Slot):
     needs: ClassVar[tuple[str, ...]] = ("accuracy",)
     name: Literal["hard_only"] = "hard_only"
     start: int = Field(ge=2)
-    """The first step of the annealing; the steps before it count right answers."""
+    """First step of the annealing; the steps before it count right answers."""
     below: float = Field(4 / 64, gt=0, le=1)
-    """A prompt is hard when a smaller share of its answers so far was right; one never drawn is not known to be."""
+    """A prompt is hard if a smaller share of its answers so far was right; a prompt never drawn is not hard."""
     lr_final: float = Field(0.3, gt=0, le=1)
-    """Where the learning rate ends, as a share of what it is without annealing."""
+    """Final learning rate, as a share of the rate without annealing."""
     steps: int = Field(100, ge=1)
-    """Steps from `start` in which it gets there."""
+    """Steps from `start` over which the rate falls."""
 
 
 CURRICULUM_RECORDS: tuple[type[Slot], ...] = (
@@ -88,14 +88,14 @@ CurriculumSlot = choice(*CURRICULUM_RECORDS, plugin=False)
 
 
 class LengthBudget(Record):
-    """Prompts that say how many tokens to think for (LCPO, 2503.04697): n uniform in low..high, the same for a row all run."""
+    """Prompts that ask for a number of tokens (LCPO, 2503.04697): n is uniform in low..high and the same for a row all run."""
 
     low: int = Field(100, ge=1)
     """Fewest tokens asked for."""
     high: int = Field(4000, ge=1)
     """Most tokens asked for."""
     text: str = " Think for {n} tokens."
-    """Put behind what the user says last; `{n}` becomes the number."""
+    """Appended to the last user message; `{n}` becomes the number."""
 
     @model_validator(mode="after")
     def _span(self) -> LengthBudget:

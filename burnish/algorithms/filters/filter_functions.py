@@ -1,4 +1,8 @@
-"""Slot `filters`: which groups are used, which samples stay in the loss, and which are taken again."""
+"""Slot `filters`: group filters, sample filters and resamplers.
+
+A group filter drops whole groups, a sample filter takes samples or tokens out of the loss, a resampler chooses the
+sequences to train on. `trainers/pipeline.py` applies them in the order of the config.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,15 @@ from burnish.core.segments import (
     segment_sum,
 )
 
-# --- Group filters, before advantages: `[S] bool`, the same for all samples of a prompt. True is kept.
+# --- Group filters, before advantages: [S] bool, the same for all samples of a prompt; True is kept
 #
-# They read rewards and accuracies alone, so they run before any forward pass is spent on what they drop.
+# They read only rewards and accuracies, so they run before any forward pass is spent on groups they drop.
 
 
 def zero_signal(batch: Batch, *, metric: Literal["reward", "accuracy"]) -> Tensor:
-    """[S] bool: keep groups whose metric differs between samples, and groups of one.
+    """[S] bool: keep groups whose metric differs between samples, and groups of one. DAPO's dynamic sampling (2503.14476).
 
-    The others have no gradient under a group baseline. DAPO's dynamic sampling (2503.14476), which adds the refill.
+    The other groups have no gradient under a group baseline. `algorithm.refill` draws more prompts for them.
     """
     groups, num = compact_ids(batch.sequence["group_ids"])
     values = batch.sequence["reward"] if metric == "reward" else required_accuracy(batch, "filter zero_signal")
@@ -43,21 +47,20 @@ def zero_signal(batch: Batch, *, metric: Literal["reward", "accuracy"]) -> Tenso
 
 
 def difficulty_band(batch: Batch, *, low: float, high: float) -> Tensor:
-    """[S] bool: keep groups with low <= mean accuracy <= high; every trajectory counts once.
+    """[S] bool: keep groups with low <= mean accuracy <= high; every trajectory counts once. Bae et al. (2504.03380).
 
-    The expected improvement is bounded by the variance p(1-p), largest at one half. Bae et al. (2504.03380); PRIME
-    (2502.01456).
+    The expected improvement is bounded by the variance p(1-p), which is largest at 1/2. Also in PRIME (2502.01456).
     """
     accuracy = required_accuracy(batch, "filter difficulty_band")
-    owner, group_of_trajectory = trajectory_groups(batch)
+    trajectory_ids, group_of_trajectory = trajectory_groups(batch)
     groups, num = compact_ids(batch.sequence["group_ids"])
-    by_trajectory = segment_mean(accuracy, owner, group_of_trajectory.numel())
+    by_trajectory = segment_mean(accuracy, trajectory_ids, group_of_trajectory.numel())
     mean = segment_mean(by_trajectory, group_of_trajectory, num)
     return ((low <= mean) & (mean <= high))[groups]
 
 
 def truncation(batch: Batch) -> Tensor:
-    """[S] bool: keep groups none of whose samples was truncated (PRIME, 2502.01456)."""
+    """[S] bool: keep groups without a truncated sample. PRIME (2502.01456)."""
     groups, num = compact_ids(batch.sequence["group_ids"])
     return (segment_max(batch.sequence["truncated"].double(), groups, num) == 0)[groups]
 
@@ -67,47 +70,48 @@ GROUP_FILTERS: dict[str, Callable[..., Tensor]] = {
     "difficulty_band": difficulty_band,
     "truncation": truncation,
 }
+"""The function of each group filter."""
 
 
-# --- The edges of a tree of rollouts that are trained on this time.
+# --- Edges of a tree
 
 
 def tree_edges(batch: Batch, *, most: int) -> Tensor:
-    """[N] bool: of each tree only edges with an advantage other than 0 stay, at most `most`. SPO-tree (2505.23564).
+    """[N] bool: keep at most `most` edges of each tree, only edges with a nonzero advantage. SPO-tree (2505.23564).
 
-    They are taken in an order that is drawn from the keys of their sequences, the same whenever the tree is used: a tree that comes
-    back for the k-th time (column `use`) goes on where it was, so no edge is trained twice.
+    Edges are taken in an order drawn from the keys of their sequences, which is the same for every use of the tree. The k-th
+    use (column `use`) continues where the last one ended, so no edge is trained twice.
     """
     paths = batch.ragged["nodes"]
     where, edge = tokens_of_segments(batch, paths)
-    moves, owner = _edges_with_advantage(batch, where, edge)
-    chosen = moves.nonzero().squeeze(1)
+    has_advantage, sequence = _edges_with_advantage(batch, where, edge)
+    chosen = has_advantage.nonzero().squeeze(1)
     groups, num = compact_ids(batch.sequence["group_ids"])
-    noise = uniforms(batch.sequence["key"][owner], chosen - paths.offsets[owner])
-    order = lexsort(noise, groups[owner])
-    starts = offsets_from_lengths(segment_count(groups[owner], num))
+    noise = uniforms(batch.sequence["key"][sequence], chosen - paths.offsets[sequence])
+    order = lexsort(noise, groups[sequence])
+    starts = offsets_from_lengths(segment_count(groups[sequence], num))
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.numel(), device=order.device) - starts[groups[owner][order]]
-    used = _num_uses(batch)[owner]
+    rank[order] = torch.arange(order.numel(), device=order.device) - starts[groups[sequence][order]]
+    used = _num_uses(batch)[sequence]
     now = (rank >= most * used) & (rank < most * (used + 1))
-    kept = torch.zeros_like(moves).index_copy(0, chosen, now)
+    kept = torch.zeros_like(has_advantage).index_copy(0, chosen, now)
     mask = torch.zeros_like(batch.loss_mask).index_copy(0, where, kept[edge])
     return batch.loss_mask & mask
 
 
-def has_untrained_edges(batch: Batch, most: int = 32) -> Tensor:
-    """[S] bool: whether the tree of a sequence has edges that `tree_edges` keeps for a later time."""
-    owner = _edges_with_advantage(batch, *tokens_of_segments(batch, batch.ragged["nodes"]))[1]
+def has_untrained_edges(batch: Batch, most: int) -> Tensor:
+    """[S] bool: whether the sequence's tree has edges that `tree_edges` keeps for later uses."""
+    sequence = _edges_with_advantage(batch, *tokens_of_segments(batch, batch.ragged["nodes"]))[1]
     groups, num = compact_ids(batch.sequence["group_ids"])
-    return segment_count(groups[owner], num)[groups] > most * (_num_uses(batch) + 1)
+    return segment_count(groups[sequence], num)[groups] > most * (_num_uses(batch) + 1)
 
 
 def _edges_with_advantage(batch: Batch, where: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-    """[E] bool, which edges of all paths have an advantage other than 0 at any of their tokens; and the sequence of each that has."""
+    """[E] bool: which edges of all paths have a nonzero advantage at any token; and the sequence of each of those."""
     sequence = ids_from_offsets(batch.ragged["nodes"].offsets)  # [E]
-    moves = torch.zeros(sequence.shape[0], dtype=torch.bool, device=where.device)
-    moves[edge[batch.token["advantages"][where] != 0]] = True
-    return moves, sequence[moves]
+    has_advantage = torch.zeros(sequence.shape[0], dtype=torch.bool, device=where.device)
+    has_advantage[edge[batch.token["advantages"][where] != 0]] = True
+    return has_advantage, sequence[has_advantage]
 
 
 def _num_uses(batch: Batch) -> Tensor:
@@ -117,53 +121,59 @@ def _num_uses(batch: Batch) -> Tensor:
     return batch.sequence["use"].nan_to_num(0.0).long()
 
 
-# --- Sample filters, after advantages, whose statistics saw everything: a new loss mask `[N]`, never wider than the old.
+# --- Sample filters, after advantages: [N] the new loss mask, never wider than the old one
 #
-# So is what a user's own filter answers (`loss_mask_from`).
+# Group statistics and advantages include the samples that these filters drop.
 
 
 def overlong(batch: Batch) -> Tensor:
-    """[N] bool: the loss mask without truncated sequences (DAPO's overlong filtering, 2503.14476)."""
+    """[N] bool: the loss mask without truncated sequences. DAPO's overlong filtering (2503.14476)."""
     return batch.loss_mask & ~batch.sequence["truncated"][batch.sequence_ids]
 
 
 def positives_only(batch: Batch) -> Tensor:
-    """[N] bool: only samples with a reward above 0 stay (RAFT++, 2504.11343)."""
+    """[N] bool: the loss mask of samples with a reward above 0. RAFT++ (2504.11343)."""
     return batch.loss_mask & (batch.sequence["reward"] > 0)[batch.sequence_ids]
 
 
 def cppo(batch: Batch, *, prune: float) -> Tensor:
-    """[N] bool: of every group only the k = max(1, floor(G (1 - prune))) samples with the largest |A| stay.
+    """[N] bool: of every group keep the max(1, floor(G (1 - prune))) samples of largest |A|. CPPO (2503.22342).
 
-    |A| is the mean over a sample's tokens where advantages are per token; of equals the earlier stays. A sample that
-    another filter took out of the loss counts in G but takes no place. CPPO (2503.22342), per prompt as in the paper.
+    |A| is the mean over a sample's tokens if advantages are per token; of ties the earlier sample is kept. A sample that
+    another filter took out of the loss counts in G but is not kept.
     """
-    owner, groups = trajectory_groups(batch)
+    trajectory_ids, groups = trajectory_groups(batch)
     num_groups = compact_ids(groups)[1]
     size = segment_count(groups, num_groups)
-    places = (size.double() * (1 - prune) + 1e-9).floor().clamp(min=1)  # 20 * (1 - 0.9) is 1.9999999999999996 in floats
-    order = lexsort(first_index(owner, groups.numel()), -_mean_abs_advantages(batch, owner, groups.numel()), groups)
+    num_kept = (
+        (size.double() * (1 - prune) + 1e-9).floor().clamp(min=1)
+    )  # 20 * (1 - 0.9) is 1.9999999999999996 in floats
+    order = lexsort(
+        first_index(trajectory_ids, groups.numel()),
+        -_mean_abs_advantages(batch, trajectory_ids, groups.numel()),
+        groups,
+    )
     rank = torch.empty_like(order)
     starts = offsets_from_lengths(size)
     rank[order] = torch.arange(order.numel(), device=order.device) - starts[groups[order]]
-    return batch.loss_mask & (rank < places[groups])[owner][batch.sequence_ids]
+    return batch.loss_mask & (rank < num_kept[groups])[trajectory_ids][batch.sequence_ids]
 
 
-def _mean_abs_advantages(batch: Batch, owner: Tensor, num: int) -> Tensor:
-    """[T] mean |A| of each trajectory over its tokens in the loss; -inf where it has none left."""
-    owner_of_token = owner[batch.sequence_ids]
+def _mean_abs_advantages(batch: Batch, trajectory_ids: Tensor, num: int) -> Tensor:
+    """[T] mean |A| of each trajectory over its tokens in the loss; -inf without such a token."""
+    trajectory_of_token = trajectory_ids[batch.sequence_ids]
     if "advantages" in batch.token:
-        mean = segment_mean(batch.token["advantages"].abs(), owner_of_token, num, batch.loss_mask)
+        mean = segment_mean(batch.token["advantages"].abs(), trajectory_of_token, num, batch.loss_mask)
     else:
-        mean = segment_mean(batch.sequence["advantages"].abs(), owner, num)
-    left = segment_count(owner_of_token, num, batch.loss_mask)
+        mean = segment_mean(batch.sequence["advantages"].abs(), trajectory_ids, num)
+    left = segment_count(trajectory_of_token, num, batch.loss_mask)
     return torch.where(left > 0, mean, torch.full_like(mean, -torch.inf))
 
 
 def prob_mask(batch: Batch, *, below: float) -> Tensor:
-    """[N] bool: only tokens the old policy gave a probability under `below` stay: where it had a choice.
+    """[N] bool: keep tokens with probability below `below` under the old policy. Probability mask of SPO (2505.23564).
 
-    The probability mask of SPO (2505.23564); masked tokens leave the denominators too.
+    Masked tokens leave the denominators too.
     """
     return batch.loss_mask & (batch.token["old_logp"] < math.log(below))
 
@@ -175,10 +185,11 @@ SAMPLE_FILTERS: dict[str, Callable[..., Tensor]] = {
     "prob_mask": prob_mask,
     "tree_edges": tree_edges,
 }
+"""The function of each sample filter."""
 
 
 def loss_mask_from_plugin(result: Tensor, batch: Batch, name: str) -> Tensor:
-    """[N] the loss mask after a user's filter, which may answer per sequence (keep it?) or per token (keep it?)."""
+    """[N] the loss mask after a user's filter, which may return what to keep per sequence or per token."""
     if not isinstance(result, Tensor):
         raise UserError(
             f"filter {name} returned {type(result).__name__}; expected a bool tensor: what to keep in the loss"
@@ -193,15 +204,15 @@ def loss_mask_from_plugin(result: Tensor, batch: Batch, name: str) -> Tensor:
     return batch.loss_mask & result
 
 
-# --- Pairs from groups, after advantages: the best and the worst sample of each, for losses that compare two answers.
+# --- Pairs, after advantages: the best and the worst sample of each group, for preference losses
 #
-# Which of the two is the better one is the sequence column `chosen`, made when all filters are through (`better_of_two`).
-# Online DPO (2402.04792), with as many samples of a prompt as there are.
+# `chosen_of_pair` marks the better one after all filters. Online DPO (2402.04792), with any number of samples per prompt.
 
 
 def pairs(batch: Batch) -> Tensor:
-    """[2 P] sequences: of each group the first of the best and the first of the worst, by reward, among those with a token in
-    the loss. A group where these are equal, in reward or in every token, has no preference to learn from and gives none.
+    """[2P] sequences: of each group the first of the best and the first of the worst by reward. Online DPO (2402.04792).
+
+    Only sequences with a token in the loss count. A group gives no pair if the two are equal in reward or in every token.
     """
     best, worst = best_and_worst(batch)
     is_pair = ~(are_ties(batch, best, worst) | are_identical(batch, best, worst))
@@ -209,7 +220,7 @@ def pairs(batch: Batch) -> Tensor:
 
 
 def pair_counts(batch: Batch) -> dict[str, float]:
-    """Groups whose best and worst sample have the same reward, and others where both are the same text."""
+    """Metrics: pairs made, groups whose best and worst sample have the same reward, and other groups where both are the same text."""
     best, worst = best_and_worst(batch)
     ties = are_ties(batch, best, worst)
     identical = are_identical(batch, best, worst) & ~ties
@@ -225,10 +236,10 @@ def chosen_of_pair(batch: Batch) -> Tensor:
 
 
 def best_and_worst(batch: Batch) -> tuple[Tensor, Tensor]:
-    """[G] each: the first sequence of highest and of lowest reward of each group that has a token in the loss."""
+    """[G], [G]: the first sequence of highest and of lowest reward of each group, among those with a token in the loss."""
     if batch.sequence["trajectory_ids"].unique().numel() < batch.num_sequences:
         raise UserError(
-            "filter pairs compares whole answers, and a sample of this environment is several sequences: use a loss of the policy"
+            "filter pairs compares whole answers, and a sample of this environment is several sequences: use a policy loss"
         )
     alive = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.offsets.device)
     alive[batch.sequence_ids[batch.loss_mask]] = True
@@ -245,12 +256,12 @@ def best_and_worst(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def are_ties(batch: Batch, best: Tensor, worst: Tensor) -> Tensor:
-    """[G] bool: the same reward; a group of one is its own best and worst."""
+    """[G] bool: equal rewards; a group of one is its own best and worst."""
     return batch.sequence["reward"][best] == batch.sequence["reward"][worst]
 
 
 def are_identical(batch: Batch, best: Tensor, worst: Tensor) -> Tensor:
-    """[G] bool: the same tokens, written at the same places."""
+    """[G] bool: the same tokens with the same `action_mask`."""
     lengths = batch.lengths
     same = lengths[best] == lengths[worst]
     one, other = batch.select(best[same]), batch.select(worst[same])
@@ -260,24 +271,25 @@ def are_identical(batch: Batch, best: Tensor, worst: Tensor) -> Tensor:
     return same.masked_scatter(same, ~apart)
 
 
-# --- Resamplers, after advantages: `[S'] int64`, the sequences to train on, in order; repeats are allowed.
+# --- Resamplers, after advantages: [S'] int64, the sequences to train on, in order; repeats are allowed
 #
-# A batch of them is `batch.select(index)`: what was computed for a sample (advantages, old log-probs) goes with it.
+# `batch.select(index)` takes the columns of a sample (advantages, old log-probs) with it.
 
 PfPpoMode = Literal["power", "best_worst", "best_random", "best"]
-PF_PPO_STREAM = 0x5046_5050_4F  # "PFPPO": other picks by the same key, such as Clip-Cov's, have noise of their own
+PF_PPO_STREAM = 0x5046_5050_4F
+"""XORed into the keys ("PFPPO" in ASCII), so that other draws by the same key, such as Clip-Cov's, have different noise."""
 
 
 def pf_ppo(batch: Batch, *, mode: PfPpoMode, power: float) -> Tensor:
-    """[S'] sequences: from each group as many draws as it has samples, with replacement, favouring the extremes.
+    """[S'] sequences: from each group as many draws as it has samples, with replacement. PF-PPO (2409.06957).
 
-    Learned scores are reliable only there. Draw d of a group is a function of the identity of its first sequence and
-    of d. Policy filtration, PF-PPO (2409.06957), per prompt as in the paper.
+    The draws favour the extremes, where learned rewards are reliable. Draw d of a group depends only on the key of the group's
+    first sequence and on d.
     """
-    owner, groups = trajectory_groups(batch)
+    trajectory_ids, groups = trajectory_groups(batch)
     of_sequence, num = compact_ids(batch.sequence["group_ids"])
-    rewards = segment_mean(batch.sequence["reward"], owner, groups.numel())  # [T]
-    order = lexsort(first_index(owner, groups.numel()), groups)  # [T] trajectories, group after group
+    rewards = segment_mean(batch.sequence["reward"], trajectory_ids, groups.numel())  # [T]
+    order = lexsort(first_index(trajectory_ids, groups.numel()), groups)  # [T] trajectories, group after group
     starts = offsets_from_lengths(segment_count(groups, num))
     group = groups[order]
     draw = torch.arange(order.numel(), device=order.device) - starts[group]
@@ -285,15 +297,15 @@ def pf_ppo(batch: Batch, *, mode: PfPpoMode, power: float) -> Tensor:
     # The probabilities of a group sum to 1, so those of group g fill the interval from g to g + 1.
     cumulative = pf_probabilities(rewards, groups, num, mode, power)[order].cumsum(0)
     picked = torch.searchsorted(cumulative, group + uniforms(keys[group], draw))
-    picked = picked.clamp(starts[group], starts[group + 1] - 1)  # rounding must not hand a draw to the next group
-    return _sequences_of(order[picked], owner, groups.numel())
+    picked = picked.clamp(starts[group], starts[group + 1] - 1)  # rounding must not move a draw to the next group
+    return _sequences_of(order[picked], trajectory_ids, groups.numel())
 
 
 def pf_probabilities(scores: Tensor, groups: Tensor, num: int, mode: PfPpoMode, power: float) -> Tensor:
-    """[T] the chance of each sample in one draw from its group, proportional to weight + 1e-8.
+    """[T] probability of each sample in one draw from its group, proportional to weight + 1e-8.
 
-    power: |s|^power. best_worst: 1 for the best and the worst, else 0. best_random: best 0.4, others 0.1. best: the
-    best only. All samples that tie for an extreme get its weight.
+    power: |s|^power. best_worst: 1 for the best and the worst, else 0. best_random: best 0.4, others 0.1. best: the best only.
+    All samples that tie for an extreme have its weight.
     """
     best = scores == segment_max(scores, groups, num)[groups]
     worst = scores == segment_min(scores, groups, num)[groups]
@@ -309,14 +321,15 @@ def pf_probabilities(scores: Tensor, groups: Tensor, num: int, mode: PfPpoMode, 
     return weights / segment_sum(weights, groups, num)[groups]
 
 
-def _sequences_of(trajectories: Tensor, owner: Tensor, num: int) -> Tensor:
+def _sequences_of(trajectories: Tensor, trajectory_ids: Tensor, num: int) -> Tensor:
     """The sequences of each trajectory of a list, in order."""
-    by_owner = owner.argsort(stable=True)
-    counts = segment_count(owner, num)
+    by_trajectory = trajectory_ids.argsort(stable=True)
+    counts = segment_count(trajectory_ids, num)
     lengths = counts[trajectories]
     offsets = offsets_from_lengths(lengths)
     shift = torch.repeat_interleave(offsets_from_lengths(counts)[trajectories] - offsets[:-1], lengths)
-    return by_owner[torch.arange(int(offsets[-1]), device=owner.device) + shift]
+    return by_trajectory[torch.arange(int(offsets[-1]), device=trajectory_ids.device) + shift]
 
 
 RESAMPLERS: dict[str, Callable[..., Tensor]] = {"pf_ppo": pf_ppo, "pairs": pairs}
+"""The function of each resampler."""

@@ -1,4 +1,4 @@
-"""Slot `filters`: which groups are used, which samples stay in the loss, which are taken again; and the refill."""
+"""Slot `filters`: records of group filters, sample filters and resamplers; and the refill (dynamic sampling)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class FilterRecord(Slot):
     """One choice for the slot `filters`."""
 
     of_groups: ClassVar[bool] = False
-    """Whether it keeps or drops whole groups before advantages, so that a refill can replace them."""
+    """Whether it drops whole groups before advantages, so that a refill can replace them."""
     reads_reward: ClassVar[bool] = False
-    """Whether the shaped reward makes any difference to it."""
+    """Whether its result depends on the shaped reward."""
     of_answers: ClassVar[bool] = False
-    """Whether it takes whole answers out of the loss, or puts them in twice."""
+    """Whether it takes whole answers out of the loss or repeats them."""
 
 
-# --- groups, before advantages -----------------------------------------------------------------------------------------
+# --- Group filters, before advantages
 
 
 class ZeroSignalFilter(FilterRecord):
-    """Drops groups whose rewards are all equal: they have no gradient, and would only dilute the mean."""
+    """Drops groups whose rewards are all equal: they have no gradient and only dilute the mean."""
 
     formula: ClassVar[str] = "keep group g iff max_g x > min_g x or its size is 1, x the metric" + REFILLED
     paper: ClassVar[str] = "DAPO (2503.14476), dynamic sampling"
@@ -35,7 +35,7 @@ class ZeroSignalFilter(FilterRecord):
     reads_reward: ClassVar[bool] = True
     name: Literal["zero_signal"] = "zero_signal"
     metric: Literal["reward", "accuracy"] = "reward"
-    """What must differ within the group: the reward as shaped, or right and wrong."""
+    """What must differ within the group: the shaped reward, or the accuracy."""
 
 
 class DifficultyBandFilter(FilterRecord):
@@ -69,7 +69,7 @@ class TruncationFilter(FilterRecord):
     name: Literal["truncation"] = "truncation"
 
 
-# --- samples, after advantages -----------------------------------------------------------------------------------------
+# --- Sample filters, after advantages
 
 
 class OverlongFilter(FilterRecord):
@@ -82,7 +82,7 @@ class OverlongFilter(FilterRecord):
 
 
 class PositivesOnlyFilter(FilterRecord):
-    """Trains on samples with a positive reward alone."""
+    """Trains only on samples with a positive reward."""
 
     formula: ClassVar[str] = "loss_mask of a sequence with r <= 0 := 0, after advantages"
     paper: ClassVar[str] = "RAFT++, A minimalist approach to LLM reasoning (2504.11343)"
@@ -92,7 +92,7 @@ class PositivesOnlyFilter(FilterRecord):
 
 
 class CppoFilter(FilterRecord):
-    """Prunes the samples of each group that have the least to say, and saves their backward pass."""
+    """Prunes the samples of each group with the smallest |A| and saves their backward pass."""
 
     formula: ClassVar[str] = "per group keep the max(1, floor(G (1 - prune))) samples of largest |A|"
     paper: ClassVar[str] = "CPPO (2503.22342)"
@@ -100,11 +100,11 @@ class CppoFilter(FilterRecord):
     of_answers: ClassVar[bool] = True
     name: Literal["cppo"] = "cppo"
     prune: float = Field(0.5, gt=0, lt=1)
-    """The share of each group that is left out."""
+    """The share of each group that is pruned."""
 
 
 class ProbMaskFilter(FilterRecord):
-    """Trains only on tokens where the old policy had a choice."""
+    """Trains only on tokens where the old policy was not certain."""
 
     formula: ClassVar[str] = "loss_mask_t := loss_mask_t and exp(old_t) < below"
     paper: ClassVar[str] = "SPO (2505.23564), probability mask"
@@ -115,7 +115,7 @@ class ProbMaskFilter(FilterRecord):
 
 
 class TreeEdgesFilter(FilterRecord):
-    """Trains on a few edges of each tree that have an advantage; one that is replayed goes on with others."""
+    """Trains on a few edges of each tree that have a nonzero advantage; a replayed tree continues with others."""
 
     formula: ClassVar[str] = (
         "of the edges with A != 0, in an order drawn once: those from most * use to most * (use + 1)"
@@ -124,14 +124,14 @@ class TreeEdgesFilter(FilterRecord):
     needs: ClassVar[tuple[str, ...]] = ("tree",)
     name: Literal["tree_edges"] = "tree_edges"
     most: int = Field(32, ge=1)
-    """Edges of one tree that are in the loss of a step, at most."""
+    """Largest number of edges of one tree in the loss of a step."""
 
 
-# --- resampling, after advantages --------------------------------------------------------------------------------------
+# --- Resamplers, after advantages
 
 
 class PfPpoFilter(FilterRecord):
-    """Draws each group's samples again with replacement, favouring rewards a learned scorer is sure of."""
+    """Draws each group's samples again with replacement, favouring rewards that a learned reward model is sure of."""
 
     formula: ClassVar[str] = "G draws a group, p_i proportional to w_i + 1e-8; power: w = |r|^power"
     paper: ClassVar[str] = "PF-PPO, policy filtration (2409.06957)"
@@ -152,7 +152,7 @@ class PfPpoFilter(FilterRecord):
 
 
 class PairsFilter(FilterRecord):
-    """Keeps the best and the worst sample of each group, as a pair for a loss that compares two answers."""
+    """Keeps the best and the worst sample of each group, as a pair for a preference loss."""
 
     formula: ClassVar[str] = (
         "per group chosen = argmax r, rejected = argmin r; none where they are equal, in reward or in every token"
@@ -178,16 +178,16 @@ FILTER_RECORDS: tuple[type[FilterRecord], ...] = (
 
 
 class Refill(Record):
-    """Drawing more prompts in a step for the groups that group filters drop (DAPO, 2503.14476; PRIME, 2502.01456)."""
+    """Draws more prompts in a step for the groups that group filters drop (DAPO, 2503.14476; PRIME, 2502.01456)."""
 
     rounds: int = Field(1, ge=1)
-    """The most rounds of generation in a step; 1 never refills."""
+    """Largest number of generation rounds in a step; 1 never refills."""
     oversample: int = Field(1, ge=1)
-    """Prompts drawn in a round, as a multiple of rollout.prompts; surplus groups are dropped."""
+    """Prompts drawn per round, as a multiple of rollout.prompts; surplus groups are dropped."""
     enough: float = Field(1.0, gt=0, le=1)
     """The share of rollout.prompts groups that ends the rounds."""
     short: Literal["error", "partial", "fill"] = "partial"
-    """When the rounds are over and groups are missing: stop, train on what there is, or take refused groups too (PRIME)."""
+    """If groups are still missing after the last round: stop with an error, train on what there is, or use dropped groups too (PRIME)."""
 
     @model_validator(mode="after")
     def _all_act(self) -> Refill:

@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from burnish.algorithms.losses.loss_view import LossView, TokenLoss
 from burnish.algorithms.losses.preference_losses import PREFERENCE_LOSSES
-from burnish.algorithms.policy.ratios_and_clips import log_ratio, token_ratio
+from burnish.algorithms.losses.ratios_and_clips import log_ratio, token_ratio
 from burnish.config.errors import UserError
 from burnish.core.segments import compact_ids, segment_count, segment_max, segment_min, segment_sum
 

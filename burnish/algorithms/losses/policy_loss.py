@@ -19,9 +19,8 @@ from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.correction.weights_and_rejection import sequence_weights
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.loss_view import LossView, TokenLoss
-from burnish.algorithms.losses.spec import LOSS_RECORDS
-from burnish.algorithms.policy.ratios_and_clips import CLIPS, RATIOS, clamp_token_log_ratio, log_ratio, token_ratio
-from burnish.algorithms.policy.spec import CLIP_RECORDS
+from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS, clamp_token_log_ratio, log_ratio, token_ratio
+from burnish.algorithms.losses.spec import CLIP_RECORDS, LOSS_RECORDS
 from burnish.algorithms.terms.loss_terms import kl_estimate, top_entropy_mask
 from burnish.config.errors import UserError
 from burnish.config.records import default_options

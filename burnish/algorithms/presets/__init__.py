@@ -8,7 +8,7 @@ from burnish.algorithms.presets.critic_and_other_objectives import OTHER_OBJECTI
 from burnish.algorithms.presets.critic_free import CRITIC_FREE, Preset
 from burnish.config.errors import unknown_name_error
 
-__all__ = ["PRESETS", "Preset", "preset"]
+__all__ = ["PRESETS", "Preset", "preset_slots"]
 
 PRESETS: dict[str, Preset] = {**CRITIC_FREE, **WITH_CRITIC, **OTHER_OBJECTIVES}
 

@@ -1,8 +1,14 @@
-"""Slot `shaping`: what is done to rewards between the verifier and the advantages, in the listed order."""
+"""Slot `shaping`: changes of the reward between the verifier and the advantages, in the order of the config.
+
+A shaper is called as `f(batch, step, **options)`. It returns the new reward of each sequence [S], or, if its record is
+`dense`, token rewards to add [N]. `step` is the training step of the batch, counted from 1. The accuracy never changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -10,22 +16,21 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.returns import discounted_returns
 from burnish.algorithms.batch_columns import is_correct, is_truncated, trajectory_groups, trajectory_lengths
-from burnish.algorithms.curriculum.prompt_selection import weight_after_warmup
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, to_int64
 from burnish.core.segments import compact_ids, segment_count, segment_max, segment_min
 
-# --- Shapers that look at how much was written: `[S] float64`, the new reward.
+# --- Length
 #
-# Lengths are the tokens the model wrote in a trajectory, so that tool results and prompts cost nothing.
+# Lengths are the action tokens of a trajectory, so that tool results and prompts cost nothing.
 
 
 def soft_overlong(batch: Batch, step: int, *, max_tokens: int | None, cache: int | None, factor: float) -> Tensor:
-    """[S] the reward less a penalty that grows over the last `cache` tokens before the limit.
+    """[S] r - factor * clip((len - (max_tokens - cache)) / cache, 0, 1). DAPO's soft overlong punishment (2503.14476).
 
-    0 up to max_tokens - cache, then linear down to -factor at max_tokens and beyond: truncation becomes a slope, not a
-    cliff. A cache of None is a fifth of max_tokens, at least 1. DAPO's soft overlong punishment (2503.14476).
+    The penalty grows linearly over the last `cache` tokens before the limit, instead of a cliff at truncation. A `cache` of
+    None is a fifth of max_tokens, at least 1.
     """
     limit = _required_max_tokens(max_tokens, "soft_overlong")
     cache = max(1, limit // 5) if cache is None else cache
@@ -36,10 +41,10 @@ def soft_overlong(batch: Batch, step: int, *, max_tokens: int | None, cache: int
 
 
 def kimi_length(batch: Batch, step: int, *, weight: float, warmup_steps: int) -> Tensor:
-    """[S] the reward plus `weight` times a length reward relative to the group, off for the first `warmup_steps` steps.
+    """[S] r + weight * b with lambda_i = 1/2 - (len_i - min_g) / (max_g - min_g). Kimi k1.5 (2501.12599).
 
-    lambda_i = 1/2 - (len_i - min_g) / (max_g - min_g); a right answer gets lambda_i, a wrong one min(0, lambda_i), and
-    a group of equal lengths 0. Kimi k1.5 (2501.12599).
+    b is lambda_i for a right answer, min(0, lambda_i) for a wrong one, and 0 in a group of equal lengths. The term is off for
+    the first `warmup_steps` steps.
     """
     correct = is_correct(batch, "shaper kimi_length")
     groups, num = compact_ids(batch.sequence["group_ids"])
@@ -48,7 +53,7 @@ def kimi_length(batch: Batch, step: int, *, weight: float, warmup_steps: int) ->
     relative = 0.5 - (lengths - shortest) / (longest - shortest).clamp(min=1)
     bonus = torch.where(correct, relative, relative.clamp(max=0))
     bonus = torch.where(longest > shortest, bonus, torch.zeros_like(bonus))
-    return batch.sequence["reward"] + weight_after_warmup(step, weight, warmup_steps) * bonus
+    return batch.sequence["reward"] + (weight if step > warmup_steps else 0.0) * bonus
 
 
 def cosine(
@@ -61,11 +66,11 @@ def cosine(
     exceeded: float,
     margin: int,
 ) -> Tensor:
-    """[S] a reward from correctness and length alone, in place of the old one.
+    """[S] x_T + (x_0 - x_T) (1 + cos(pi t / T)) / 2 with t the length, in place of the reward (2502.03373).
 
-    x_T + (x_0 - x_T) (1 + cos(pi t / T)) / 2 with T = max_tokens and (x_0, x_T) = `correct` or `wrong`; `exceeded` from
-    T - margin tokens on. Short right beats long right, long wrong beats short wrong. Demystifying long chain-of-thought
-    (2502.03373), whose code has a margin of 16.
+    T = max_tokens; (x_0, x_T) is `correct` or `wrong`; from T - margin tokens on the reward is `exceeded`. Short right answers
+    beat long ones, and long wrong answers beat short ones. The paper is Demystifying long chain-of-thought; its code has a
+    margin of 16.
     """
     limit = _required_max_tokens(max_tokens, "cosine")
     right = is_correct(batch, "shaper cosine")
@@ -76,22 +81,22 @@ def cosine(
 
 
 def lcpo_exact(batch: Batch, step: int, *, alpha: float) -> Tensor:
-    """[S] 1[right] - alpha |budget - length|, in place of the old reward: as long as asked. LCPO, L1 (2503.04697)."""
+    """[S] 1[right] - alpha |budget - len|, in place of the reward. LCPO, L1 (2503.04697)."""
     correct = is_correct(batch, "shaper lcpo_exact").double()
     return correct - alpha * (_required_budgets(batch, "lcpo_exact") - trajectory_lengths(batch)).abs()
 
 
 def lcpo_max(batch: Batch, step: int, *, alpha: float, delta: float) -> Tensor:
-    """[S] 1[right] clip(alpha (budget - length) + delta, 0, 1), in place of the old reward: at most as long as asked.
+    """[S] 1[right] clip(alpha (budget - len) + delta, 0, 1), in place of the reward. LCPO, L1-Max (2503.04697).
 
-    LCPO, L1-Max (2503.04697), with the slope of the paper; its code has half of it.
+    The slope is the paper's; its code has half of it.
     """
     correct = is_correct(batch, "shaper lcpo_max").double()
     return correct * (alpha * (_required_budgets(batch, "lcpo_max") - trajectory_lengths(batch)) + delta).clamp(0, 1)
 
 
 def _interpolate(ends: tuple[float, float], fade: Tensor) -> Tensor:
-    """The first end where `fade` is 1, the second where it is 0."""
+    """The first end if `fade` is 1, the second if it is 0."""
     return ends[1] + (ends[0] - ends[1]) * fade
 
 
@@ -112,47 +117,46 @@ def _required_budgets(batch: Batch, name: str) -> Tensor:
     return budget
 
 
-# --- Repeated n-grams of everything that was written, in all sequences at once.
+# --- Repeated n-grams
 #
-# Every window of n written tokens gets a 64-bit hash, to which its trajectory adds its own; equal ones are neighbours after
-# one sort. A window never crosses from one sequence into another; tokens the model did not write (tool results) take no
-# place in it.
+# Every window of n action tokens has a 64-bit hash, to which the hash of its trajectory is added. One sort makes equal
+# windows neighbours. A window never crosses from one sequence into another, and tool results are not part of it.
 
 
 class NgramWindows(NamedTuple):
-    """The W windows of n written tokens of a batch."""
+    """The W windows of n action tokens of a batch."""
 
-    start: Tensor  # [W] where each begins among the written tokens
-    owner: Tensor  # [W] its trajectory, 0..T-1
+    start: Tensor  # [W] its first token among the action tokens
+    trajectory: Tensor  # [W] its trajectory, 0..T-1
     repeated: Tensor  # [W] bool: the same n tokens began earlier in this trajectory
 
 
 def ngram_windows(batch: Batch, ngram: int) -> NgramWindows:
-    """All windows and whether each is a repeat."""
-    written = batch.action_mask.nonzero().squeeze(1)
-    sequence = batch.sequence_ids[written]
-    hashes = ngram_hashes(batch.tokens[written], ngram)
+    """All windows of n action tokens, and whether each is a repeat."""
+    action_index = batch.action_mask.nonzero().squeeze(1)
+    sequence = batch.sequence_ids[action_index]
+    hashes = ngram_hashes(batch.tokens[action_index], ngram)
     start = (sequence[: hashes.numel()] == sequence[ngram - 1 :]).nonzero().squeeze(1)
     of_sequence, _ = trajectory_groups(batch)
-    keys = (
-        hashes[start] + _mix_bits(~of_sequence)[sequence[start]]
-    )  # ~ keeps a trajectory's number apart from any token's
-    keys, order = keys.sort(stable=True)  # of equals the earliest comes first
+    keys = hashes[start] + _mix_bits(~of_sequence)[sequence[start]]  # ~ makes it negative, unlike any token
+    keys, order = keys.sort(stable=True)  # of equal windows the earliest is first
     repeated = torch.zeros_like(start, dtype=torch.bool)
     repeated[order[1:]] = keys[1:] == keys[:-1]
     return NgramWindows(start, of_sequence[sequence[start]], repeated)
 
 
 def repeated_ngram_share(batch: Batch, ngram: int) -> Tensor:
-    """[S] 1 - unique / total over the n-grams of each trajectory; 0 where it has none."""
-    owner, groups = trajectory_groups(batch)
+    """[S] 1 - unique / total over the n-grams of each trajectory; 0 if it has none."""
+    trajectory_ids, groups = trajectory_groups(batch)
     found = ngram_windows(batch, ngram)
-    total = segment_count(found.owner, groups.numel())
-    return (segment_count(found.owner, groups.numel(), found.repeated) / total.clamp(min=1).double())[owner]
+    total = segment_count(found.trajectory, groups.numel())
+    return (segment_count(found.trajectory, groups.numel(), found.repeated) / total.clamp(min=1).double())[
+        trajectory_ids
+    ]
 
 
 def ngram_hashes(tokens: Tensor, ngram: int) -> Tensor:
-    """[M - n + 1] int64 hash of every n tokens in a row, by doubling: hashes of 2k tokens join two of k."""
+    """[M - n + 1] int64 hash of every n tokens in a row, by doubling: a hash of 2k tokens joins two of k."""
     if tokens.numel() < ngram:
         return tokens.new_zeros(0)
     hashes, covered = tokens.new_zeros(tokens.numel() + 1), 0  # of the first `covered` tokens of each window
@@ -164,13 +168,12 @@ def ngram_hashes(tokens: Tensor, ngram: int) -> Tensor:
         if covered == ngram:
             return hashes
         block, size = _combine_hashes(block, block[size:], factor), 2 * size
-        # A factor of its own for every size: powers of a single one modulo 2^64 collide on long regular texts, which
-        # are just what is looked for here.
+        # Every size has its own factor: powers of one factor modulo 2^64 collide on long regular texts, the ones to find.
         factor = factor * GOLDEN
 
 
 def _combine_hashes(left: Tensor, right: Tensor, factor: int) -> Tensor:
-    """right + factor * left, wrapping, as far as both reach."""
+    """right + factor * left modulo 2^64, over the shorter length."""
     return torch.add(right[: left.numel()], left[: right.numel()], alpha=to_int64(factor))
 
 
@@ -181,17 +184,17 @@ def _mix_bits(x: Tensor) -> Tensor:
     return x ^ ((x >> 29) & ((1 << 35) - 1))
 
 
-# --- Shapers that look at how an answer ended and whether it was right: `[S] float64`, the new reward.
+# --- Outcome
 
 
 def signed_reward(batch: Batch, step: int, *, right: float, wrong: float) -> Tensor:
-    """[S] `right` or `wrong` by the accuracy, in place of the old reward (DAPO, 2503.14476, has 1 and -1)."""
+    """[S] `right` if accuracy is 1, else `wrong`, in place of the reward. DAPO (2503.14476) has 1 and -1."""
     correct = is_correct(batch, "shaper signed").double()
     return right * correct + wrong * (1 - correct)
 
 
 def stop_properly(batch: Batch, step: int, *, coef: float) -> Tensor:
-    """[S] the reward; of a truncated sample reward * coef, or coef itself where that is negative (ProRL, 2505.24864)."""
+    """[S] the reward; of a truncated sample r * coef, or coef itself if it is negative. ProRL (2505.24864)."""
     reward = batch.sequence["reward"]
     cut = reward * coef if coef >= 0 else torch.full_like(reward, coef)
     return torch.where(is_truncated(batch), cut, reward)
@@ -200,10 +203,10 @@ def stop_properly(batch: Batch, step: int, *, coef: float) -> Tensor:
 def t1_penalty(
     batch: Batch, step: int, *, ngram: int, share: float, script_part: str | None, script_low: float
 ) -> Tensor:
-    """[S] -1 where the answer was truncated, repeats itself or mixes scripts; else the reward as it was.
+    """[S] -1 if the answer is truncated, repetitive or mixes scripts, else the reward. T1 (2501.11651).
 
-    It repeats itself when more than `share` of its n-grams were there before, and mixes scripts when the reward part
-    `script_part` (the verifier language, say) is below `script_low`. T1 (2501.11651).
+    Repetitive: more than `share` of its n-grams are repeats. Mixes scripts: the reward part `script_part` (such as the
+    verifier language) is below `script_low`.
     """
     reward = batch.sequence["reward"]
     unexpected = is_truncated(batch) | (repeated_ngram_share(batch, ngram) > share)
@@ -220,39 +223,38 @@ def _reward_part(batch: Batch, name: str) -> Tensor:
     return batch.sequence[column]
 
 
-# --- Shapers against repetition, which length rewards invite (Demystifying long chain-of-thought, 2502.03373).
+# --- Repetition, which length rewards invite (Demystifying long chain-of-thought, 2502.03373)
 
 
 def repetition(batch: Batch, step: int, *, ngram: int, penalty: float) -> Tensor:
-    """[S] the reward plus penalty * (1 - unique / total) over the n-grams written; 0 with fewer than n tokens."""
+    """[S] r + penalty * (1 - unique n-grams / all n-grams)."""
     return batch.sequence["reward"] + penalty * repeated_ngram_share(batch, ngram)
 
 
 def repetition_dense(batch: Batch, step: int, *, ngram: int, penalty: float, gamma: float) -> Tensor:
-    """[N] token rewards to add: `penalty` at every token of an n-gram already seen, with its own discount.
+    """[N] token rewards R_t - R_{t+1}, with R_t = sum_{s>=t} gamma^(s-t) p_s and p = `penalty` at tokens of repeated n-grams.
 
-    With R_t the gamma-discounted return of the penalties, token t gets R_t - R_{t+1}: the undiscounted return-to-go of
-    that is R_t, so the sum of the two streams has the outcome undiscounted and the penalties discounted.
+    The undiscounted return of these rewards is R_t, so the penalties have their own discount and the outcome has none.
     """
     mask, ids = batch.action_mask, batch.sequence_ids
     penalties = penalty * repeated_ngram_tokens(batch, ngram).double()
     returns = discounted_returns(penalties, mask, batch.offsets, gamma)
-    written = mask.nonzero().squeeze(1)
-    own, following = returns[written], torch.zeros_like(returns[written])
-    same = ids[written[1:]] == ids[written[:-1]]
+    action_index = mask.nonzero().squeeze(1)
+    own, following = returns[action_index], torch.zeros_like(returns[action_index])
+    same = ids[action_index[1:]] == ids[action_index[:-1]]
     following[:-1] = torch.where(same, own[1:], following[:-1])
-    return torch.zeros_like(returns).index_copy(0, written, own - following)
+    return torch.zeros_like(returns).index_copy(0, action_index, own - following)
 
 
 def repeated_ngram_tokens(batch: Batch, ngram: int) -> Tensor:
-    """[N] bool: the token is written and part of an n-gram that began earlier in the trajectory."""
-    written = batch.action_mask.nonzero().squeeze(1)
+    """[N] bool: action tokens that are part of an n-gram that began earlier in the trajectory."""
+    action_index = batch.action_mask.nonzero().squeeze(1)
     found = ngram_windows(batch, ngram)
     start = found.start[found.repeated]
-    edges = torch.zeros(written.numel() + 1, dtype=torch.int64, device=written.device)
+    edges = torch.zeros(action_index.numel() + 1, dtype=torch.int64, device=action_index.device)
     ones = torch.ones_like(start)
     depth = edges.index_add(0, start, ones).index_add(0, start + ngram, -ones).cumsum(0)[:-1]
-    return torch.zeros_like(batch.action_mask).index_copy(0, written, depth > 0)
+    return torch.zeros_like(batch.action_mask).index_copy(0, action_index, depth > 0)
 
 
 SHAPERS: dict[str, Callable[..., Tensor]] = {
@@ -267,7 +269,22 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
     "t1_penalty": t1_penalty,
     "signed": signed_reward,
 }
-"""`f(batch, step, **options)`: [S] the new reward column, or [N] token rewards to add where the record says `dense`.
+"""The function of each choice of `algorithm.shaping`."""
 
-`step` is the training step the batch is for, counted from 1. A shaper never changes the accuracy.
-"""
+
+# --- Step scores of a process reward model
+
+STEP_SCORE_AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
+    {
+        "last": lambda scores: scores[-1],
+        "min": min,
+        "prod": math.prod,
+        "mean": lambda scores: sum(scores) / len(scores),
+    }
+)
+"""last: the score of the last step. min: of the worst step. prod: the chance that all steps are right. mean: of all steps."""
+
+
+def aggregate_step_scores(scores: Sequence[float], how: str) -> float:
+    """One score from the scores of one or more steps."""
+    return float(STEP_SCORE_AGGREGATIONS[how](scores))

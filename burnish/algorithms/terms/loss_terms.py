@@ -1,8 +1,4 @@
-"""Slot `aggregation`: per-token losses to one number, as weights fixed on the whole mini-batch.
-
-Since the weights hold every denominator, the loss is a plain weighted sum, and its gradient is the same for any split
-of the mini-batch into micro-batches or ranks.
-"""
+"""Slots `aggregation`, `kl`, `entropy` and `auxiliary`: how per-token losses are averaged, and the terms beside the policy loss."""
 
 from __future__ import annotations
 
@@ -17,6 +13,11 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count, segment_broadcast, segment_count, segment_mean
 
+# --- Aggregation
+#
+# The weights are fixed on the whole mini-batch and hold every denominator. The loss is then a plain weighted sum, and its
+# gradient is the same for any split of the mini-batch into micro-batches or ranks.
+
 
 def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
     """[N] float64 weights such that the loss is sum(weights * loss per token); 0 outside the loss mask."""
@@ -25,11 +26,15 @@ def aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> 
 
 
 def sequence_aggregation_weights(batch: Batch, mode: str, horizon: int | None = None) -> Tensor:
-    """[S] float64 the weight of every token in the loss of each sequence.
+    """[S] float64 weight of every token in the loss of each sequence.
 
-    token-mean: 1 / all tokens. token-sum: 1. seq-mean-token-sum: 1 / sequences. seq-mean-token-mean: 1 / (sequences x
-    the sequence's tokens). seq-mean-token-sum-norm: 1 / (sequences x horizon), horizon a constant (Dr.GRPO). Only
-    tokens in the loss, and sequences with at least one of them, are counted.
+    - token-mean: 1 / all tokens
+    - token-sum: 1
+    - seq-mean-token-sum: 1 / sequences
+    - seq-mean-token-mean: 1 / (sequences x the sequence's tokens)
+    - seq-mean-token-sum-norm: 1 / (sequences x horizon), with a constant horizon (Dr.GRPO)
+
+    Only tokens in the loss count, and sequences with at least one of them.
     """
     counts = contiguous_count(batch.loss_mask, batch.offsets)  # [S]
     tokens, sequences = max(int(counts.sum()), 1), max(int((counts > 0).sum()), 1)
@@ -49,15 +54,16 @@ def sequence_aggregation_weights(batch: Batch, mode: str, horizon: int | None = 
     raise ValueError(f"unknown aggregation {mode!r}")
 
 
-# --- Slot `kl`: estimates of KL(policy || reference), the reward they are taken off, and what moves coefficient and reference.
-#
-# With d = logp - ref of the sampled token: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1 (Schulman, 2020). On-policy
-# the gradient of k2 is the gradient of the KL, that of k1 is zero in expectation and that of k3 is biased; `X+` has the
-# value of X and the gradient of k2.
+# --- KL to the reference
 
 
 def kl_estimate(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate. k3 clamps its exponent to +-20 and itself to 10, with no gradient where that acts."""
+    """Estimate of KL(policy || reference) per token, with d = logp - ref (Schulman, 2020).
+
+    k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1; `X+` has the value of X and the gradient of k2. On-policy the gradient
+    of k2 is the gradient of the KL, that of k1 is zero in expectation and that of k3 is biased. k3 clamps its exponent to +-20
+    and its value to 10, without gradient where a clamp acts.
+    """
     d = logp - ref
     if estimator.endswith("+"):
         value, slope = kl_estimate(logp, ref, estimator[:-1]), 0.5 * d**2
@@ -75,22 +81,22 @@ def kl_estimate(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """[..., V] to [...]: sum_v p_v (log p_v - log q_v), exact, with gradient; arithmetic in float32 at least."""
+    """[..., V] to [...]: exact KL sum_v p_v (log p_v - log q_v) with gradient, in float32 at least."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_p, log_q = logits.to(dtype).log_softmax(-1), ref_logits.to(dtype).log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-# --- in the reward -----------------------------------------------------------------------------------------------------
+# --- KL in the reward
 
 
 def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center: str = "none") -> tuple[Tensor, float]:
-    """[N] rewards minus coef * KL(old || ref) at the tokens the model wrote, and the mean over sequences of that KL.
+    """[N] rewards minus coef * KL(old || ref) at action tokens, and the mean over sequences of that KL.
 
-    `center` takes its mean off first, which leaves the relative signal: `token` the mean over all written tokens from
-    each (T1, 2501.11651: then longer answers do not pay more); `sequence` the mean over sequences of their summed KL from
-    each sum, in equal shares over its tokens. These means and the KL returned, which is never centred, are of the policy's
-    own samples alone: at the tokens of a demonstration the estimate is of nothing. nan where there is no sample.
+    `center` subtracts a mean from the KL first, which leaves the relative signal. `token` subtracts the mean over all action
+    tokens, so that longer answers do not pay more (T1, 2501.11651). `sequence` subtracts the mean over sequences of their
+    summed KL from each sum, in equal shares over its tokens. The means and the returned KL, which is never centred, cover
+    only the policy's own samples: at a demonstration the estimate means nothing. nan if there is no sample.
     """
     mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
@@ -104,8 +110,10 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
 
 
 def _kl_center(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
-    """What is taken off each token's KL; `total` is that of the policy's own samples, `own` [S] their tokens, `length` [S] those of
-    demonstrations too."""
+    """What is subtracted from each token's KL.
+
+    `total` is the summed KL of the policy's own samples, `own` [S] their tokens, `length` [S] the tokens of all sequences.
+    """
     if center == "none":
         return total.new_zeros(())
     if center == "token":
@@ -117,9 +125,9 @@ def _kl_center(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: 
 
 
 def adapt_kl_coefficient(coef: float, kl: float, target: float, horizon: float, count: int) -> float:
-    """The coefficient after a batch of `count` sequences whose mean KL was `kl`: larger above the target, smaller below.
+    """coef (1 + e count / horizon), e = clip(kl / target - 1, -0.2, 0.2), at least 0. Ziegler et al. (1909.08593).
 
-    coef (1 + e count / horizon), e = clip(kl / target - 1, -0.2, 0.2), and never below 0. Ziegler et al. (1909.08593).
+    The coefficient after a batch of `count` sequences with mean KL `kl`: larger above the target, smaller below.
     """
     if target <= 0 or horizon <= 0:
         raise ValueError(f"an adaptive KL coefficient needs target > 0 and horizon > 0, not {target} and {horizon}")
@@ -127,14 +135,14 @@ def adapt_kl_coefficient(coef: float, kl: float, target: float, horizon: float, 
     return max(0.0, coef * (1 + error * count / horizon))
 
 
-# --- the reference -----------------------------------------------------------------------------------------------------
+# --- The reference
 
 
 @torch.no_grad()
 def ema_update(reference_tensors: Iterable[Tensor], tensors: Iterable[Tensor], eta: float) -> None:
-    """reference <- (1 - eta) reference + eta tensor, in place; eta 1 is a copy and eta 0 leaves it, both exactly.
+    """reference <- (1 - eta) reference + eta tensor, in place; eta 1 is exactly a copy, eta 0 exactly no change.
 
-    The reference must be float32 at least: in a half type most of what eta = 0.01 adds is rounded away.
+    The reference must be float32 at least: in half precision most of what eta = 0.01 adds is rounded away.
     """
     for reference, tensor in zip(reference_tensors, tensors, strict=True):
         if torch.finfo(reference.dtype).bits < 32:
@@ -142,63 +150,47 @@ def ema_update(reference_tensors: Iterable[Tensor], tensors: Iterable[Tensor], e
         reference.lerp_(tensor.to(reference), eta)
 
 
-# --- Slot `auxiliary`: imitation beside the policy loss, as weights of -logp fixed on the whole mini-batch.
+# --- Imitation of right answers
 
 
 def positive_nll_weights(batch: Batch, mu: float) -> Tensor:
-    """[N] float64 weights w such that sum(w * -logp) is mu times the mean NLL of the tokens of right answers.
+    """[N] float64 weights w such that sum(w * -logp) is mu times the mean NLL of the tokens of right answers. VAPO (2504.05118).
 
-    w = mu / (tokens in the loss of all sequences whose accuracy is 1); zeros where there is none. Shaping the reward
-    does not change which answers are right. VAPO (2504.05118).
+    w = mu / (tokens in the loss of all sequences with accuracy 1); zeros if there are none. Shaping does not change accuracy.
     """
     accuracy = batch.sequence["accuracy"]
     if bool(accuracy.isnan().any()):
         raise UserError(
-            f"auxiliary.positive_nll imitates right answers, but nobody judged {int(accuracy.isnan().sum())} of "
-            f"{accuracy.numel()}: use a reward that says right or wrong, or set correct_at of its part to the value from which an answer is right"
+            f"auxiliary.positive_nll imitates right answers, but {int(accuracy.isnan().sum())} of "
+            f"{accuracy.numel()} samples have no accuracy: use a reward that says right or wrong, or set correct_at of its part to the value from which an answer is right"
         )
     tokens = (batch.loss_mask & segment_broadcast(accuracy == 1, batch.sequence_ids)).to(torch.float64)
     return mu * tokens / tokens.sum().clamp(min=1)
 
 
-# --- Slot `entropy`: what moves the bonus, which tokens learn, and how much reward is left to gain by giving entropy up.
+# --- Entropy
 
 
 def adapt_entropy_coefficient(coef: float, entropy: float, target: float, delta: float) -> tuple[float, bool]:
-    """The next coefficient and whether the bonus applies: up by delta at or below the target, down (to 0) above it.
+    """coef + delta if entropy <= target, else max(0, coef - delta); and whether the bonus applies. Skywork-OR1 (2505.22312).
 
-    The bonus applies only at or below the target. Skywork-OR1 (2505.22312).
+    The bonus applies only at or below the target.
     """
     low = entropy <= target
     return (coef + delta if low else max(0.0, coef - delta)), low
 
 
 def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
-    """[M] bool: the tokens whose entropy is in the top `share` of those given.
+    """[M] bool: the tokens whose entropy is in the top `share`. High-entropy minority tokens (2506.01939).
 
-    The threshold is the (1 - share) quantile, so that about share * M tokens are at or above it and at least one is.
-    Tokens that tie with the threshold are all kept, also where rounding sets them apart: samples of a prompt begin with
-    the same entropy, and which of them stay must not depend on what they were computed beside. High-entropy minority
-    tokens (2506.01939).
+    The threshold is the (1 - share) quantile, so about share * M tokens are at or above it, at least one. All tokens that tie
+    with the threshold are kept, also if rounding separates them: samples of a prompt begin with the same entropy, and the
+    choice among them must not depend on the rest of the batch.
     """
     num = entropy.numel()
     if num == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
-    # The smallest value at or above the interpolated quantile; less a hair, for products such as 0.3 * 10 = 3.0000000000000004.
+    # The smallest value at or above the interpolated quantile. 1e-9 absorbs products such as 0.3 * 10 = 3.0000000000000004.
     rank = math.ceil((1 - share) * (num - 1) - 1e-9)
     threshold = entropy.kthvalue(rank + 1).values
     return entropy >= threshold - 1e-6 * (1 + threshold.abs())
-
-
-def entropy_ceiling(entropy: Tensor, reward: Tensor) -> tuple[float, float, float]:
-    """(a, b, b - a) of the least-squares fit R = -a exp(H) + b: the reward predicted for an entropy of 0.
-
-    One point a step of a run. Entropy mechanism (2505.22617).
-    """
-    x, y = entropy.double().exp(), reward.double()
-    spread = x - x.mean()
-    if float((spread**2).sum()) == 0:
-        raise ValueError("the entropy ceiling is the end of a line: it needs at least two different entropies")
-    a = -float((spread * y).sum() / (spread**2).sum())
-    b = float(y.mean() + a * x.mean())
-    return a, b, b - a

@@ -1,4 +1,4 @@
-"""Aggregation, and the terms beside the policy loss: KL, entropy, supervised ones."""
+"""Records of aggregation, KL, reference, entropy and auxiliary terms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burnish.config.records import Record, Slot, choice
 
 
 class Aggregation(Slot):
-    """How the per-token losses become one number; counts are those of the whole mini-batch."""
+    """How per-token losses become one number; counts are those of the whole mini-batch."""
 
     formula: ClassVar[str] = "L = sum_t weight_t L_t, the weights fixed before the mini-batch is split"
     name: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -19,7 +19,7 @@ class Aggregation(Slot):
     """The constant divisor of `seq-mean-token-sum-norm`; null means rollout.max_tokens."""
 
 
-# --- the reference -----------------------------------------------------------------------------------------------------
+# --- The reference
 
 
 class NoReference(Slot):
@@ -36,19 +36,19 @@ class FrozenReference(Slot):
 
 
 class EmaReference(Slot):
-    """A moving average of the policy, in float32."""
+    """An exponential moving average of the policy, in float32."""
 
     formula: ClassVar[str] = "ref <- (1 - eta) ref + eta policy, after every optimizer step"
     paper: ClassVar[str] = "T1 (2501.11651)"
     name: Literal["ema"] = "ema"
     eta: float = Field(0.01, gt=0, le=1)
-    """How much of the policy goes in at each update; 1 makes it a copy."""
+    """Weight of the policy at each update; 1 makes the reference a copy."""
 
 
 class HardSyncReference(Slot):
-    """A copy of the policy, renewed now and then."""
+    """A copy of the policy, renewed every `every` steps."""
 
-    formula: ClassVar[str] = "ref <- policy, once in every steps"
+    formula: ClassVar[str] = "ref <- policy, once every `every` steps"
     paper: ClassVar[str] = "DeepSeek-R1 (2501.12948)"
     name: Literal["hard_sync"] = "hard_sync"
     every: int = Field(400, ge=1)
@@ -56,23 +56,23 @@ class HardSyncReference(Slot):
 
 
 class IterateReference(Slot):
-    """The policy at the start of the current iteration; the optimizer's state starts anew with each."""
+    """The policy at the start of the current iteration; each iteration also resets the optimizer state."""
 
-    formula: ClassVar[str] = "ref <- policy, and the optimizer starts anew, before each iteration of so many steps"
+    formula: ClassVar[str] = "ref <- policy and a new optimizer state, every `every` steps"
     paper: ClassVar[str] = "Kimi k1.5 (2501.12599)"
     name: Literal["iterate"] = "iterate"
     every: int = Field(1, ge=1)
-    """Steps in an iteration."""
+    """Steps per iteration."""
 
 
 class TeacherReference(Slot):
-    """Another model, usually a larger one, that the policy learns from: KL to it is distillation."""
+    """Another model, usually a larger one; KL to it is distillation."""
 
     formula: ClassVar[str] = "ref = the model of a directory with the policy's tokenizer"
     paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543)"
     name: Literal["teacher"] = "teacher"
     path: str | None = None
-    """A Hugging Face directory whose tokenizer is the policy's, token for token; null is the model the run starts from."""
+    """A Hugging Face directory with exactly the policy's tokenizer; null is the model the run starts from."""
 
 
 REFERENCE_RECORDS: tuple[type[Slot], ...] = (
@@ -86,36 +86,36 @@ REFERENCE_RECORDS: tuple[type[Slot], ...] = (
 ReferenceSlot: Any = choice(*REFERENCE_RECORDS, plugin=False)
 
 
-# --- KL ----------------------------------------------------------------------------------------------------------------
+# --- KL
 
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
 
 class KlTerm(Record):
-    """One use of a KL estimate."""
+    """A KL estimate with a coefficient."""
 
     coef: float = Field(0.0, ge=0)
-    """Its weight; 0 turns it off."""
+    """Weight of the term; 0 turns it off."""
 
 
 class KlLoss(KlTerm):
     """A KL estimate in the loss, with gradient."""
 
     estimator: Estimator | Literal["full"] = "k3"
-    """k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1 with d = logp - ref; a plus means value of it, gradient of k2; full is no
-    estimate but the KL over the whole vocabulary at every token, from both models in one pass."""
+    """With d = logp - ref: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1. A plus has the value of the estimator and the gradient of k2.
+    `full` is the exact KL over the whole vocabulary at every token, from both models in one pass.
+    """
     top: int | None = Field(None, ge=1)
-    """With estimator full: look at so many tokens, those the policy finds likeliest, one by one and at all others as one; null
-    looks at every token."""
+    """With estimator full: sum over this many tokens, the policy's likeliest, and treat all others as one; null sums over every token."""
     is_corrected: bool = False
-    """Multiply it by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
+    """Multiply the KL by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
 
     @model_validator(mode="after")
     def _one_gradient(self) -> KlLoss:
         if self.top is not None and self.estimator != "full":
-            raise ValueError(f"top belongs to estimator full; {self.estimator} looks at the sampled token alone")
+            raise ValueError(f"top belongs to estimator full; {self.estimator} uses the sampled token alone")
         if self.is_corrected and self.estimator == "full":
-            raise ValueError("is_corrected weighs the token that was sampled, and estimator=full sums over all of them")
+            raise ValueError("is_corrected weights the sampled token, and estimator=full sums over all tokens")
         if self.is_corrected and self.estimator.endswith("+"):
             raise ValueError(
                 f"is_corrected makes the gradient of {self.estimator[:-1]} unbiased by itself; with {self.estimator}, which "
@@ -128,31 +128,31 @@ class KlReward(KlTerm):
     """A KL estimate in the reward, without gradient."""
 
     estimator: Estimator = "k1"
-    """As in the loss, but with no gradient a plus would change nothing."""
+    """As in the loss. There is no gradient here, so a plus changes nothing and is refused."""
     center: Literal["none", "token", "sequence"] = "none"
-    """Take its mean off first: over all tokens from each token (T1), or over sequences from each sequence's sum."""
+    """Subtract a mean first: over all tokens from each token (T1), or over sequences from each sequence's sum."""
 
 
 class KlTarget(Record):
-    """Ziegler's controller: the coefficient in the reward follows how far the KL is from a target."""
+    """Ziegler's controller (1909.08593): the coefficient in the reward follows the distance of the KL from a target."""
 
     target: float = Field(0.1, gt=0)
-    """The mean KL of a token to hold."""
+    """The target mean KL per token."""
     horizon: int = Field(10000, ge=1)
-    """Sequences in which a KL 20% or more off the target moves the coefficient by 20%."""
+    """Sequences after which a KL that is 20% or more off the target has changed the coefficient by 20%."""
 
 
 class Kl(Record):
-    """Keeping the policy near a reference (Schulman's estimators)."""
+    """KL to a reference, in the loss or in the reward (Schulman's estimators)."""
 
     loss: KlLoss = KlLoss()
     """Added to the loss, with gradient."""
     reward: KlReward = KlReward()
-    """Taken off each token's reward, without gradient."""
+    """Subtracted from each token's reward, without gradient."""
     adaptive: KlTarget | None = None
-    """Move reward.coef with the KL, from its value here; null keeps it fixed."""
+    """Adapt reward.coef to the KL, starting from its value here; null keeps it fixed."""
     reference: ReferenceSlot = NoReference()
-    """Which policy to stay near: none, the weights the run started from, or one that follows."""
+    """The reference: none, the weights the run started from, or one that follows the policy."""
 
     @model_validator(mode="after")
     def _something_to_adapt(self) -> Kl:
@@ -161,27 +161,27 @@ class Kl(Record):
         return self
 
 
-# --- entropy and supervised terms --------------------------------------------------------------------------------------
+# --- Entropy and supervised terms
 
 
 class EntropyTarget(Record):
-    """Skywork-OR1's controller (2505.22312): the coefficient rises while entropy is low and falls while it is not."""
+    """Skywork-OR1's controller (2505.22312): the coefficient rises while entropy is at or below the target and falls above it."""
 
     target: float = Field(0.2, gt=0)
-    """The mean entropy of a token to hold; the bonus applies only at or below it."""
+    """The target mean entropy per token; the bonus applies only at or below it."""
     delta: float = Field(0.005, gt=0)
-    """What a step adds to the coefficient or takes off it."""
+    """How much one step changes the coefficient."""
 
 
 class Entropy(Record):
-    """Entropy bonus."""
+    """Entropy bonus, and training on high-entropy tokens only."""
 
     coef: float = Field(0.0, ge=0)
-    """Weight of the mean entropy taken off the loss; where it starts, if adaptive."""
+    """Weight of the mean entropy subtracted from the loss; the start value if adaptive."""
     adaptive: EntropyTarget | None = None
-    """Move the coefficient with the entropy; null keeps it fixed."""
+    """Adapt the coefficient to the entropy; null keeps it fixed."""
     top_share: float | None = Field(None, gt=0, lt=1)
-    """Learn only from this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
+    """Train only on this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
 
 
 class Auxiliary(Record):

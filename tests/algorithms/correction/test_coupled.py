@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult, sequence_weights
 from burnish.algorithms.losses.loss_view import loss_view
-from burnish.algorithms.policy.ratios_and_clips import token_ratio
+from burnish.algorithms.losses.ratios_and_clips import token_ratio
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.core.batch import Batch
 from tests.algorithms.functions_with_defaults import coupled_correction, ppo_clip

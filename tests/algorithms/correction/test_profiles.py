@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.algorithms.correction.mismatch_profiles import (
+from burnish.algorithms.correction.mismatch_diagnostics import (
     ComparedTokens,
     _sums,
     _sums_in_order,

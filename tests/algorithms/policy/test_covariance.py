@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import covariances, token_ratio
+from burnish.algorithms.losses.ratios_and_clips import covariances, token_ratio
 from burnish.core.batch import Batch
 from tests.algorithms.functions_with_defaults import covariance_clip, covariance_kl
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.policy_loss import PolicyLoss
-from burnish.algorithms.policy.ratios_and_clips import token_ratio
+from burnish.algorithms.losses.ratios_and_clips import token_ratio
 from burnish.core.batch import Batch
 from tests.algorithms.functions_with_defaults import dppo_kl_clip, dppo_tv_clip, is_weight_clip
 

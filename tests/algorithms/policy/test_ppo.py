@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import no_clip, sequence_ratio, sequence_token_ratio, token_ratio
+from burnish.algorithms.losses.ratios_and_clips import no_clip, sequence_ratio, sequence_token_ratio, token_ratio
 from burnish.core.batch import Batch
 from tests.algorithms.functions_with_defaults import ppo_clip
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView
-from burnish.algorithms.policy.ratios_and_clips import (
+from burnish.algorithms.losses.ratios_and_clips import (
     RATIOS,
     sequence_product_ratio,
     sequence_ratio,

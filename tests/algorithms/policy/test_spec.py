@@ -8,14 +8,16 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from burnish.algorithms.losses.spec import LogprobLoss, SurrogateLoss, WeightedLogprobLoss
-from burnish.algorithms.policy import spec
-from burnish.algorithms.policy.spec import (
+from burnish.algorithms.losses import spec
+from burnish.algorithms.losses.spec import (
     Clip,
     CovarianceClip,
+    LogprobLoss,
     NoClip,
     NoRatio,
     PpoClip,
+    SurrogateLoss,
+    WeightedLogprobLoss,
     policy_loss_conflict,
     scope_of,
 )

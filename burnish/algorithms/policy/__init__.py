@@ -1,1 +1,0 @@
-"""Slots `ratio` and `clip`."""
