@@ -1,1 +1,1 @@
-"""The functions of every slot: advantages, ratios and clips, losses, aggregation, KL, entropy, filters."""
+"""Algorithms: the records (`spec.py`, torch-free) and functions of every slot, and the presets made of them."""

@@ -1,4 +1,4 @@
-"""An algorithm as a value: one choice per slot. The table of named ones is `burnish.algorithms.presets`."""
+"""An algorithm as a value: one choice per slot. `burnish.algorithms.presets` is the table of named algorithms."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ from burnish.algorithms.terms.spec import (
 from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, choice, tagged
 
-# --- The slots of an algorithm: every choice of every slot, as records.
-
 SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
     "advantage": ADVANTAGE_RECORDS,
     "ratio": RATIO_RECORDS,
@@ -47,8 +45,9 @@ SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
     "curriculum": CURRICULUM_RECORDS,
     "correction": CORRECTION_RECORDS,
 }
+"""The records of every slot; `burnish algorithms` prints this table."""
 
-if TYPE_CHECKING:  # the unions are made at run time
+if TYPE_CHECKING:  # mypy cannot follow unions that are built at run time
     AdvantageSlot: TypeAlias = Any
     RatioSlot: TypeAlias = Any
     ClipSlot: TypeAlias = Any
@@ -65,28 +64,25 @@ else:
 AggregationSlot = Annotated[Aggregation, BeforeValidator(tagged)]
 
 
-# --- Section `replay`: groups of earlier steps that are learnt from again.
-
-
 class Replay(Record):
-    """Groups of earlier steps are learnt from again beside the new ones (PF-PPO, 2409.06957; SPO-tree, 2505.23564)."""
+    """Groups of earlier steps are trained on again beside the new ones (PF-PPO, 2409.06957; SPO-tree, 2505.23564)."""
 
     share: float = Field(0.5, gt=0)
-    """Old groups in a step, as a multiple of rollout.prompts, rounded up; fewer while there are not so many."""
+    """Replayed groups in a step, as a multiple of rollout.prompts, rounded up; fewer while the buffer has not enough."""
     uses: int = Field(2, ge=2)
-    """Steps in whose loss a group may be, the first one included."""
+    """Steps in which a group may be trained on, the first included."""
     max_age: int = Field(4, ge=1)
-    """Most steps between the weights that wrote a group's oldest token and those that are trained."""
+    """Largest number of steps between the weights that sampled a group's oldest token and the current ones."""
     capacity: int = Field(1024, ge=1)
-    """Most groups held, in memory and in every checkpoint; the oldest leave first."""
+    """Largest number of groups in the buffer, in memory and in every checkpoint; the oldest are dropped first."""
     pick: Literal["random", "newest", "oldest"] = "random"
-    """Which of them come back in a step: any, those nearest to the policy of now, or those that will be too old first."""
+    """Which groups are replayed: any, the newest, or those that will be too old first."""
 
     @model_validator(mode="after")
     def _all_act(self) -> Replay:
         if self.uses > self.max_age + 1:
             raise ValueError(
-                f"replay.uses={self.uses} cannot be reached: a group comes back once a step, and after max_age={self.max_age} steps never"
+                f"replay.uses={self.uses} cannot be reached: a group is used once per step, and never after max_age={self.max_age} steps"
             )
         return self
 
@@ -95,42 +91,42 @@ class Algorithm(Record):
     """One choice per slot. `algorithm: grpo` names a preset; its slots can be overridden one by one."""
 
     preset: str = "grpo"
-    """The row of the table this started from."""
+    """The preset this algorithm started from."""
     advantage: AdvantageSlot = GrpoAdvantage()
     """How rewards become advantages."""
     ratio: RatioSlot = TokenRatio()
-    """The importance ratio between the current policy and the one that sampled."""
+    """The importance ratio of the current policy to the policy that sampled."""
     clip: ClipSlot = PpoClip()
     """What bounds the ratio."""
     loss: LossSlot = SurrogateLoss()
-    """What is minimised."""
+    """The per-token or per-sequence loss."""
     aggregation: AggregationSlot = Aggregation(name="seq-mean-token-mean")
     """How tokens are averaged: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
     kl: Kl = Kl()
-    """Staying near a reference."""
+    """KL to a reference."""
     entropy: Entropy = Entropy()
-    """Entropy: a bonus, fixed or steered, and which tokens it lets through."""
+    """Entropy bonus, fixed or adaptive, and training on high-entropy tokens only."""
     auxiliary: Auxiliary = Auxiliary()
-    """Losses beside the policy's."""
+    """Supervised losses beside the policy loss."""
     filters: list[FilterSlot] = Field(default_factory=list)
     """Group and sample filters, in order."""
     refill: Refill = Refill()
-    """Generating again where group filters left too few groups (dynamic sampling)."""
+    """More generation when group filters leave too few groups (dynamic sampling)."""
     replay: Replay | None = None
-    """Learning from groups of earlier steps again; null learns from each once."""
+    """Training on groups of earlier steps again; null trains on each group once."""
     shaping: list[ShaperSlot] = Field(default_factory=list)
-    """What is done to rewards before anything looks at them, in order."""
+    """Changes of the reward before filters and advantages, in order."""
     curriculum: CurriculumSlot = NoCurriculum()
     """Which prompts are drawn when."""
     correction: CorrectionSlot = NoCorrection()
-    """What is done about the gap between the policy that samples and the one that is trained; metrics alone by default."""
+    """Rollout correction of the mismatch between the policy that samples and the one that is trained; by default only metrics."""
     critic: Critic | None = None
-    """A learned value of every token; gae needs one, nothing else uses it."""
+    """A learned value of every token; only gae uses it."""
     process: ProcessModel | None = None
-    """An implicit process reward model, trained online; prime_rloo needs one, nothing else uses it."""
+    """An implicit process reward model, trained online; only prime_rloo uses it."""
 
     def choices(self) -> Iterator[tuple[str, Slot]]:
-        """Every slot record with the slot it fills."""
+        """Every slot record with the name of its slot."""
         for name in ("advantage", "ratio", "clip", "loss", "correction", "curriculum"):
             yield name, getattr(self, name)
         yield "kl.reference", self.kl.reference
@@ -139,7 +135,7 @@ class Algorithm(Record):
                 yield name, one
 
     def needs(self, what: str) -> list[str]:
-        """The choices that need something of the rest of the system; a correction that only measures needs nothing."""
+        """The choices that need `what` from the rest of the system; a correction that only measures needs nothing."""
         idle = None if self.correction.acts else self.correction
         return [c.name for _, c in self.choices() if what in c.needs and c is not idle]
 
@@ -161,7 +157,7 @@ class Algorithm(Record):
 
 
 def _check_policy(a: Algorithm) -> None:
-    """Whether loss, ratio, clip and advantage go together."""
+    """Checks that loss, ratio, clip and advantage go together."""
     if reason := policy_loss_conflict(a.ratio, a.clip, a.loss):
         raise ValueError(reason)
     if "greedy" in a.advantage.needs and a.shaping:
@@ -183,7 +179,7 @@ def _check_policy(a: Algorithm) -> None:
 
 
 def _check_branching(a: Algorithm) -> None:
-    """Whether nothing takes apart what an advantage compares along an answer or within a tree."""
+    """Checks that no slot breaks the comparisons that an advantage makes along an answer or within a tree."""
     name, kl = a.advantage.name, a.kl.reward.coef > 0
     if "borders" in a.advantage.needs and (a.shaping or kl):
         raise ValueError(
@@ -199,14 +195,14 @@ def _check_branching(a: Algorithm) -> None:
     for one in a.filters:
         if is_tree and not isinstance(one, Plugin) and one.of_answers:
             raise ValueError(
-                f"filter {one.name} leaves out whole answers, and an answer of a tree also trains edges that others pass: use tree_edges"
+                f"filter {one.name} drops whole answers, but an answer of a tree also trains edges that other answers share: use tree_edges"
             )
         if "tree" in one.needs and not is_tree:
             raise ValueError(f"filter {one.name} chooses edges of trees, and advantage {name} has none: use spo_tree")
 
 
 def _check_reference(a: Algorithm) -> None:
-    """Whether the reference is there exactly when something uses it."""
+    """Checks that there is a reference exactly if something uses it."""
     terms = a.kl.loss.coef > 0 or a.kl.reward.coef > 0
     user = "kl has a coefficient above 0" if terms else f"loss {a.loss.name} compares with a reference"
     required, name = terms or "reference" in a.loss.needs, a.kl.reference.name
@@ -229,8 +225,8 @@ def _check_reference(a: Algorithm) -> None:
     current = isinstance(a.kl.reference, IterateReference) and a.kl.reference.every == 1
     if a.kl.loss.estimator == "full" and a.kl.loss.coef > 0 and current:
         raise ValueError(
-            "kl.loss.estimator=full asks the reference during an update, and one that is the policy itself (iterate, every 1) has moved "
-            "by then: set estimator=k2, or kl.reference.every above 1"
+            "kl.loss.estimator=full runs the reference during an update, and a reference that is the policy itself (iterate, every 1) has "
+            "moved by then: set estimator=k2, or kl.reference.every above 1"
         )
     advantage = a.advantage
     if a.kl.reward.coef > 0 and isinstance(advantage, AdvantageRecord) and not advantage.reads_reward:
@@ -238,12 +234,12 @@ def _check_reference(a: Algorithm) -> None:
         raise ValueError(f"kl.reward changes the reward, which {reader} does not read: set algorithm.kl.reward.coef=0")
     if a.kl.reward.center == "sequence" and isinstance(advantage, AdvantageRecord) and advantage.is_shift_free:
         raise ValueError(
-            f"kl.reward.center=sequence takes the same off every sample, which advantage {a.advantage.name} takes off anyway: use token"
+            f"kl.reward.center=sequence subtracts the same from every sample, which advantage {a.advantage.name} subtracts anyway: use token"
         )
 
 
 def _check_correction(a: Algorithm) -> None:
-    """Whether the correction counts the gap once, in the place it is made for."""
+    """Checks that the correction covers the mismatch once, and the loss can apply it."""
     if not isinstance(a.correction, BypassCorrection):
         return
     if a.correction.loss == "reinforce" and (a.ratio.name, a.clip.name, a.loss.name) != ("none", "none", "logprob"):
@@ -257,13 +253,11 @@ def _check_correction(a: Algorithm) -> None:
             "set algorithm.correction.loss=reinforce"
         )
     if not isinstance(a.loss, Plugin) and a.loss.anchored and a.kl.reference.name != "none":
-        raise ValueError(
-            f"loss {a.loss.name} is anchored on the reference, so correction bypass has no anchor to give it"
-        )
+        raise ValueError(f"loss {a.loss.name} is anchored on the reference, so correction bypass cannot set its anchor")
 
 
 def _check_critic(a: Algorithm) -> None:
-    """Whether there is a critic exactly when the advantage uses one."""
+    """Checks that there is a critic exactly if the advantage uses one."""
     if "critic" in a.advantage.needs and a.critic is None:
         raise ValueError(
             f"advantage {a.advantage.name} needs a critic: set algorithm.critic={{}} (or algorithm=ppo, which has one)"
@@ -275,7 +269,7 @@ def _check_critic(a: Algorithm) -> None:
 
 
 def _check_process(a: Algorithm) -> None:
-    """Whether there is a process reward model exactly when the advantage uses one."""
+    """Checks that there is a process reward model exactly if the advantage uses one."""
     if "process" in a.advantage.needs and a.process is None:
         raise ValueError(
             f"advantage {a.advantage.name} needs a process reward model: set algorithm.process={{}} (or algorithm=prime, which has one)"
@@ -287,7 +281,7 @@ def _check_process(a: Algorithm) -> None:
 
 
 def _check_aggregation(a: Algorithm) -> None:
-    """Whether the aggregation can be obeyed."""
+    """Checks that the aggregation fits the clip and the loss."""
     if a.aggregation.horizon is not None and a.aggregation.name != "seq-mean-token-sum-norm":
         raise ValueError(f"aggregation.horizon only divides seq-mean-token-sum-norm, not {a.aggregation.name}")
     choices = [c for c in (a.clip, a.loss) if not isinstance(c, Plugin) and c.level == "sequence"]
@@ -301,7 +295,7 @@ def _check_aggregation(a: Algorithm) -> None:
 
 
 def _check_shaping(a: Algorithm) -> None:
-    """Whether something reads what the shapers make."""
+    """Checks that something reads the shaped reward."""
     advantage = a.advantage
     if not isinstance(advantage, AdvantageRecord):
         return
@@ -315,13 +309,13 @@ def _check_shaping(a: Algorithm) -> None:
     if dense and (not advantage.by_token or discounted):
         able = [r.model_fields["name"].default for r in ADVANTAGE_RECORDS if r.by_token]
         raise ValueError(
-            f"{dense[0]} rewards single tokens by returns of its own: it needs an advantage with a return for every token "
+            f"{dense[0]} rewards single tokens: it needs an advantage with a return for every token "
             f"and gamma 1 ({', '.join(able)}), not {advantage.name}"
         )
 
 
 def _check_filters(a: Algorithm) -> None:
-    """Whether filters and refill can act."""
+    """Checks that filters and refill can act."""
     names = [f.name for f in a.filters]
     if twice := [n for n in names if names.count(n) > 1]:
         raise ValueError(f"filter {twice[0]} is given twice")
@@ -338,33 +332,31 @@ def _check_filters(a: Algorithm) -> None:
 
 
 def _check_pairs(a: Algorithm, filters: list[str]) -> None:
-    """Whether the pairs that the filter makes are compared, and stay pairs."""
+    """Checks that the pairs of the filter are compared by the loss, and no other filter breaks them."""
     if isinstance(a.loss, Plugin) or not isinstance(a.loss, PairLoss):
         able = [r.model_fields["name"].default for r in PREFERENCE_LOSS_RECORDS if issubclass(r, PairLoss)]
         raise ValueError(
             f"filter pairs is for a loss that compares two answers, and loss {a.loss.name} does not: set algorithm.loss to one of {', '.join(able)}"
         )
     if filters[-1] != "pairs":
-        raise ValueError(
-            f"filter {filters[-1]} could take one of two answers away: put pairs last in algorithm.filters"
-        )
+        raise ValueError(f"filter {filters[-1]} could drop one answer of a pair: put pairs last in algorithm.filters")
     if a.correction.acts or isinstance(a.correction, BypassCorrection):
         raise ValueError(
-            f"loss {a.loss.name} compares two answers, whoever wrote them: algorithm.correction would weigh tokens for nothing, set it to none"
+            f"loss {a.loss.name} compares two answers of any policy: algorithm.correction has no effect on it, set it to none"
         )
 
 
 def _check_replay(a: Algorithm) -> None:
-    """Whether the loss knows that a policy of before wrote what comes back."""
+    """Checks that the loss accounts for samples of an older policy."""
     if a.replay is None or isinstance(a.loss, Plugin):
         return
     weighs = a.correction.acts and getattr(a.correction, "weights", "token") is not None
     if a.loss.name == "logprob" and not weighs:
         raise ValueError(
-            "algorithm.replay brings samples of older policies back, and loss logprob has no ratio to count that with: "
+            "algorithm.replay trains on samples of older policies, and loss logprob has no ratio to correct for that: "
             "set algorithm.loss=surrogate with algorithm.ratio=token, or algorithm.correction=decoupled_token_is"
         )
     if a.loss.name == "mixed_offpolicy":
         raise ValueError(
-            "algorithm.replay would bring demonstrations back with their groups, and loss mixed_offpolicy takes them from a file: remove one"
+            "algorithm.replay would replay demonstrations with their groups, and loss mixed_offpolicy takes them from a file: remove one"
         )

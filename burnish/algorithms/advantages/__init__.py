@@ -1,1 +1,1 @@
-"""Slot `advantage`: rewards to advantages."""
+"""Slot `advantage`: from rewards to advantages."""

@@ -1,4 +1,4 @@
-"""Slot `advantage`: how rewards become advantages."""
+"""Slot `advantage`: records of how rewards become advantages."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ DEFAULT_EPS = 1e-6
 
 
 def _refuse_unused_deviation_options(by: str, eps: float, ddof: int = 1) -> None:
-    """Refuse the details of a division that is not made."""
+    """Raises if options of a division by the deviation are set and there is no division."""
     if by == "none" and (eps != DEFAULT_EPS or ddof != 1):
-        raise ValueError("eps and ddof belong to the deviation, and nothing is divided by one here: leave them out")
+        raise ValueError("eps and ddof belong to the division by a deviation, which is off here: leave them out")
 
 
 class AdvantageRecord(Slot):
-    """One choice for the slot `advantage`."""
+    """A choice for the slot `advantage`."""
 
     reads_reward: ClassVar[bool] = True
-    """Whether the reward of a sample, as shaped and with KL in it, makes any difference."""
+    """Whether it depends on a sample's reward (shaped, with KL in it)."""
     is_shift_free: ClassVar[bool] = False
-    """Whether the same number added to all rewards of a group leaves it as it is."""
+    """Whether adding the same number to all rewards of a group leaves it unchanged."""
     by_token: ClassVar[bool] = False
-    """Whether every token gets the return from there on, so that rewards of single tokens count where they stand."""
+    """Whether every token gets its own return, so that rewards of single tokens count where they are."""
 
 
 class GrpoAdvantage(AdvantageRecord):
-    """Reward relative to its group, optionally divided by a standard deviation."""
+    """Reward relative to its group, divided by a standard deviation."""
 
     formula: ClassVar[str] = (
         "A_i = (r_i - mean_g) / (std_g + eps), the same on every token; a constant group gives exactly 0"
@@ -41,13 +41,13 @@ class GrpoAdvantage(AdvantageRecord):
     is_shift_free: ClassVar[bool] = True
     name: Literal["grpo"] = "grpo"
     std: Literal["group", "none", "batch"] = "group"
-    """Divide by the group's sample deviation, by nothing (Dr.GRPO), or by that of all rewards in the batch."""
+    """Divide by the group's standard deviation, by nothing (Dr.GRPO), or by the standard deviation of all rewards in the batch."""
     eps: float = Field(1e-6, ge=0)
     """Added to the deviation before dividing."""
     singleton: Singleton = "raw"
-    """The advantage of a group of one: its raw reward, or zero."""
+    """Advantage of a group of one: its raw reward, or zero."""
     ddof: Ddof = 1
-    """The variance is divided by the number of samples less this."""
+    """The variance is divided by the number of samples minus this."""
 
     @model_validator(mode="after")
     def _divides(self) -> GrpoAdvantage:
@@ -58,14 +58,14 @@ class GrpoAdvantage(AdvantageRecord):
 class ReinforceAdvantage(AdvantageRecord):
     """Discounted return-to-go minus a constant."""
 
-    formula: ClassVar[str] = "A_it = sum_{s>=t} gamma^(s-t) r_is - baseline, over the tokens the model wrote"
+    formula: ClassVar[str] = "A_it = sum_{s>=t} gamma^(s-t) r_is - baseline, over action tokens"
     paper: ClassVar[str] = "Williams (1992)"
     by_token: ClassVar[bool] = True
     name: Literal["reinforce"] = "reinforce"
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per written token."""
+    """Discount per action token."""
     baseline: float | Literal["ema"] = 0.0
-    """What is taken off every return: a constant, or `ema`, a moving average (0.9) of the mean reward, after shaping, of earlier steps."""
+    """Subtracted from every return: a constant, or `ema`, a moving average (0.9) of earlier steps' mean shaped reward."""
 
 
 class RlooAdvantage(AdvantageRecord):
@@ -77,7 +77,7 @@ class RlooAdvantage(AdvantageRecord):
     is_shift_free: ClassVar[bool] = True
     name: Literal["rloo"] = "rloo"
     singleton: Singleton = "raw"
-    """The advantage of a group of one: its raw reward, or zero."""
+    """Advantage of a group of one: its raw reward, or zero."""
 
 
 class RemaxAdvantage(AdvantageRecord):
@@ -92,32 +92,32 @@ class RemaxAdvantage(AdvantageRecord):
 class ReinforcePlusPlusAdvantage(AdvantageRecord):
     """Return-to-go, whitened over the whole batch."""
 
-    formula: ClassVar[str] = "A = whiten(sum_{s>=t} gamma^(s-t) r_is) over all written tokens"
+    formula: ClassVar[str] = "A = whiten(sum_{s>=t} gamma^(s-t) r_is) over all tokens in the loss"
     paper: ClassVar[str] = "REINFORCE++ (2501.03262)"
     by_token: ClassVar[bool] = True
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per written token."""
+    """Discount per action token."""
     ddof: Ddof = 1
-    """The variance is divided by the number of tokens less this: 1 as in verl, 0 as in OpenRLHF."""
+    """The variance is divided by the number of tokens minus this: 1 as in verl, 0 as in OpenRLHF."""
 
 
 class ReinforcePlusPlusBaselineAdvantage(AdvantageRecord):
     """Reward relative to its group, whitened over the whole batch."""
 
-    formula: ClassVar[str] = "A = whiten(r_i - mean_g) over all written tokens"
+    formula: ClassVar[str] = "A = whiten(r_i - mean_g) over all tokens in the loss"
     paper: ClassVar[str] = "REINFORCE++-baseline (2501.03262)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     is_shift_free: ClassVar[bool] = True
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     ddof: Ddof = 1
-    """The variance is divided by the number of tokens less this: 1 as in verl, 0 as in OpenRLHF."""
+    """The variance is divided by the number of tokens minus this: 1 as in verl, 0 as in OpenRLHF."""
     singleton: Singleton = "raw"
-    """What a group of one has before whitening: its raw reward, or zero."""
+    """Value of a group of one before whitening: its raw reward, or zero."""
 
 
 class OpoAdvantage(AdvantageRecord):
-    """Reward minus the group's mean reward weighted by length: the baseline of least variance on-policy."""
+    """Reward minus the group's length-weighted mean reward: the on-policy baseline of least variance."""
 
     formula: ClassVar[str] = "A_i = r_i - sum_g |o_j| r_j / sum_g |o_j|; a constant group gives exactly 0"
     paper: ClassVar[str] = "OPO (2505.23585)"
@@ -125,11 +125,11 @@ class OpoAdvantage(AdvantageRecord):
     is_shift_free: ClassVar[bool] = True
     name: Literal["opo"] = "opo"
     singleton: Singleton = "raw"
-    """The advantage of a group of one: its raw reward, or zero."""
+    """Advantage of a group of one: its raw reward, or zero."""
 
 
 class GpgAdvantage(AdvantageRecord):
-    """Reward relative to its group, scaled up for the samples whose group has no signal."""
+    """Reward relative to its group, scaled up for samples in groups without signal."""
 
     formula: ClassVar[str] = "A_i = N/(N-M) (r_i - mean_g), M of the N samples being in constant groups"
     paper: ClassVar[str] = "GPG (2504.02546)"
@@ -137,7 +137,7 @@ class GpgAdvantage(AdvantageRecord):
     is_shift_free: ClassVar[bool] = True
     name: Literal["gpg"] = "gpg"
     normalise: Literal["none", "std"] = "none"
-    """Divide by nothing, or by the group's sample deviation."""
+    """Divide by nothing, or by the group's standard deviation."""
     eps: float = Field(1e-6, ge=0)
     """Added to the deviation before dividing."""
 
@@ -148,14 +148,14 @@ class GpgAdvantage(AdvantageRecord):
 
 
 class GrpoPasskAdvantage(AdvantageRecord):
-    """Only the single best sample of a prompt gets a signal: by how much it beats the second best."""
+    """Only the unique best sample of a prompt has an advantage: by how much it beats the second best."""
 
     formula: ClassVar[str] = "A_best = (r_best - r_second) / (std_g + eps), 0 for all others and where the best tie"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     is_shift_free: ClassVar[bool] = True
     name: Literal["grpo_passk"] = "grpo_passk"
     std: Literal["group", "none"] = "group"
-    """Divide by the group's sample deviation, or by nothing."""
+    """Divide by the group's standard deviation, or by nothing."""
     eps: float = Field(1e-6, ge=0)
     """Added to the deviation before dividing."""
 
@@ -166,7 +166,7 @@ class GrpoPasskAdvantage(AdvantageRecord):
 
 
 class RaftAdvantage(AdvantageRecord):
-    """Learns from samples with a positive reward only."""
+    """Trains on samples with a positive reward only."""
 
     formula: ClassVar[str] = "A_i = max(r_i, 0)"
     paper: ClassVar[str] = "RAFT++ of Minimal-RL (2504.11343)"
@@ -174,7 +174,7 @@ class RaftAdvantage(AdvantageRecord):
 
 
 class ReinforceRejAdvantage(AdvantageRecord):
-    """The reward itself, without the prompts whose samples are all alike."""
+    """The reward itself, without prompts whose samples all have the same reward."""
 
     formula: ClassVar[str] = "A_i = r_i, but 0 in a constant group"
     paper: ClassVar[str] = "Reinforce-Rej of Minimal-RL (2504.11343)"
@@ -191,17 +191,17 @@ class GaeAdvantage(AdvantageRecord):
     by_token: ClassVar[bool] = True
     name: Literal["gae"] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per written token."""
+    """Discount per action token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """How far the actor looks past the critic: 1 to the end of the answer, 0 to the next token."""
+    """The actor's lambda: 1 uses returns to the end of the answer, 0 the critic's value of the next token."""
     lam_critic: float | None = Field(None, ge=0, le=1)
-    """The same for the critic's targets; null means the actor's."""
+    """Lambda of the critic's targets; null is the actor's."""
     length_adaptive: float | None = Field(None, gt=0)
-    """Replaces the actor's lam by 1 - 1/(this times the answer's length), at least 0; null leaves it."""
+    """alpha of lam = 1 - 1/(alpha * length), at least 0, in place of the actor's lam; null keeps lam."""
     whiten: bool = True
-    """Whiten the advantages over all written tokens."""
+    """Whiten the advantages over all tokens in the loss."""
     ddof: Ddof = 1
-    """The variance of whitening is divided by the number of tokens less this."""
+    """The variance of whitening is divided by the number of tokens minus this."""
 
     @model_validator(mode="after")
     def _all_act(self) -> GaeAdvantage:
@@ -213,21 +213,23 @@ class GaeAdvantage(AdvantageRecord):
 
 
 class GdpoAdvantage(AdvantageRecord):
-    """Every part of the reward normalised in its group on its own, then added up and whitened."""
+    """Each reward part normalised in its group, then summed and whitened."""
 
-    formula: ClassVar[str] = "A = whiten(sum_k weight_k (r_k - mean_g r_k) / (std_g r_k + eps)) over all written tokens"
+    formula: ClassVar[str] = (
+        "A = whiten(sum_k weight_k (r_k - mean_g r_k) / (std_g r_k + eps)) over all tokens in the loss"
+    )
     paper: ClassVar[str] = "GDPO (2601.05242)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     reads_reward: ClassVar[bool] = False
     name: Literal["gdpo"] = "gdpo"
     std: Literal["group", "none"] = "group"
-    """Divide each part by its sample deviation in the group, or by nothing."""
+    """Divide each part by its standard deviation in the group, or by nothing."""
     eps: float = Field(1e-6, ge=0)
     """Added to the deviation before dividing."""
     weights: dict[str, float] = Field({})
-    """The weight of reward parts by name; a part that is not named has weight 1."""
+    """Weight of reward parts by name; a part that is not named has weight 1."""
     ddof: Ddof = 1
-    """The variance of whitening is divided by the number of tokens less this."""
+    """The variance of whitening is divided by the number of tokens minus this."""
 
     @model_validator(mode="after")
     def _divides(self) -> GdpoAdvantage:
@@ -239,13 +241,13 @@ class OtbAdvantage(AdvantageRecord):
     """Return-to-go minus the optimal baseline of each position in the group."""
 
     formula: ClassVar[str] = (
-        "A_t = G_t - sum_g G_t W_t / sum_g W_t, W_t = running sum of 1 - 2 pi_t + sum_v pi_v^2 over written tokens"
+        "A_t = G_t - sum_g G_t W_t / sum_g W_t, W_t = running sum of 1 - 2 pi_t + sum_v pi_v^2 over action tokens"
     )
     needs: ClassVar[tuple[str, ...]] = ("old", "sum_p2", "groups")
     by_token: ClassVar[bool] = True
     name: Literal["otb"] = "otb"
     tail: Literal["raw", "zero"] = "raw"
-    """Where one answer is longer than all others of its group: its raw return, or zero."""
+    """Advantage beyond the end of all other answers of the group: the raw return, or zero."""
 
 
 class SoftmeanAdvantage(AdvantageRecord):
@@ -257,11 +259,11 @@ class SoftmeanAdvantage(AdvantageRecord):
     is_shift_free: ClassVar[bool] = True
     name: Literal["softmean"] = "softmean"
     beta: float = Field(1.0, gt=0)
-    """How soft: near 0 the mean of the group, large its maximum."""
+    """Sharpness: near 0 the baseline is the group's mean, for large beta its maximum."""
 
 
 class WinRateAdvantage(AdvantageRecord):
-    """The chance of beating another sample of the prompt, above one half."""
+    """The probability of beating another sample of the prompt, minus one half."""
 
     formula: ClassVar[str] = "A_i = mean_{j != i} P(i beats j) - 1/2; P from the rewards is 1, 1/2 for a tie, or 0"
     paper: ClassVar[str] = "SPPO (2405.00675)"
@@ -280,15 +282,15 @@ class PrimeRlooAdvantage(AdvantageRecord):
     needs: ClassVar[tuple[str, ...]] = ("groups", "process", "accuracy")
     name: Literal["prime_rloo"] = "prime_rloo"
     process_coef: float = Field(5.0, ge=0)
-    """Weight of the process rewards' part."""
+    """Weight of the process rewards."""
     outcome_coef: float = Field(5.0, ge=0)
-    """Weight of the outcome's part."""
+    """Weight of the outcome."""
     norm: Literal["none", "batch"] = "batch"
-    """Leave process rewards as they are, or divide them by their largest absolute return in the batch."""
+    """Leave process rewards unchanged, or divide them by their largest absolute return in the batch."""
     whiten: bool = True
-    """Whiten the advantages over all written tokens."""
+    """Whiten the advantages over all tokens in the loss."""
     ddof: Ddof = 1
-    """The variance of whitening is divided by the number of tokens less this."""
+    """The variance of whitening is divided by the number of tokens minus this."""
 
 
 class GigpoAdvantage(AdvantageRecord):
@@ -299,15 +301,15 @@ class GigpoAdvantage(AdvantageRecord):
     needs: ClassVar[tuple[str, ...]] = ("groups", "states")
     name: Literal["gigpo"] = "gigpo"
     omega: float = Field(1.0, ge=0)
-    """Weight of the turn's part."""
+    """Weight of the turn-level part."""
     gamma: float = Field(0.95, ge=0, le=1)
     """Discount per turn in the turn's return Rs."""
     normalise: Literal["none", "std"] = "none"
-    """F: 1, or the sample deviation + 1e-6."""
+    """F: 1, or the standard deviation + 1e-6."""
 
 
 class SpoChainAdvantage(AdvantageRecord):
-    """The rise in Monte-Carlo value over the segment a token is in."""
+    """The rise in Monte-Carlo value over the token's segment."""
 
     formula: ClassVar[str] = "A(tokens of segment k) = V(border k+1) - V(border k); V(end) = reward"
     paper: ClassVar[str] = "SPO (2505.23564)"
@@ -315,15 +317,15 @@ class SpoChainAdvantage(AdvantageRecord):
     of_rollouts: ClassVar[tuple[str, ...]] = ("below", "every", "rollouts")
     name: Literal["spo_chain"] = "spo_chain"
     below: float = Field(0.9, gt=0, le=1)
-    """Tokens that were sampled with a smaller probability are cut points."""
+    """Tokens sampled with a smaller probability are cut points."""
     every: int = Field(5, ge=1)
-    """A segment begins with every so-manieth cut point."""
+    """A segment begins with every k-th cut point."""
     rollouts: int = Field(9, ge=1)
-    """Answers that are continued from each border; their mean reward is its value."""
+    """Answers continued from each border; their mean reward is its value."""
 
 
 class SpoTreeAdvantage(AdvantageRecord):
-    """The value of a node in a tree of rollouts above that of its parent."""
+    """The value of a node in a tree of rollouts minus that of its parent."""
 
     formula: ClassVar[str] = "A = V(child) - V(parent); V(leaf) = reward, V(node) = mean of its children"
     paper: ClassVar[str] = "SPO (2505.23564)"
@@ -331,15 +333,15 @@ class SpoTreeAdvantage(AdvantageRecord):
     of_rollouts: ClassVar[tuple[str, ...]] = ("branches", "segment")
     name: Literal["spo_tree"] = "spo_tree"
     branches: list[PositiveInt] = Field(default_factory=lambda: [6, 6], min_length=1)
-    """Continuations of each node, level by level, below the rollout.n that a prompt has: 6 samples and [6, 6] are a tree 6-6-6."""
+    """Continuations per node, level by level, below the rollout.n samples of a prompt: 6 samples and [6, 6] are a tree 6-6-6."""
     segment: int = Field(30, ge=1)
-    """Tokens of an edge; one of the last level goes on to the end of its answer."""
+    """Tokens per edge; an edge of the last level continues to the end of its answer."""
     normalise: Literal["none", "std"] = "none"
-    """Divide by nothing, or by the siblings' population deviation + 1e-8."""
+    """Divide by nothing, or by the siblings' population standard deviation + 1e-8."""
 
 
 class DistillationAdvantage(AdvantageRecord):
-    """Every token judged by a teacher: the KL to it in the reward, where it stands, beside the outcome or alone."""
+    """A teacher's signal at every token: the KL to it in the reward, with or without the outcome."""
 
     formula: ClassVar[str] = (
         "A_it = -kl.reward.coef KL_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1"
@@ -351,7 +353,7 @@ class DistillationAdvantage(AdvantageRecord):
 
 
 class NoAdvantage(AdvantageRecord):
-    """Zeros, for losses that make their own signal."""
+    """Zeros, for losses that do not use advantages."""
 
     formula: ClassVar[str] = "A = 0"
     reads_reward: ClassVar[bool] = False

@@ -1,1 +1,1 @@
-"""Losses as records, and the functions of slot `loss`."""
+"""Slots `ratio`, `clip` and `loss`, and the losses of critics, reward models and preferences."""

@@ -23,7 +23,7 @@ class TokenRatio(Slot):
 
 
 class SequenceRatio(Slot):
-    """One ratio per sequence, the geometric mean of its tokens' ratios."""
+    """One ratio per sequence: the geometric mean of its token ratios."""
 
     formula: ClassVar[str] = "s_i = exp(min(mean_t (logp_t - old_t), 10)), the gradient through the mean"
     paper: ClassVar[str] = "GSPO (2507.18071)"
@@ -32,7 +32,7 @@ class SequenceRatio(Slot):
 
 
 class SequenceTokenRatio(Slot):
-    """The sequence's ratio as value, each token's own gradient: for advantages that differ inside a sequence."""
+    """The value of the sequence's ratio with each token's own gradient, for advantages that differ inside a sequence."""
 
     formula: ClassVar[str] = "s_it = sg(s_i) exp(logp_it - sg(logp_it))"
     paper: ClassVar[str] = "GSPO-token (2507.18071)"
@@ -58,18 +58,18 @@ class NoRatio(Slot):
 
 
 class Clip(Slot):
-    """What bounds the ratio."""
+    """A choice for the slot `clip`."""
 
     losses: ClassVar[tuple[str, ...]] = ("surrogate",)
-    """The losses it makes."""
+    """The losses it goes with."""
     ratios: ClassVar[tuple[str, ...]] = ("token",)
-    """The ratios it bounds."""
+    """The ratios it goes with."""
     level: ClassVar[Literal["token", "sequence"]] = "token"
-    """Whether what it makes is one number a token or one a sequence."""
+    """Whether its result is one number per token or per sequence."""
 
 
 class PpoClip(Clip):
-    """PPO's pessimistic clip, optionally asymmetric (clip-higher), dual, and without sequences that drifted away."""
+    """PPO's pessimistic clip, optionally asymmetric (clip-higher), with a dual clip, and without sequences that drifted."""
 
     formula: ClassVar[str] = (
         "max(-A r, -A clip(r, 1-low, 1+high)); dual: for A<0 at most -A*dual; drift: 0 if A<0 and mean_t(old-logp) > drift"
@@ -84,13 +84,13 @@ class PpoClip(Clip):
     high: float = Field(0.2, ge=0)
     """The ratio is clipped above at 1 + high."""
     dual: float | None = Field(None, gt=1)
-    """Upper bound on the loss of negative advantages, as a ratio; null leaves it unbounded."""
+    """Upper bound of the ratio for negative advantages; null leaves it unbounded."""
     drift: float | None = Field(None, ge=0)
-    """Negative advantages leave the loss in sequences whose mean of old - logp is above this; null keeps them."""
+    """Negative advantages leave the loss in sequences with mean_t(old - logp) above this; null keeps them."""
 
 
 class NoClip(Clip):
-    """The ratio as it is."""
+    """The ratio without a bound."""
 
     formula: ClassVar[str] = "-A r"
     ratios: ClassVar[tuple[str, ...]] = ("token", "sequence", "seq_token", "seq_prod")
@@ -123,21 +123,21 @@ class ImportanceWeightClip(Clip):
     ratios: ClassVar[tuple[str, ...]] = ("token", "sequence", "seq_prod")
     name: Literal["is_weight"] = "is_weight"
     low: float | None = Field(None, ge=0, lt=1)
-    """The weight is at least 1 - low; null leaves it free."""
+    """The weight is at least 1 - low; null sets no lower bound."""
     cap: float = Field(1.2, ge=1)
     """The weight is at most this."""
 
 
 class SoftClip(Clip):
-    """A smooth gate instead of an edge, steeper for negative advantages."""
+    """A smooth gate instead of a hard clip, steeper for negative advantages."""
 
     formula: ClassVar[str] = "-A sigmoid(tau (r-1)) 4/tau, tau = tau_positive if A>0 else tau_negative"
     paper: ClassVar[str] = "SAPO (2511.20347)"
     name: Literal["soft"] = "soft"
     tau_positive: float = Field(1.0, gt=0)
-    """How fast tokens with A > 0 lose their gradient away from r = 1."""
+    """Steepness for A > 0: how fast a token loses its gradient away from r = 1."""
     tau_negative: float = Field(1.05, gt=0)
-    """The same for tokens with A <= 0."""
+    """Steepness for A <= 0."""
 
 
 class CovarianceClip(Clip):
@@ -150,13 +150,13 @@ class CovarianceClip(Clip):
     scope: ClassVar[Scope] = "batch"
     name: Literal["clip_cov"] = "clip_cov"
     share: float = Field(2e-4, gt=0, le=1)
-    """How many are drawn, as a share of all tokens in the loss."""
+    """Share of all tokens in the loss that is drawn."""
     low_cov: float = 1.0
-    """Tokens up to this covariance are not drawn."""
+    """Tokens with a covariance up to this are not drawn."""
     high_cov: float = 5.0
-    """Nor are those from this one on."""
+    """Tokens with a covariance from this on are not drawn."""
     low: float = Field(1.0, ge=0)
-    """The ratio is clipped below at 1 - low; 1 is next to no clip."""
+    """The ratio is clipped below at 1 - low; 1 hardly clips."""
     high: float = Field(1.0, ge=0)
     """The ratio is clipped above at 1 + high."""
 
@@ -175,28 +175,28 @@ class CovarianceKl(Clip):
     scope: ClassVar[Scope] = "batch"
     name: Literal["kl_cov"] = "kl_cov"
     share: float = Field(2e-3, gt=0, le=1)
-    """How many are penalised, as a share of all tokens in the loss."""
+    """Share of all tokens in the loss that is penalised."""
     coef: float = Field(1.0, gt=0)
     """Weight of the penalty."""
 
 
 class TotalVariationClip(Clip):
-    """Tokens whose probability has moved too far leave the loss; the ratio is a constant weight of the others."""
+    """Tokens whose probability moved too far leave the loss; the ratio is a constant weight of the others."""
 
     formula: ClassVar[str] = "w = sg(min(r, cap)), 0 unless p - p_old <= high (A>0) or >= -low (else)"
     paper: ClassVar[str] = "DPPO, binary total variation (2602.04879)"
     losses: ClassVar[tuple[str, ...]] = ("sg_logprob",)
     name: Literal["dppo_tv"] = "dppo_tv"
     low: float = Field(0.2, ge=0)
-    """The most a probability may have fallen where A <= 0."""
+    """Largest fall of the probability for A <= 0."""
     high: float = Field(0.2, ge=0)
-    """The most a probability may have risen where A > 0."""
+    """Largest rise of the probability for A > 0."""
     cap: float = Field(20.0, ge=1)
     """The weight is at most this."""
 
 
 class BinaryKlClip(Clip):
-    """As dppo_tv, with the KL divergence of sampled token against all others as the distance."""
+    """As dppo_tv, with the KL divergence of the sampled token against all others as the distance."""
 
     formula: ClassVar[str] = (
         "w = sg(min(r, cap)), 0 unless KL <= high or p <= p_old (A>0), KL <= low or p >= p_old (else)"
@@ -205,9 +205,9 @@ class BinaryKlClip(Clip):
     losses: ClassVar[tuple[str, ...]] = ("sg_logprob",)
     name: Literal["dppo_kl"] = "dppo_kl"
     low: float = Field(0.05, ge=0)
-    """The largest divergence of a token that fell where A <= 0."""
+    """Largest divergence of a token that fell, for A <= 0."""
     high: float = Field(0.05, ge=0)
-    """The largest divergence of a token that rose where A > 0."""
+    """Largest divergence of a token that rose, for A > 0."""
     cap: float = Field(20.0, ge=1)
     """The weight is at most this."""
 
@@ -230,16 +230,16 @@ CLIP_RECORDS: tuple[type[Clip], ...] = (
 
 
 class LossRecord(Slot):
-    """A choice of loss: which advantages it takes, and whether it is one number a token or a sequence."""
+    """A choice for the slot `loss`."""
 
     advantages: ClassVar[tuple[str, ...] | None] = None
-    """The choices of advantage it goes with; None means any."""
+    """The advantages it goes with; None means any."""
     anchored: ClassVar[bool] = False
-    """Whether its log-ratio is to the reference where there is one (the iteration's start), else to the old policy."""
+    """Whether its anchor is the reference if there is one (the start of the iteration), else the old policy."""
     level: ClassVar[Literal["token", "sequence"]] = "token"
-    """`sequence`: one number a sequence, whose plain mean is taken (aggregation seq-mean-token-mean)."""
+    """`sequence`: one number per sequence, averaged by aggregation seq-mean-token-mean."""
     command: ClassVar[str] = "train"
-    """Which command of burnish runs it."""
+    """The burnish command that runs it."""
 
 
 class SurrogateLoss(LossRecord):
@@ -266,7 +266,7 @@ class WeightedLogprobLoss(LossRecord):
 
 
 class OmdLoss(LossRecord):
-    """Online mirror descent: pulls a sequence's log-ratio towards advantage / tau. Kimi's, without a value model."""
+    """Online mirror descent: pulls a sequence's log-ratio towards advantage / tau, without a value model."""
 
     formula: ClassVar[str] = "L_i = -A_i z_i + tau/2 z_i^2, z_i = sum_t (logp_t - anchor_t)"
     paper: ClassVar[str] = "Kimi k1.5 (2501.12599)"
@@ -290,21 +290,21 @@ class SppoLoss(LossRecord):
     anchored: ClassVar[bool] = True
     name: Literal["sppo_sq"] = "sppo_sq"
     eta: float = Field(1.0, gt=0)
-    """How far one iteration moves; the paper uses about 1000."""
+    """Step size of an iteration; the paper uses about 1000."""
 
 
 class DroLoss(LossRecord):
-    """Plain policy gradient with a square that holds each token near the policy that sampled."""
+    """Plain policy gradient with a quadratic penalty that keeps each token near the policy that sampled."""
 
     formula: ClassVar[str] = "L_t = -A_t logp_t + beta/2 (logp_t - old_t)^2"
     paper: ClassVar[str] = "Offline regularised RL (2405.19107), token by token"
     name: Literal["dro"] = "dro"
     beta: float = Field(0.1, ge=0)
-    """Weight of the square."""
+    """Weight of the penalty."""
 
 
 class BceLoss(LossRecord):
-    """Classifies answers as right or wrong by how much likelier they have become, relative to their group."""
+    """Classifies answers as right or wrong by how much likelier they became, relative to their group."""
 
     formula: ClassVar[str] = (
         "L_i = w_i BCE(sigmoid(psi_i - mean_{j!=i} psi_j), accuracy_i), psi_i = beta sum_t (logp_t - old_t)"
@@ -318,7 +318,7 @@ class BceLoss(LossRecord):
     beta: float = Field(1.0, gt=0)
     """Scale of the score."""
     normalise: Literal["rloo", "grpo", "naive"] = "rloo"
-    """Take off the mean of the other samples, or the group's mean and deviation, or nothing."""
+    """Subtract the mean of the other samples, or the group's mean and divide by its deviation, or nothing."""
     class_weights: bool = True
     """Give right and wrong answers of a prompt the same total weight."""
     per_token: bool = False
@@ -326,7 +326,7 @@ class BceLoss(LossRecord):
 
 
 class MixedLoss(LossRecord):
-    """The policy's samples with their ratio, demonstrations with a weight made of how likely the policy finds them, in one group."""
+    """The policy's samples with their ratio, and demonstrations in the same group with a weight from the policy's probability."""
 
     formula: ClassVar[str] = (
         "L_t = -A_t r_t; on demonstrations -A_t (1 - sg(p))^focus w, p = exp(logp_t), w = p/(p + gamma) (shaped), p/q (author) or "
@@ -336,14 +336,15 @@ class MixedLoss(LossRecord):
     needs: ClassVar[tuple[str, ...]] = ("groups", "demonstrations")
     name: Literal["mixed_offpolicy"] = "mixed_offpolicy"
     weight: Literal["shaped", "author", "mixture"] = "shaped"
-    """What a demonstrated token counts: a shape of its probability, that over its author's (rows with `logp`), or over the mean of
-    the old policy's and a guess of its author's."""
+    """Weight of a demonstrated token: a shaped probability, its ratio to the author's (rows with `logp`), or its ratio to the mean of
+    the old policy's and a guess of the author's.
+    """
     gamma: float = Field(0.1, gt=0)
     """With weight shaped: the probability at which a demonstrated token's gradient is largest."""
     focus: float = Field(0.0, ge=0)
-    """Weigh demonstrated tokens down as they become likely; RL-PLUS has 0.5."""
+    """Exponent that reduces demonstrated tokens as they become likely; RL-PLUS has 0.5."""
     clip: float | None = Field(None, gt=0, lt=1)
-    """PPO's clip of the policy's own tokens to 1 - clip .. 1 + clip; null leaves their ratio free, as LUFFY's code does."""
+    """PPO's clip of the policy's own tokens to 1 - clip .. 1 + clip; null does not clip, as in LUFFY's code."""
 
     @model_validator(mode="after")
     def _one_shape(self) -> MixedLoss:
@@ -353,7 +354,7 @@ class MixedLoss(LossRecord):
 
 
 class ImitationLoss(LossRecord):
-    """Imitates every token in the loss, whatever its reward: with filter positives_only, of right answers alone."""
+    """Imitates every token in the loss, whatever its reward; with filter positives_only, those of right answers."""
 
     formula: ClassVar[str] = "L_t = -logp_t"
     advantages: ClassVar[tuple[str, ...]] = ("none",)
@@ -361,7 +362,7 @@ class ImitationLoss(LossRecord):
 
 
 class PairLoss(LossRecord):
-    """A choice of loss on a chosen and a rejected answer to each prompt."""
+    """A loss on a chosen and a rejected answer to each prompt."""
 
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     command: ClassVar[str] = "prefer"
@@ -380,9 +381,9 @@ class DpoLoss(PairLoss):
     beta: float = Field(0.1, gt=0)
     """Scale of the implicit reward beta (logp - ref)."""
     smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of preferences taken to be the wrong way round."""
+    """Share of preferences taken to be wrong."""
     average: bool = False
-    """Average each answer's log-ratio over its tokens, so that length does not decide (Tulu 3); beta is then 5 or so."""
+    """Average each answer's log-ratio over its tokens, so that length does not decide (Tulu 3); beta is then about 5."""
 
 
 class IpoLoss(PairLoss):
@@ -393,7 +394,7 @@ class IpoLoss(PairLoss):
     needs: ClassVar[tuple[str, ...]] = ("groups", "reference")
     name: Literal["ipo"] = "ipo"
     beta: float = Field(0.1, gt=0)
-    """The smaller, the further ahead."""
+    """A smaller beta asks for a larger lead."""
     average: bool = True
     """Average each answer's log-ratio over its tokens, so that length does not decide; false sums it."""
 
@@ -419,11 +420,11 @@ class OrpoLoss(PairLoss):
     paper: ClassVar[str] = "ORPO (2403.07691)"
     name: Literal["orpo"] = "orpo"
     coef: float = Field(0.1, gt=0)
-    """Weight of the odds beside the imitation."""
+    """Weight of the odds term beside the imitation."""
 
 
 class KtoLoss(LossRecord):
-    """Good and bad answers without pairs, valued against how far the policy is from the reference."""
+    """Good and bad answers without pairs, valued against the policy's distance from the reference."""
 
     formula: ClassVar[str] = (
         "good: desirable (1 - sig(beta (u - z0))); bad: undesirable (1 - sig(beta (z0 - u))); u = logp - ref, "
@@ -439,13 +440,13 @@ class KtoLoss(LossRecord):
     beta: float = Field(0.1, gt=0)
     """Scale of the implicit reward beta (logp - ref)."""
     desirable: float = Field(1.0, ge=0)
-    """Weight of good answers; weight times number should be 1 to 4/3 of that of bad ones."""
+    """Weight of good answers; weight times number should be 1 to 4/3 of that of bad answers."""
     undesirable: float = Field(1.0, ge=0)
     """Weight of bad answers."""
 
 
 PREFERENCE_LOSS_RECORDS: tuple[type[Slot], ...] = (DpoLoss, IpoLoss, SimpoLoss, OrpoLoss, KtoLoss)
-"""What `burnish prefer` minimises."""
+"""The losses of `burnish prefer`."""
 PreferenceSlot = choice(*PREFERENCE_LOSS_RECORDS, plugin=False)
 
 LOSS_RECORDS: tuple[type[Slot], ...] = (
@@ -468,7 +469,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 def scope_of(ratio: Slot, clip: Slot, loss: Slot) -> Scope:
-    """The widest scope of the three; a limit on drift is one on whole sequences."""
+    """The widest scope of the three; the option `drift` of the PPO clip needs whole sequences."""
     drift = isinstance(clip, PpoClip) and clip.drift is not None
     scopes: list[Scope] = [ratio.scope, clip.scope, loss.scope, "sequence" if drift else "token"]
     return max(scopes, key=SCOPES.index)

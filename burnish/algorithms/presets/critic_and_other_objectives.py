@@ -1,4 +1,4 @@
-"""Rows with a critic."""
+"""Presets with a critic, and presets whose loss or rollouts are not those of a policy gradient on independent samples."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WITH_CRITIC: dict[str, Preset] = {
     "pf_ppo": Preset(
         "PF-PPO",
         "Policy filtration in RLHF, Shen and Zhang 2024 (2409.06957)",
-        "reward models that are only right at the extremes",
+        "reward models that are reliable only at the extremes",
         {
             "advantage": "gae",
             "clip": PPO,
@@ -66,12 +66,12 @@ WITH_CRITIC: dict[str, Preset] = {
             "replay": {"share": 0.5, "uses": 2, "max_age": 4},
             "critic": CRITIC,
         },
-        note="a group that comes back gives the samples that were drawn from it the first time",
+        note="a replayed group gives the samples that were drawn from it the first time",
     ),
     "demystify": Preset(
         "Demystifying long CoT",
         "Yeo et al. 2025 (2502.03373)",
-        "uncontrolled length, and rewards for length that repetition games",
+        "uncontrolled length, and length rewards that repetition exploits",
         {
             "advantage": "gae",
             "clip": PPO,
@@ -84,14 +84,14 @@ WITH_CRITIC: dict[str, Preset] = {
     "limr": Preset(
         "LIMR",
         "LIMR, Li et al. 2025 (2502.11886)",
-        "prompts that teach nothing: keep those whose rewards follow the average learning curve",
+        "prompts without learning impact: keep those whose rewards follow the average learning curve",
         {"advantage": "gae", "clip": PPO, "aggregation": TOKEN_MEAN, "critic": CRITIC},
         note="`burnish data impact` makes its file: the rows a finished run has learnt from",
     ),
 }
 
 
-# --- Rows whose loss is not a policy gradient, or whose rollouts are not independent samples of a prompt.
+# --- Other objectives and rollouts
 
 ITERATE = {"reference": {"name": "iterate", "every": 1}}
 OMD = {
@@ -111,10 +111,10 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "kimi_k15": Preset(
         "Kimi k1.5",
         "Kimi k1.5, 2025 (2501.12599)",
-        "policy optimisation without a value that stays valid on samples of the iteration's start",
+        "policy optimisation without a value model that stays valid on samples from the start of the iteration",
         {**OMD, "shaping": [{"name": "kimi_length", "warmup_steps": 200}]},
         note="several updates an iteration (training.mini_batches), algorithm.curriculum=prioritised on data with an end; "
-        "its partial rollouts are not there yet",
+        "its partial rollouts are not implemented",
     ),
     "long2short": Preset(
         "long2short RL",
@@ -140,19 +140,19 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "pacs": Preset(
         "PACS",
         "PACS, Li et al. 2025 (2509.02522)",
-        "policy gradients of a 0/1 reward: classifies outcomes instead",
+        "noisy policy gradients of a 0/1 reward: classifies outcomes instead",
         {**PAIRS, "loss": "bce"},
     ),
     "dro": Preset(
         "DRO",
         "Direct reward optimisation, Richemond et al. 2024 (2405.19107), by token",
-        "off-policy samples without ratios: a quadratic leash on the log-ratio",
+        "off-policy samples without ratios: a quadratic penalty on the log-ratio",
         {"advantage": "grpo", "ratio": "none", "clip": "none", "loss": "dro", "aggregation": TOKEN_MEAN},
     ),
     "prime": Preset(
         "PRIME",
         "PRIME, Cui et al. 2025 (2502.01456)",
-        "dense rewards without labels of steps",
+        "dense rewards without step labels",
         {
             "advantage": "prime_rloo",
             "clip": PPO,
@@ -177,13 +177,13 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "spo_chain": Preset(
         "SPO-chain",
         "Segment policy optimisation, Guo et al. 2025 (2505.23564)",
-        "credit between tokens and whole answers, by Monte-Carlo values at segment borders",
+        "credit for segments, between tokens and whole answers, by Monte-Carlo values at their borders",
         {"advantage": "spo_chain", **SEGMENTS},
     ),
     "spo_tree": Preset(
         "SPO-tree",
         "Segment policy optimisation, Guo et al. 2025 (2505.23564)",
-        "Monte-Carlo values that long answers can afford: every node of a tree is a sample too",
+        "cheaper Monte-Carlo values for long answers: every node of a tree is a sample too",
         {
             "advantage": "spo_tree",
             **SEGMENTS,
@@ -195,7 +195,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "luffy": Preset(
         "LUFFY",
         "LUFFY, Yan et al. 2025 (2504.14945)",
-        "what the policy cannot find itself: a stronger model's answers inside the group",
+        "solutions the policy does not find: a stronger model's answers in the group",
         {
             "advantage": {"name": "grpo", "std": "none"},
             "clip": "none",
@@ -209,7 +209,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "rl_plus": Preset(
         "RL-PLUS",
         "RL-PLUS, Dong et al. 2025 (2508.00222)",
-        "demonstrations whose author is unknown, looked at where the policy does not know them yet",
+        "demonstrations of unknown authors, weighted towards tokens the policy does not know yet",
         {
             "clip": "none",
             "ratio": "none",
@@ -221,7 +221,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "on_policy_distillation": Preset(
         "On-policy distillation",
         "GKD, Agarwal et al. 2023 (2306.13649); as a reward: Thinking Machines, 2025",
-        "one reward at the end of an answer says little: a teacher judges every token the policy writes",
+        "one reward per answer says little: a teacher scores every token the policy writes",
         {
             "advantage": "distillation",
             "clip": "none",
@@ -233,7 +233,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "rl_sft": Preset(
         "RL + SFT",
         "the multitask baseline of LUFFY, Yan et al. 2025 (2504.14945)",
-        "demonstrations imitated beside the policy loss; group statistics do not see them",
+        "demonstrations imitated beside the policy loss, outside the group statistics",
         {"clip": PPO, "aggregation": TOKEN_MEAN, "auxiliary": {"sft": 0.1}},
         note="the rows to imitate: data.demonstrations",
     ),
@@ -247,7 +247,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "online_dpo": Preset(
         "Online DPO",
         "Direct language model alignment from online AI feedback, Guo et al. 2024 (2402.04792)",
-        "pairs that the policy has left behind: they are made of its own samples in every step",
+        "preference pairs that are off-policy: pairs are made of the policy's own samples in every step",
         {**PAIRS, "loss": "dpo", "filters": ["pairs"], "kl": {"reference": "frozen"}},
         note="the paper's judge is a reward part; ipo, simpo and orpo learn from the same pairs (algorithm.loss)",
     ),

@@ -1,4 +1,4 @@
-"""What a row of the algorithm table is."""
+"""Presets without a critic: the baseline comes from the group, from the batch, or is constant."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """A named algorithm: the slots that differ from the defaults, where it was published, what it is for."""
+    """A named algorithm: the slots that differ from the defaults, its paper and the problem it solves."""
 
     title: str
     paper: str
     solves: str
-    """The problem it answers, in a line."""
+    """The problem it solves, in one line."""
     slots: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    """What belongs to the method and lies outside the slots: rollout, rewards, schedule."""
+    """Parts of the method outside the slots: rollout, rewards, schedule."""
 
 
 PPO = {"name": "ppo", "low": 0.2, "high": 0.2}
@@ -28,8 +28,6 @@ KL_IN_LOSS = {"loss": {"estimator": "k3", "coef": 0.001}, "reference": "frozen"}
 CRITIC: dict[str, Any] = {}
 """A critic with its defaults."""
 
-
-# --- Rows without a critic: the baseline comes from sibling samples, from the batch, or from nowhere.
 
 DYNAMIC_SAMPLING = {
     "filters": [{"name": "zero_signal", "metric": "accuracy"}],
@@ -49,12 +47,12 @@ CRITIC_FREE: dict[str, Preset] = {
         "Williams 1992",
         "the plainest unbiased estimator, the reference point for everything else",
         {"advantage": "reinforce", **NO_RATIO},
-        note="made for one update a batch",
+        note="meant for one update per batch",
     ),
     "grpo": Preset(
         "GRPO",
         "DeepSeekMath, Shao et al. 2024 (2402.03300)",
-        "a baseline without a critic: the mean reward of sibling samples",
+        "a baseline without a critic: the mean reward of the group",
         {"advantage": "grpo", "clip": PPO, "aggregation": SEQUENCE_MEAN, "kl": KL_IN_LOSS},
     ),
     "dr_grpo": Preset(
@@ -85,19 +83,19 @@ CRITIC_FREE: dict[str, Preset] = {
     "gspo": Preset(
         "GSPO",
         "GSPO, Zheng et al. 2025 (2507.18071)",
-        "unstable token ratios (mixtures of experts most of all): the ratio is the sequence's, as the reward is",
+        "unstable token ratios, most of all in mixtures of experts: the ratio is per sequence, like the reward",
         {
             "advantage": "grpo",
             "ratio": "sequence",
             "clip": {"name": "ppo", "low": 3e-4, "high": 4e-4},
             "aggregation": SEQUENCE_MEAN,
         },
-        note="made for several mini-batches of a batch (training.mini_batches=4)",
+        note="meant for several mini-batches per batch (training.mini_batches=4)",
     ),
     "gspo_token": Preset(
         "GSPO-token",
         "GSPO, Zheng et al. 2025 (2507.18071)",
-        "a sequence's trust region with advantages of its own for every token (several turns)",
+        "a trust region per sequence with advantages per token (several turns)",
         {
             "advantage": "grpo",
             "ratio": "seq_token",
@@ -144,7 +142,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "sapo": Preset(
         "SAPO",
         "Soft adaptive policy optimisation, 2025 (2511.20347)",
-        "a hard clip is brittle: a smooth gate lets go of off-policy tokens, of negative ones sooner",
+        "a hard clip is brittle: a smooth gate fades out off-policy tokens, negative ones sooner",
         {"advantage": "grpo", "clip": "soft", "aggregation": SEQUENCE_MEAN},
     ),
     "clip_cov": Preset(
@@ -156,13 +154,13 @@ CRITIC_FREE: dict[str, Preset] = {
     "kl_cov": Preset(
         "KL-Cov",
         "The entropy mechanism of RL, Cui et al. 2025 (2505.22617)",
-        "entropy collapse, with a penalty on the same tokens in place of a cut",
+        "entropy collapse, with a penalty on these tokens instead of no gradient",
         {"advantage": "grpo", "clip": "kl_cov", "aggregation": TOKEN_MEAN, **DYNAMIC_SAMPLING},
     ),
     "rloo": Preset(
         "RLOO",
         "Back to basics, Ahmadian et al. 2024 (2402.14740)",
-        "an unbiased baseline from siblings: the own reward is left out",
+        "an unbiased baseline: the mean of the other samples, without the own reward",
         {"advantage": "rloo", **NO_RATIO, "kl": KL_IN_REWARD},
     ),
     "remax": Preset(
@@ -193,7 +191,7 @@ CRITIC_FREE: dict[str, Preset] = {
         "On-policy RL with optimal reward baseline, Hao et al. 2025 (2505.23585)",
         "the minimum-variance baseline of exactly on-policy training",
         {"advantage": "opo", "clip": "none", "aggregation": TOKEN_MEAN},
-        note="made for exactly one update a batch",
+        note="meant for exactly one update per batch",
     ),
     "r1_zero": Preset(
         "R1-Zero",
@@ -212,7 +210,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "cppo": Preset(
         "CPPO",
         "CPPO, Lin et al. 2025 (2503.22342)",
-        "the backward pass of samples that hardly teach anything",
+        "the cost of the backward pass of samples with little signal",
         {
             "advantage": "grpo",
             "clip": PPO,
@@ -220,7 +218,7 @@ CRITIC_FREE: dict[str, Preset] = {
             "kl": KL_IN_LOSS,
             "filters": [{"name": "cppo", "prune": 0.5}],
         },
-        note="draw 1/(1-prune) times the prompts for the same number of trained samples",
+        note="draw 1/(1-prune) times as many prompts for the same number of trained samples",
     ),
     "bae": Preset(
         "Online difficulty filtering",
@@ -237,7 +235,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "raft_plus_plus": Preset(
         "RAFT++",
         "A minimalist approach to LLM reasoning, Xiong et al. 2025 (2504.11343)",
-        "how far imitation of one's own right answers goes",
+        "a simple baseline: imitation of the policy's own right answers",
         {"advantage": "raft", "clip": PPO, "aggregation": TOKEN_MEAN, "filters": ["positives_only"]},
     ),
     "reinforce_rej": Preset(
@@ -304,7 +302,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "gdpo": Preset(
         "GDPO",
         "Group reward-decoupled normalisation, 2026",
-        "several rewards that drown each other when summed before they are normalised",
+        "several rewards, of which one dominates if they are summed before normalisation",
         {"advantage": "gdpo", "clip": PPO, "aggregation": TOKEN_MEAN},
     ),
     "otb": Preset(
@@ -316,13 +314,13 @@ CRITIC_FREE: dict[str, Preset] = {
     "dppo_tv": Preset(
         "DPPO-TV",
         "Divergence PPO, 2026: total variation",
-        "ratio clips that cut rare tokens and spare common ones: the trust region is on the probability itself",
+        "ratio clips that cut rare tokens and spare common ones: the trust region bounds the change of probability",
         {"advantage": "grpo", "clip": "dppo_tv", "loss": "sg_logprob", "aggregation": TOKEN_MEAN},
     ),
     "dppo_kl": Preset(
         "DPPO-KL",
         "Divergence PPO, 2026: binary KL",
-        "the same with a divergence of the token against all others",
+        "as DPPO-TV, with the KL of the token against all others",
         {"advantage": "grpo", "clip": "dppo_kl", "loss": "sg_logprob", "aggregation": TOKEN_MEAN},
     ),
 }

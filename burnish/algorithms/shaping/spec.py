@@ -1,6 +1,6 @@
-"""Slot `shaping`: what is done to rewards between the verifier and the advantages, in the listed order.
+"""Slot `shaping`: records of changes to the reward between the verifier and the advantages, in the order of the config.
 
-A shaper gives the new reward of each sample, or, where `dense`, rewards of single tokens to add. None touches accuracy.
+A shaper gives the new reward of each sample, or, if `dense`, rewards of single tokens to add. No shaper changes accuracy.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from burnish.config.records import Slot
 
 
 class Shaper(Slot):
-    """One choice for the slot `shaping`."""
+    """A choice for the slot `shaping`."""
 
     dense: ClassVar[bool] = False
-    """Whether it gives token rewards to add [N] instead of the new reward of each sequence [S]."""
+    """Whether it returns token rewards to add [N] instead of the new reward of each sequence [S]."""
 
 
-# --- length ------------------------------------------------------------------------------------------------------------
+# --- Length
 
 
 class SoftOverlongShaper(Shaper):
-    """Punishes length gradually over the last tokens before the limit, instead of by the cliff of truncation."""
+    """Penalises length gradually over the last tokens before the limit, instead of abruptly at truncation."""
 
     formula: ClassVar[str] = "r - factor * clip((len - (max_tokens - cache)) / cache, 0, 1)"
     paper: ClassVar[str] = "DAPO (2503.14476), which has max_tokens 20480 and cache 4096"
     name: Literal["soft_overlong"] = "soft_overlong"
     max_tokens: int | None = Field(None, ge=1)
-    """The length with the full punishment; null means rollout.max_tokens, for each of environment.max_turns."""
+    """The length with the full penalty; null means rollout.max_tokens, for each of environment.max_turns."""
     cache: int | None = Field(None, ge=1)
-    """How many tokens before max_tokens the punishment begins; null means a fifth of max_tokens, as in DAPO."""
+    """How many tokens before max_tokens the penalty begins; null means a fifth of max_tokens, as in DAPO."""
     factor: float = Field(1.0, gt=0)
-    """The full punishment."""
+    """The full penalty."""
 
     @model_validator(mode="after")
     def _fits(self) -> SoftOverlongShaper:
@@ -43,7 +43,7 @@ class SoftOverlongShaper(Shaper):
 
 
 class KimiLengthShaper(Shaper):
-    """Rewards being shorter than the group's other samples; a wrong answer can only lose by its length."""
+    """Rewards answers that are shorter than the others of the group; a wrong answer can only lose."""
 
     formula: ClassVar[str] = (
         "r + weight * l, l = 1/2 - (len - min_g) / (max_g - min_g), at most 0 if wrong, 0 if all lengths are equal"
@@ -52,13 +52,13 @@ class KimiLengthShaper(Shaper):
     needs: ClassVar[tuple[str, ...]] = ("groups", "accuracy")
     name: Literal["kimi_length"] = "kimi_length"
     weight: float = Field(1.0, gt=0)
-    """Its weight beside the reward."""
+    """Weight of the length reward."""
     warmup_steps: int = Field(0, ge=0)
     """Off for this many steps at the start of the run."""
 
 
 class CosineShaper(Shaper):
-    """A reward from correctness and length in place of the old: short right over long right, long wrong over short wrong."""
+    """A reward from correctness and length in place of the reward: short right over long right, long wrong over short wrong."""
 
     formula: ClassVar[str] = (
         "x_T + (x_0 - x_T) (1 + cos(pi len / max_tokens)) / 2; exceeded if len + margin >= max_tokens"
@@ -69,56 +69,56 @@ class CosineShaper(Shaper):
     max_tokens: int | None = Field(None, ge=1)
     """The length at which the curve ends; null means rollout.max_tokens, for each of environment.max_turns."""
     correct: tuple[float, float] = (2.0, 1.0)
-    """The reward of a right answer of no length, and of full length."""
+    """Reward of a right answer of length 0, and of full length."""
     wrong: tuple[float, float] = (-10.0, 0.0)
-    """The reward of a wrong answer of no length, and of full length."""
+    """Reward of a wrong answer of length 0, and of full length."""
     exceeded: float = -10.0
-    """The reward of an answer that is too long."""
+    """Reward of an answer that is too long."""
     margin: int = Field(0, ge=0)
     """An answer is too long from this many tokens before max_tokens on; the paper's code has 16."""
 
 
 class LcpoExactShaper(Shaper):
-    """A reward for the length the prompt asks for, in place of the old one."""
+    """A reward for the length the prompt asks for, in place of the reward."""
 
     formula: ClassVar[str] = "1[right] - alpha |budget - len|"
     paper: ClassVar[str] = "LCPO, L1 (2503.04697)"
     needs: ClassVar[tuple[str, ...]] = ("accuracy", "budget")
     name: Literal["lcpo_exact"] = "lcpo_exact"
     alpha: float = Field(0.0003, gt=0)
-    """What a token too many or too few costs."""
+    """Penalty per token above or below the budget."""
 
 
 class LcpoMaxShaper(Shaper):
-    """A reward for staying within the length the prompt allows, in place of the old one."""
+    """A reward for staying within the length the prompt allows, in place of the reward."""
 
     formula: ClassVar[str] = "1[right] clip(alpha (budget - len) + delta, 0, 1)"
     paper: ClassVar[str] = "LCPO, L1-Max (2503.04697)"
     needs: ClassVar[tuple[str, ...]] = ("accuracy", "budget")
     name: Literal["lcpo_max"] = "lcpo_max"
     alpha: float = Field(0.0003, gt=0)
-    """What a token costs."""
+    """Change of the reward per token."""
     delta: float = Field(0.5, ge=0, le=1)
-    """The reward of a right answer that uses the whole budget."""
+    """Reward of a right answer that uses the whole budget."""
 
 
-# --- repetition --------------------------------------------------------------------------------------------------------
+# --- Repetition
 
 
 class RepetitionShaper(Shaper):
-    """Punishes the share of repeated n-grams."""
+    """Penalises the share of repeated n-grams."""
 
     formula: ClassVar[str] = "r + penalty * (1 - unique n-grams / all n-grams)"
     paper: ClassVar[str] = "Demystifying long chain-of-thought (2502.03373)"
     name: Literal["repetition"] = "repetition"
     ngram: int = Field(40, ge=1)
-    """Tokens in a row that count as one."""
+    """Length of the n-grams in tokens."""
     penalty: float = Field(-1.0, lt=0)
-    """The reward of repeating nothing but one n-gram."""
+    """Penalty of an answer that only repeats one n-gram."""
 
 
 class RepetitionDenseShaper(Shaper):
-    """Punishes the repeated tokens themselves, with a discount of their own."""
+    """Penalises the repeated tokens themselves, with their own discount."""
 
     formula: ClassVar[str] = (
         "token t of an n-gram seen before: p_t = penalty; adds R_t - R_{t+1}, R_t = sum_{s>=t} gamma^(s-t) p_s"
@@ -127,40 +127,40 @@ class RepetitionDenseShaper(Shaper):
     dense: ClassVar[bool] = True
     name: Literal["repetition_dense"] = "repetition_dense"
     ngram: int = Field(40, ge=1)
-    """Tokens in a row that count as one."""
+    """Length of the n-grams in tokens."""
     penalty: float = Field(-0.05, lt=0)
-    """The reward of each token in a repeated n-gram."""
+    """Penalty of each token in a repeated n-gram."""
     gamma: float = Field(0.99, ge=0, le=1)
-    """The discount of these penalties, whatever the advantage's own."""
+    """Discount of these penalties, independent of the advantage's."""
 
 
-# --- outcome -----------------------------------------------------------------------------------------------------------
+# --- Outcome
 
 
 class StopProperlyShaper(Shaper):
-    """Takes reward off truncated samples."""
+    """Reduces the reward of truncated samples."""
 
     formula: ClassVar[str] = "truncated: r * coef if coef >= 0, else coef"
     paper: ClassVar[str] = "ProRL (2505.24864)"
     name: Literal["stop_properly"] = "stop_properly"
     coef: float = Field(0.5, lt=1)
-    """0 to 1: the share of its reward a truncated sample keeps. Negative: its reward."""
+    """0 to 1: the share of its reward that a truncated sample keeps. Negative: its reward."""
 
 
 class T1PenaltyShaper(Shaper):
-    """Punishes answers that are cut short, repeat themselves or mix scripts, whatever they answer."""
+    """Penalises answers that are truncated, repeat themselves or mix scripts, whether right or wrong."""
 
     formula: ClassVar[str] = "-1 if truncated, or repeated n-grams > share, or part < script_low; else r"
     paper: ClassVar[str] = "T1 (2501.11651)"
     name: Literal["t1_penalty"] = "t1_penalty"
     ngram: int = Field(20, ge=1)
-    """Tokens in a row that count as one."""
+    """Length of the n-grams in tokens."""
     share: float = Field(0.2, ge=0, lt=1)
-    """An answer may repeat this share of its n-grams."""
+    """Largest allowed share of repeated n-grams."""
     script_part: str | None = None
-    """The reward part that says how much of the answer is in the right script, such as language; null looks at none."""
+    """The reward part that measures how much of the answer is in the right script, such as language; null skips this check."""
     script_low: float = 0.8
-    """The smallest value of that part that goes unpunished."""
+    """Smallest value of that part without a penalty."""
 
     @model_validator(mode="after")
     def _script_low_acts(self) -> T1PenaltyShaper:
@@ -170,16 +170,16 @@ class T1PenaltyShaper(Shaper):
 
 
 class SignedShaper(Shaper):
-    """One reward for right and one for wrong, in place of the old."""
+    """One reward for right and one for wrong answers, in place of the reward."""
 
     formula: ClassVar[str] = "right if accuracy is 1, else wrong"
     paper: ClassVar[str] = "DAPO (2503.14476)"
     needs: ClassVar[tuple[str, ...]] = ("accuracy",)
     name: Literal["signed"] = "signed"
     right: float = 1.0
-    """The reward of a right answer."""
+    """Reward of a right answer."""
     wrong: float = -1.0
-    """The reward of a wrong one."""
+    """Reward of a wrong answer."""
 
 
 SHAPER_RECORDS: tuple[type[Shaper], ...] = (
