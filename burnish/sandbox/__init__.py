@@ -1,1 +1,1 @@
-"""Programs that nobody has read, run where they can do no harm: namespaces, limits, and a judge in another process."""
+"""Runs untrusted programs where they can do no harm: in namespaces, under limits, with their tests in another process."""

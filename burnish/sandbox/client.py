@@ -1,4 +1,4 @@
-"""A worker's handle on its zygote: start it, have programs run, and never wait for it without a bound."""
+"""A worker's client of its zygote: starts it and has it run programs. It never waits for it without a bound."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ PROGRAM_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "TMPDIR": "/scratch",
 }
-"""All that a program finds in its environment. Hashes are the same each time, so that verdicts are."""
+"""The whole environment of a program. A fixed hash seed makes verdicts reproducible."""
 ZYGOTE_LAUNCHER = "import sys; sys.path.append({root!r}); from burnish.sandbox.zygote import main; main()"
 
-NO_SANDBOX_ADVICE = """code rewards run programs in a sandbox, and this system does not let them: {problem}
-What to do, one of:
+NO_SANDBOX_ADVICE = """code rewards run programs in a sandbox, and this system does not allow one: {problem}
+Do one of these:
 - as an ordinary user: allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000;
   on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)
 - in a container: start it with --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined
-- reward.sandbox=unsafe: programs written by the model then run as you, with your files in reach; only time, memory, processes
-  and output stay limited. Do that only on a machine that has nothing to lose."""
+- set reward.sandbox=unsafe: programs written by the model then run as you and can reach your files; only time, memory, processes
+  and output stay limited. Do this only on a machine that has nothing to lose."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed: nothing is known about the program."""
+    """The sandbox itself failed. Nothing is known about the program."""
 
 
 class RunLost(SandboxError):
-    """The sandbox failed while a program ran in it, in a way that the program can have caused."""
+    """The sandbox failed while a program ran, in a way that the program can have caused."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a run ended: `reason` is ended, time, cpu, memory, processes or output, or lost (burnish.rewards.code_reward)."""
+class RunResult:
+    """How a run ended. `reason` is ended, time, cpu, memory, processes or output; burnish.rewards.code_reward adds lost."""
 
     reason: str
-    status: int | None  # of the program's process: its exit status, negative for a signal
+    status: int | None  # exit status of the program's process; negative for a signal
     output: str
     errors: str
     verdicts: list[dict[str, Any]]
 
 
 class Sandbox:
-    """Runs programs one at a time. The zygote starts with the first, and again after a failure; close it, or use `with`."""
+    """Runs programs one at a time. The zygote starts with the first program, and again after a failure. Close it, or use `with`."""
 
     def __init__(self, limits: Limits, is_isolated: bool = True, slack_s: float = 5.0) -> None:
-        """`slack_s` is what a run may take beyond its own time before the sandbox counts as broken."""
+        """`slack_s` is how long a run may take beyond its own time limit before the sandbox counts as broken."""
         self._limits, self._is_isolated, self._slack_s = limits, is_isolated, slack_s
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
     def start(self) -> None:
-        """Have the zygote ready; UserError with what to do if the system does not allow a sandbox."""
+        """Start the zygote; UserError with advice if the system does not allow a sandbox."""
         if not sys.platform.startswith("linux"):
-            raise UserError("code rewards need Linux: programs run in its namespaces and under its limits")
+            raise UserError("code rewards need Linux, because programs run in its namespaces and under its limits")
         ours, theirs = socket.socketpair()
         root = str(Path(burnish.__file__).parents[1])
         arguments = [
@@ -92,67 +92,65 @@ class Sandbox:
         )
         theirs.close()
         self._channel = ours
-        said = self._hear(time.monotonic() + START_TIMEOUT_S)
-        if "failed" in said:
+        message = self._receive(time.monotonic() + START_TIMEOUT_S)
+        if "failed" in message:
             self.close()
-            raise UserError(NO_SANDBOX_ADVICE.format(problem=said["failed"]))
+            raise UserError(NO_SANDBOX_ADVICE.format(problem=message["failed"]))
 
-    def run_calls(self, spec: Mapping[str, Any], tests: Mapping[str, Any], wall_s: float) -> Ended:
-        """Load a program and let tests call it."""
+    def run_calls(self, spec: Mapping[str, Any], tests: Mapping[str, Any], wall_s: float) -> RunResult:
+        """Load a program and run tests that call it."""
         return self._run("calls", wall_s, spec, json.dumps(dict(tests)).encode())
 
-    def run_stdio(self, program: str, stdin: str, wall_s: float) -> Ended:
-        """Run a program on this standard input."""
+    def run_stdio(self, program: str, stdin: str, wall_s: float) -> RunResult:
+        """Run a program with this standard input."""
         return self._run("stdio", wall_s, {"program": program}, stdin.encode())
 
-    def _run(self, kind: str, wall_s: float, spec: Mapping[str, Any], second: bytes) -> Ended:
+    def _run(self, kind: str, wall_s: float, spec: Mapping[str, Any], second_part: bytes) -> RunResult:
         if self._channel is None:
             self.start()
         assert self._channel is not None
         deadline = time.monotonic() + wall_s + self._slack_s
         try:
-            self._set_patience(deadline)
+            self._set_socket_timeout(deadline)
             send_message(self._channel, {"kind": kind, "wall_s": wall_s})
             send_message(self._channel, dict(spec))
-            self._channel.sendall(frame(second))
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # gone, not reading, or a program of many megabytes: the zygote waits for its rest
+            self._channel.sendall(frame(second_part))
+        except (OSError, ValueError) as error:
+            # The zygote is gone or does not read, or the program has too many megabytes and the zygote waits for the rest.
             self.close()
-            raise SandboxError(f"the sandbox does not take a program: {error}") from error
-        said = self._hear(deadline)
-        if "failed" in said:
+            raise SandboxError(f"the sandbox does not accept a program: {error}") from error
+        message = self._receive(deadline)
+        if "failed" in message:
             self.close()
-            raise SandboxError(f"the sandbox failed: {said['failed']}")
-        return self._hear_end(deadline)
+            raise SandboxError(f"the sandbox failed: {message['failed']}")
+        return self._receive_end(deadline)
 
-    def _hear_end(self, deadline: float) -> Ended:
-        """How a program that has started ended; past the deadline it is out of time, whatever keeps the sandbox from saying so."""
+    def _receive_end(self, deadline: float) -> RunResult:
+        """Wait for the end of a started program. After the deadline it is out of time, whatever keeps the sandbox from reporting."""
         try:
-            said = self._hear(deadline)
+            message = self._receive(deadline)
         except SandboxError as error:
             if isinstance(error.__cause__, BlockingIOError):
-                return Ended("time", None, "", "", [])
+                return RunResult("time", None, "", "", [])
             raise RunLost(str(error)) from error
-        if "failed" in said:
+        if "failed" in message:
             self.close()
-            kind = RunLost if said["is_exhaustion"] else SandboxError
-            raise kind(f"the sandbox failed: {said['failed']}")
-        return Ended(said["ended"], said["status"], said["output"], said["errors"], said["verdicts"])
+            kind = RunLost if message["is_exhaustion"] else SandboxError
+            raise kind(f"the sandbox failed: {message['failed']}")
+        return RunResult(message["ended"], message["status"], message["output"], message["errors"], message["verdicts"])
 
-    def _hear(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         assert self._channel is not None
         try:
-            self._set_patience(deadline)
-            said: dict[str, Any] = receive_message(self._channel)
-            return said
+            self._set_socket_timeout(deadline)
+            message: dict[str, Any] = receive_message(self._channel)
+            return message
         except (OSError, EOFError, ValueError) as error:
             status = self.close()
             ended = "" if status is None else f"; its process ended with status {status}"
             raise SandboxError(f"the sandbox does not answer: {type(error).__name__}: {error}{ended}") from error
 
-    def _set_patience(self, deadline: float) -> None:
+    def _set_socket_timeout(self, deadline: float) -> None:
         assert self._channel is not None
         left = max(0.001, deadline - time.monotonic())
         bound = struct.pack("ll", int(left), int(left % 1 * 1e6))
@@ -160,7 +158,7 @@ class Sandbox:
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
     def close(self) -> int | None:
-        """End the zygote, and with its pid namespace every process in it; how it ended, if by itself."""
+        """Kill the zygote, and with its pid namespace every process in it. Return its exit status if it had ended by itself."""
         if self._process is None:
             return None
         status = self._process.poll()

@@ -1,8 +1,8 @@
-"""The process in which tests run: a sandbox of its own beside the program's, with Python as it was before the program.
+"""Runs in the grader's process: executes the tests of a row against a program in another confined process.
 
-What the tests call is the program's, over the line (burnish.sandbox.rpc); everything else, `assert`, `==`, `set`, `math`, and what
-the row itself defines, is the judge's own. So a program cannot reach what decides over it: it cannot exit with a good status, patch a builtin, trace the
-tests, find the expected values in a frame, or return something that equals everything. It can only answer.
+The tests call the program's functions over a socket (burnish.sandbox.rpc). Everything else belongs to the grader: `assert`, `==`, `set`,
+`math`, and what the row itself defines. So a program cannot reach what decides about it. It cannot exit with a good status, patch a
+builtin, trace the tests, find expected values in a frame, or return an object that equals everything. It can only answer calls.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ SEED = 0
 
 
 class VerdictWriter:
-    """What is said of each test, on a pipe that only the judge has."""
+    """Writes verdicts to a pipe that only the grader has."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def say(self, **message: Any) -> None:
-        """One line of JSON."""
+    def write(self, **message: Any) -> None:
+        """Write one message as a line of JSON."""
         data = json.dumps(message).encode() + b"\n"
         while data:
             data = data[os.write(self._descriptor, data) :]
 
 
 def run_grader(channel: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
-    """Run the tests against the program at the other end of the channel, and say what became of each."""
-    say = VerdictWriter(verdicts).say
+    """Run the tests against the program at the other end of the channel, and write a verdict on each."""
+    write = VerdictWriter(verdicts).write
     sys.set_int_max_str_digits(0)
     random.seed(SEED)
-    peer = ProgramClient(channel)
+    program = ProgramClient(channel)
     try:
-        loaded = peer.receive()
+        loaded = program.receive()
         if not (isinstance(loaded, dict) and loaded.get("loaded") is True):
             why = loaded.get("why") if isinstance(loaded, dict) else None
-            say(loaded=False, why=str(why)[:MAX_OUTCOME_CHARS])
+            write(loaded=False, why=str(why)[:MAX_OUTCOME_CHARS])
             return
-        tests = RowTestRunner(peer, spec)
+        tests = RowTestRunner(program, spec)
         for number in range(tests.count):
-            say(test=number, outcome=tests.run(number))
-        say(done=True)
+            write(test=number, outcome=tests.run(number))
+        write(done=True)
     except ProgramGone as error:
-        say(gone=str(error)[:MAX_OUTCOME_CHARS])
+        write(gone=str(error)[:MAX_OUTCOME_CHARS])
     except (Untransferable, BrokenTest) as error:
-        say(broken=str(error)[:MAX_OUTCOME_CHARS])
+        write(broken=str(error)[:MAX_OUTCOME_CHARS])
 
 
 class BrokenTest(BaseException):
-    """The tests of the row cannot run, whatever the program: a mistake in the data."""
+    """The tests of the row cannot run with any program: an error in the data."""
 
 
 class RowTestRunner:
-    """The tests of one row, with the names they use."""
+    """Runs the tests of one row; holds the names that they use."""
 
-    def __init__(self, peer: ProgramClient, spec: dict[str, Any]) -> None:
-        self._peer = peer
+    def __init__(self, program: ProgramClient, spec: dict[str, Any]) -> None:
+        self._program = program
         self._entry_point: str | None = spec.get("entry_point")
         module = types.ModuleType("tests")
         sys.modules["tests"] = module
@@ -90,9 +90,9 @@ class RowTestRunner:
             raise BrokenTest(f"{type(error).__name__}: {error}") from error
 
     def _define_helpers(self, prefix: str) -> str:
-        """Give tests that call functions of the prefix the prefix's own: the program could have redefined its copies.
+        """Execute the prefix here if tests call its functions, because the program could have redefined its own copies.
 
-        The function under test is the program's also where a helper calls it. Returns what was executed, if anything.
+        The function under test is always the program's, even if a helper calls it. Returns the executed source, if any.
         """
         helpers = whole_statements(prefix)
         if not names_defined(ast.parse(helpers).body) & (set().union(*self._used) - {self._entry_point}):
@@ -103,29 +103,29 @@ class RowTestRunner:
         return helpers
 
     def run(self, number: int) -> str:
-        """What became of one test: passed, failed, or the error it ended with."""
-        self._peer.raised = None
+        """The outcome of one test: passed, or failed with the reason."""
+        self._program.raised = None
         try:
             self._bind(self._used[number])
             exec(self._codes[number], self._names)
             if self._check is not None:
                 if not callable(self._names.get("check")):
                     raise BrokenTest("the tests define no function `check`")
-                returned = self._names["check"](self._peer.ask("get", name=self._entry_point))
+                returned = self._names["check"](self._program.ask("get", name=self._entry_point))
                 if isinstance(returned, Generator | Coroutine | AsyncGenerator):
                     raise BrokenTest("`check` has `yield` or is `async`, so that calling it does not run it")
         except AssertionError as error:
             return f"{FAILED}: {error}"[:MAX_OUTCOME_CHARS].rstrip(": ")
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - any of a test's is its outcome
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - any exception of a test is its outcome
             return f"{FAILED}: {type(error).__name__}: {error}"[:MAX_OUTCOME_CHARS].rstrip(": ")
-        if self._peer.gone is not None:
-            raise ProgramGone(self._peer.gone)
-        if self._peer.raised is not None and not self._may_expect_exceptions[number]:
-            return f"{FAILED}: {self._peer.raised}, which ended a loop and not the test"[:MAX_OUTCOME_CHARS]
+        if self._program.gone is not None:
+            raise ProgramGone(self._program.gone)
+        if self._program.raised is not None and not self._may_expect_exceptions[number]:
+            return f"{FAILED}: {self._program.raised}, which ended a loop and not the test"[:MAX_OUTCOME_CHARS]
         return PASSED
 
     def _bind(self, names: set[str]) -> None:
-        """Give the names a test uses their meaning: the function under test first, then the row's and Python's, then the program's."""
+        """Bind the names that a test uses: the function under test first, then the row's and Python's names, then the program's."""
         for name in sorted(names - self._fetched):
             if name != self._entry_point:
                 if name in self._names or hasattr(builtins, name):
@@ -133,33 +133,33 @@ class RowTestRunner:
                 if name in sys.stdlib_module_names:
                     self._names[name] = importlib.import_module(name)
                     continue
-            self._names[name] = self._peer.ask("get", name=name)
+            self._names[name] = self._program.ask("get", name=name)
             self._fetched.add(name)
 
 
 def _has_handlers(source: str) -> bool:
-    """Whether tests can expect an exception. In others Python itself has caught one that did not end the test."""
+    """Whether a source may expect an exception. If not, an exception that did not end the test was swallowed by a loop."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Try | ast.TryStar | ast.With | ast.AsyncWith):
             return True
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if "raises" in name.lower():  # unittest's assertRaises as a function
+        if "raises" in name.lower():  # such as unittest's assertRaises
             return True
     return False
 
 
 def _names_used(source: str) -> set[str]:
-    """The names that a test needs from outside itself."""
+    """The names that a test uses but does not define."""
     tree = ast.parse(source)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    given = {node.id for node in names if isinstance(node.ctx, ast.Store | ast.Del)}
+    defined = {node.id for node in names if isinstance(node.ctx, ast.Store | ast.Del)}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            given.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.arg):
-            given.add(node.arg)
+            defined.add(node.arg)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            given |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ExceptHandler) and node.name:
-            given.add(node.name)
-    return {node.id for node in names if isinstance(node.ctx, ast.Load)} - given
+            defined.add(node.name)
+    return {node.id for node in names if isinstance(node.ctx, ast.Load)} - defined

@@ -1,4 +1,14 @@
-"""What one program may use, and how its process is confined to that before the first line of it runs."""
+"""Limits of a program, and how its process is confined to them before the first line of the program runs.
+
+The seccomp filter refuses system calls that a program has no use for. It closes most of the kernel surface that namespaces leave open
+(mounts, tracing, keyrings, io_uring, bpf), and every socket that is not a Unix socket. Calls that are not named pass: the standard library
+needs hundreds of them, and isolation does not depend on this list.
+
+The limits on memory and CPU time do depend on the filter, because they count what processes have (burnish.sandbox.confined_process). So it
+refuses memory that stays allocated while no process maps it, or that no count shows: memfd, System V shared memory, shared mappings without
+a file, pages given to a pipe, huge pages. It refuses to change the action of SIGCHLD, because the kernel drops the CPU time of children
+that end while it is ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +26,9 @@ from dataclasses import dataclass
 
 from burnish.sandbox import namespaces
 
-# --- System calls a program has no business with: refused by a filter, on top of what namespaces and limits keep from it.
-#
-# The filter takes away most of the kernel's surface that a namespace leaves open (mounts, tracing, keyrings, io_uring, bpf), and every
-# socket that is not a Unix one. What is not named passes: a standard library needs hundreds of calls, and the walls do not depend on
-# this list.
-#
-# The limits on memory and CPU time do depend on it, for they count what processes have (burnish.sandbox.confined_process). So the filter
-# refuses memory that stays when no process has it mapped or that no count shows: memfd, System V shared memory, shared mappings without
-# a file, pages given to a pipe, huge pages. It refuses to change what SIGCHLD does, because the kernel forgets the CPU time of children
-# that end while it is ignored.
+MIB = 1 << 20
+OWN_PROCESSES = 6  # the sandbox's own; they run as the same user, so the kernel counts them together with the program's
+SPARE_PROCESSES = 16  # how many more the kernel allows a program, until the supervisor sees the excess and ends it
 
 NAMESPACE_FLAGS = (
     namespaces.CLONE_NEWNS
@@ -38,7 +41,7 @@ NAMESPACE_FLAGS = (
 )
 
 AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""The machines whose call numbers are here, with the kernel's name for each (AUDIT_ARCH_*)."""
+"""Machines whose system call numbers are listed here, with the kernel's AUDIT_ARCH_* constant for each."""
 
 REFUSED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {  # numbers on x86_64 and aarch64
     "acct": (163, 89),
@@ -106,7 +109,10 @@ REFUSED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {  # numbers on x86
     "vmsplice": (278, 75),
 }
 CLONE = (56, 220)
-CLONE3 = (435, 435)  # its flags are behind a pointer, which no filter sees: absent, so that libc takes clone
+CLONE3 = (
+    435,
+    435,
+)  # refused as absent (ENOSYS), so that libc uses clone: its flags are behind a pointer, which no filter can read
 SOCKET = (41, 198)
 AF_UNIX = 1
 MMAP = (9, 222)
@@ -115,12 +121,12 @@ MAP_HUGETLB = 0x40000
 SIGACTION = (13, 134)
 SIGCHLD = 17
 
-# Classic BPF: operation codes, return values, and where the call's number, machine and arguments are.
+# Classic BPF: operation codes, return values, and the offsets of the call's number, machine and arguments.
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 AT_NUMBER, AT_MACHINE, AT_ARGUMENT = 0, 4, 16
 AT_FOURTH_ARGUMENT = AT_ARGUMENT + 3 * 8
-X32_SYSCALL_BIT = 0x40000000  # x32 on x86_64: the same calls under other numbers
+X32_SYSCALL_BIT = 0x40000000  # x32 on x86_64 has the same calls under other numbers
 SECCOMP_MODE_FILTER = 2
 
 
@@ -133,7 +139,7 @@ def _refuse(error: int) -> bytes:
 
 
 def seccomp_program(machine: str) -> bytes:
-    """The filter for a machine, as the kernel reads it."""
+    """The filter for a machine, as BPF byte code."""
     column = list(AUDIT_ARCHES).index(machine)
     lines = [
         _instruction(LOAD, AT_MACHINE),
@@ -181,7 +187,7 @@ class _SeccompProgram(ctypes.Structure):
 
 
 def install_seccomp_filter() -> bool:
-    """Filter this process and all it starts from now on; False on a machine whose call numbers are not known here."""
+    """Filter this process and all it starts from now on; False on a machine whose call numbers are not listed here."""
     machine = platform.machine()
     if machine not in AUDIT_ARCHES:
         return False
@@ -191,30 +197,25 @@ def install_seccomp_filter() -> bool:
     return True
 
 
-MIB = 1 << 20
-OWN_PROCESSES = 6  # the sandbox's own, which are counted with the program's: both are the same user
-SPARE_PROCESSES = 16  # what the kernel lets a program start beyond its limit, until the keeper sees that and ends it
-
-
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a program and all its children together; of one process only where it says so."""
+    """The limits of a program. They hold for it and all its children together, unless the field says otherwise."""
 
     memory_bytes: int = 2048 * MIB
-    """Memory of all processes together, and address space of each."""
+    """Memory of all processes together, and address space of each process."""
     processes: int = 32
-    """Processes and threads; whoever has more is ended at once, so that a bomb burns no time."""
+    """Processes and threads. A program with more is ended at once, so that a fork bomb costs no time."""
     scratch_bytes: int = 64 * MIB
-    """Size of the scratch directory, and of any one file."""
+    """Size of the scratch directory, and of any single file."""
     output_bytes: int = 4 * MIB
-    """What it may write to standard output, and again to standard error."""
+    """Limit for standard output, and again for standard error."""
     open_files: int = 64
     """Open files of one process."""
 
 
 def confine(limits: Limits, cpu_s: float, is_isolated: bool) -> None:
-    """Take from this process, for good, what a program must not have; what it starts inherits that."""
-    # Outside a user namespace the kernel counts all of a user's processes on the machine: there the keeper counts.
+    """Set all limits on this process, permanently. The processes it starts inherit them."""
+    # Without a user namespace the kernel would count all processes of the user on the machine, so only the supervisor counts then.
     processes = limits.processes + OWN_PROCESSES + SPARE_PROCESSES if is_isolated else resource.RLIM_INFINITY
     for which, value in (
         (resource.RLIMIT_AS, limits.memory_bytes),
@@ -239,17 +240,17 @@ def confine(limits: Limits, cpu_s: float, is_isolated: bool) -> None:
 
 
 def arrange_descriptors(kept: dict[int, int], empty: tuple[int, ...]) -> None:
-    """Make `kept` (number wanted: descriptor now) and /dev/null under `empty` the only descriptors of this process."""
+    """Close all descriptors but `kept` (wanted number: current descriptor), and open /dev/null under the `empty` numbers."""
     lowest = max(*kept, *empty, *kept.values()) + 1
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     moved = {}
-    for number, descriptor in (*kept.items(), *((number, nowhere) for number in empty)):
+    for number, descriptor in (*kept.items(), *((number, devnull) for number in empty)):
         moved[number] = fcntl.fcntl(descriptor, fcntl.F_DUPFD, lowest)
     for number, descriptor in moved.items():
         os.dup2(descriptor, number, inheritable=False)
     edges = [-1, *sorted(moved), _max_descriptors()]
     for below, above in itertools.pairwise(edges):
-        if below + 1 < above:  # an empty range that starts at 0 is everything to some versions of Python
+        if below + 1 < above:  # some versions of Python take an empty range from 0 for everything
             os.closerange(below + 1, above)
 
 

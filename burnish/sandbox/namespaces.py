@@ -1,4 +1,17 @@
-"""The few system calls that Python does not offer, each an OSError that names the step when the kernel refuses."""
+"""Linux namespaces of the sandbox: the file system that a program sees, and the way into the namespaces.
+
+The system calls here are those that Python does not offer. Each raises an OSError that names the step if the kernel refuses.
+
+File system: a small tmpfs becomes the root by pivot_root, so that nothing else of the machine can be found: no /proc, no /etc, no program
+to execute. Bind mounts show Python's standard library at its own path, read-only. Extension modules need system libraries that are not
+visible there; the zygote has loaded them all before. Each program has a scratch directory: a tmpfs with a limited size and number of files,
+which goes with the mount namespace. /tmp and /dev/shm lead there. A Python that is installed below one of these three directories is bound
+into the scratch directory of each program, so that its library is at its own path there too.
+
+Users: root builds the file system with its own privileges and then enters a user namespace in which uid 1000 is `nobody` outside. Another
+user enters a namespace in which uid 1000 is that user, and builds the file system with the privileges it has there. Either way the process
+has every capability over its own namespaces and none outside, and the programs it starts have none at all.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +38,29 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 MAX_CAPABILITIES = 64
 
+SCRATCH = "/scratch"
+DEVICES = ("/dev/null", "/dev/urandom")  # not /dev/zero: mapping it gives shared memory that no limit counts
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
+TEMP_DIRECTORIES = ("/tmp", "/dev/shm", SCRATCH)
+LIBRARY_MOUNT = "/library"  # where the library is mounted if its own path leads into the scratch directory
+SAFE_MOUNT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
+MAX_SCRATCH_FILES = 4096
+BUILD_AT = "/tmp"  # the new root is built over any directory; it is gone from view a moment later
+_LOCKED_MOUNT_FLAGS = (  # flags of a mount that a user namespace may not remove
+    (os.ST_NOEXEC, MS_NOEXEC),
+    (os.ST_NOATIME, MS_NOATIME),
+    (os.ST_NODIRATIME, MS_NODIRATIME),
+    (os.ST_RELATIME, MS_RELATIME),
+)
+
+INNER_ID = 1000  # the uid and gid that programs see
+NOBODY = 65534  # the uid and gid of programs outside, if root starts them
+PROGRAM_NAMESPACES = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
+"""The namespaces that are new for every program, besides a pid namespace."""
+HOST_NAME = "sandbox"
+
 libc = ctypes.CDLL(None, use_errno=True)
-if sys.platform.startswith("linux"):  # elsewhere this module is imported, by the reward that then refuses to start
+if sys.platform.startswith("linux"):  # on other systems the code reward imports this module and then refuses to start
     libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
     libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
@@ -38,12 +72,12 @@ def _check_syscall(result: int, step: str) -> None:
 
 
 def unshare(flags: int, what: str) -> None:
-    """Move this process (its children, for a pid namespace) into new namespaces."""
+    """Move this process into new namespaces (for a pid namespace: its later children)."""
     _check_syscall(libc.unshare(flags), f"new namespaces ({what})")
 
 
 def enter_pid_namespace(descriptor: int) -> None:
-    """Have later children start in this pid namespace."""
+    """Start later children in this pid namespace."""
     _check_syscall(libc.setns(descriptor, CLONE_NEWPID), "back to the own pid namespace")
 
 
@@ -54,14 +88,14 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def pivot_root_here() -> None:
-    """Make the working directory, a mount point, the root of this mount namespace, and let go of the old root."""
+    """Make the working directory, which is a mount point, the root of this mount namespace, and detach the old root."""
     _check_syscall(libc.pivot_root(b".", b"."), "pivot_root")
-    _check_syscall(libc.umount2(b".", MNT_DETACH), "let go of the old root")
+    _check_syscall(libc.umount2(b".", MNT_DETACH), "detach the old root")
     os.chdir("/")
 
 
 def set_host_name(name: str) -> None:
-    """The host name of this UTS namespace."""
+    """Set the host name of this UTS namespace."""
     encoded = name.encode()
     _check_syscall(libc.sethostname(encoded, len(encoded)), "sethostname")
 
@@ -72,46 +106,21 @@ def prctl(option: int, first: int = 0, second: int = 0, *, step: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good: none to hold, none to gain by executing something."""
+    """Drop every capability permanently, including those that executing a file could give."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, step="clear ambient capabilities")
     for capability in range(MAX_CAPABILITIES):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break  # past the last one this kernel knows
+            break  # beyond the last one that this kernel knows
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     _check_syscall(libc.capset(header, (ctypes.c_uint32 * 6)()), "drop capabilities")
     prctl(PR_SET_NO_NEW_PRIVS, 1, step="no_new_privs")
 
 
-# --- The file system a program sees: Python's standard library to read, a scratch directory to write, two devices.
-#
-# A small tmpfs becomes the root by pivot_root, so that nothing else of the machine is there to be found: no /proc, no /etc, no
-# program to execute. Bind mounts show the library at its own path, read-only. Extension modules need system libraries that are not
-# in the view: the zygote has loaded them all before it came here. The scratch directory is a tmpfs of each program's own, with a
-# size and a number of files, which goes with the mount namespace. /tmp and /dev/shm lead there.
-#
-# A Python that is installed below one of these three directories is bound into the scratch directory of each program, so that its library
-# has its own path there too.
-
-SCRATCH = "/scratch"
-DEVICES = ("/dev/null", "/dev/urandom")  # not /dev/zero: mapping it gives shared memory that no limit counts
-STANDARD_LIBRARY = os.path.dirname(os.__file__)
-TEMP_DIRECTORIES = ("/tmp", "/dev/shm", SCRATCH)
-LIBRARY_MOUNT = "/library"  # where the library is kept if its own path leads into the scratch directory
-SAFE_MOUNT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
-MAX_SCRATCH_FILES = 4096
-# Over which directory the new root is built does not matter: it is gone from view a moment later.
-BUILD_AT = "/tmp"
-
-_LOCKED_MOUNT_FLAGS = (  # flags of a mount that a user namespace may not take off it
-    (os.ST_NOEXEC, MS_NOEXEC),
-    (os.ST_NOATIME, MS_NOATIME),
-    (os.ST_NODIRATIME, MS_NODIRATIME),
-    (os.ST_RELATIME, MS_RELATIME),
-)
+# --- the file system of a program ------------------------------------------------------------------------------------
 
 
 def path_in_scratch(library: str) -> str | None:
-    """Where a library has to be in the scratch directory to be found at its own path; None if that leads elsewhere."""
+    """Where a library must be in the scratch directory to be found at its own path; None if its path does not lead there."""
     for folder in TEMP_DIRECTORIES:
         if library.startswith(folder + "/"):
             return SCRATCH + library.removeprefix(folder)
@@ -119,9 +128,9 @@ def path_in_scratch(library: str) -> str | None:
 
 
 def build_root() -> None:
-    """Replace the whole file system of this mount namespace by the view, read-only but for what programs mount on it."""
+    """Replace the whole file system of this mount namespace; it is read-only except for what programs mount on it."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
-    # Opened before the new root covers anything: they may lie under what it covers.
+    # Open these before the new root covers anything: they may lie below it.
     sources = {path: os.open(path, os.O_PATH) for path in (STANDARD_LIBRARY, *DEVICES)}
     mount("tmpfs", BUILD_AT, "tmpfs", SAFE_MOUNT_FLAGS, "size=1m,mode=755")
     os.chdir(BUILD_AT)
@@ -148,20 +157,20 @@ def build_root() -> None:
 
 
 def _bind_library(library: str, target: str) -> None:
-    """Bind the library, with what covers other packages in it, to its place in the scratch directory."""
+    """Bind the library into the scratch directory, including the empty mount that hides site-packages."""
     os.makedirs(target)
     _bind_read_only(library, target, SAFE_MOUNT_FLAGS, MS_REC)
 
 
 def _bind_read_only(source: str, target: str, flags: int, how: int = 0) -> None:
-    """Bind a file or directory to another place, read-only."""
+    """Bind a file or directory to another path, read-only."""
     mount(source, target, None, MS_BIND | how)
-    kept = sum(flag for bit, flag in _LOCKED_MOUNT_FLAGS if os.statvfs(target).f_flag & bit)
-    mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags | kept)
+    locked = sum(flag for bit, flag in _LOCKED_MOUNT_FLAGS if os.statvfs(target).f_flag & bit)
+    mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags | locked)
 
 
 def mount_scratch(num_bytes: int) -> None:
-    """A scratch directory for the program that this mount namespace is for, and this process in it."""
+    """Mount the scratch directory of this mount namespace's program, and change into it."""
     mount("tmpfs", SCRATCH, "tmpfs", SAFE_MOUNT_FLAGS, f"size={num_bytes},nr_inodes={MAX_SCRATCH_FILES},mode=700")
     os.chdir(SCRATCH)
     in_scratch = path_in_scratch(STANDARD_LIBRARY)
@@ -169,32 +178,22 @@ def mount_scratch(num_bytes: int) -> None:
         _bind_library(LIBRARY_MOUNT, in_scratch)
 
 
-# --- From the machine into the sandbox: user, mount, pid, network, IPC and UTS namespaces with an unprivileged uid.
-#
-# Root makes the view with its own rights and then enters a user namespace in which uid 1000 is `nobody` outside; another user enters
-# one in which uid 1000 is that user, and makes the view with the rights it has there. Either way the process has every capability over
-# its own namespaces and none over anything outside, and the programs it starts have none at all.
-
-INNER_ID = 1000  # the uid and gid that programs see
-NOBODY = 65534  # what they are outside when root starts them
-PROGRAM_NAMESPACES = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
-"""What every program gets anew, besides a pid namespace."""
-HOST_NAME = "sandbox"
+# --- entering the namespaces -----------------------------------------------------------------------------------------
 
 
 def enter_sandbox() -> None:
-    """Move this process, which must have one thread, into the sandbox; its children start in a new pid namespace."""
-    every = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWCGROUP | PROGRAM_NAMESPACES
+    """Move this process, which must have one thread, into the sandbox. Its children start in a new pid namespace."""
+    all_namespaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWCGROUP | PROGRAM_NAMESPACES
     if os.geteuid() != 0:
         uid, gid = os.geteuid(), os.getegid()
-        unshare(every, "user, mount, pid, network, ipc, uts, cgroup")
+        unshare(all_namespaces, "user, mount, pid, network, ipc, uts, cgroup")
         _write_id_maps(os.getpid(), uid, gid, may_set_groups=False)
         build_root()
         return
     unshare(CLONE_NEWNS, "mount, as root")
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     build_root()
-    _enter_as_nobody(every, processes)
+    _enter_as_nobody(all_namespaces, processes)
     os.close(processes)
     os.setgroups([])
     os.setresgid(INNER_ID, INNER_ID, INNER_ID)
@@ -202,30 +201,30 @@ def enter_sandbox() -> None:
 
 
 def _enter_as_nobody(flags: int, processes: int) -> None:
-    """Enter a user namespace whose one user a child that stays root outside has written down."""
-    asked, ask = os.pipe()
+    """Enter a user namespace. A child that stays root outside writes its id map."""
+    request_reader, request_writer = os.pipe()
     process, child = os.getpid(), os.fork()
     if child == 0:
         try:
-            os.close(ask)
-            if os.read(asked, 1):
+            os.close(request_writer)
+            if os.read(request_reader, 1):
                 _write_id_maps(process, NOBODY, NOBODY, may_set_groups=True, processes=processes)
             os._exit(0)
         except OSError as error:
             os._exit(error.errno or 1)
-    os.close(asked)
+    os.close(request_reader)
     try:
         unshare(flags, "user, mount, pid, network, ipc, uts, cgroup")
-        os.write(ask, b"!")
+        os.write(request_writer, b"!")
     finally:
-        os.close(ask)
+        os.close(request_writer)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != 0:
         raise OSError(status, f"write the uid map: {os.strerror(abs(status))}")
 
 
 def _write_id_maps(process: int, uid: int, gid: int, may_set_groups: bool, processes: int | None = None) -> None:
-    """Say who the one user of a process's user namespace is outside; `processes` is /proc where the path is gone."""
+    """Map the only user of a process's user namespace to an outside uid and gid. `processes` is an open /proc if its path is gone."""
     folder = f"{process}" if processes is not None else f"/proc/{process}"
     files = {"uid_map": f"{INNER_ID} {uid} 1", "gid_map": f"{INNER_ID} {gid} 1"}
     if not may_set_groups:
@@ -239,6 +238,6 @@ def _write_id_maps(process: int, uid: int, gid: int, may_set_groups: bool, proce
 
 
 def enter_program_namespaces() -> None:
-    """For the first process of a program's pid namespace: the other namespaces of its own."""
+    """In the first process of a program's pid namespace: enter the program's other namespaces."""
     unshare(PROGRAM_NAMESPACES, "of a program")
     set_host_name(HOST_NAME)

@@ -1,4 +1,4 @@
-"""The process in which a program runs. It knows the program and nothing else: no test, no expected value, no other program."""
+"""Runs in the program's process. It knows the program and nothing else: no test, no expected value, no other program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 from burnish.sandbox.rpc import ProgramGone, send_message, serve_program
 
-SEED = 0  # a program that draws random numbers has the same verdict each time
+SEED = 0  # gives a program that draws random numbers the same verdict each time
 
 
 def reset_interpreter() -> None:
-    """Make the interpreter look as if it had just been started for the program."""
+    """Make the interpreter look as if it had just started for the program: arguments, random seed, no burnish modules."""
     sys.argv, sys.executable, sys.orig_argv = ["program.py"], "", ["python"]
     random.seed(SEED)
     for name in [n for n in sys.modules if n.split(".")[0] == "burnish"]:
@@ -33,14 +33,14 @@ def _new_module(name: str) -> types.ModuleType:
 
 
 def _exit_like_python(code: int) -> NoReturn:
-    """End as Python ends: threads waited for, exit functions called, output flushed; but without tearing down the interpreter."""
+    """Exit like Python: wait for threads, call exit functions, flush output; but do not tear down the interpreter."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; there is no public name for it
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; it has no public name
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.__stdout__, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
-    except BaseException:  # noqa: BLE001 - the program's own exit functions and streams
+    except BaseException:  # noqa: BLE001 - raised by the program's own exit functions and streams
         traceback.print_exc(file=sys.__stderr__)
         code = code or 1
     finally:
@@ -55,7 +55,7 @@ def run_stdio(source: str) -> NoReturn:
         exec(compile(source, "program.py", "exec"), module.__dict__)
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
-    except BaseException as error:  # noqa: BLE001 - any of the program's
+    except BaseException as error:  # noqa: BLE001 - any exception of the program
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
         traceback.print_exception(type(error), error, trace, file=sys.__stderr__)
         code = 1
@@ -63,14 +63,14 @@ def run_stdio(source: str) -> NoReturn:
 
 
 def run_calls(channel: socket.socket, spec: dict[str, Any]) -> NoReturn:
-    """Load a program, then let the judge call what it defines."""
+    """Load a program, then let the grader call what it defines."""
     module = _new_module("program")
     reset_interpreter()
     sys.set_int_max_str_digits(0)
     try:
         for number, source in enumerate(program_sources(spec)):
             exec(compile(source, f"program{number or ''}.py", "exec"), module.__dict__)
-    except BaseException as error:  # noqa: BLE001 - any of the program's, SystemExit too
+    except BaseException as error:  # noqa: BLE001 - any exception of the program, SystemExit too
         send_message(channel, {"loaded": False, "why": traceback.format_exception_only(type(error), error)[-1].strip()})
         os._exit(1)
     send_message(channel, {"loaded": True})
@@ -82,9 +82,9 @@ def run_calls(channel: socket.socket, spec: dict[str, Any]) -> NoReturn:
 
 
 def program_sources(spec: dict[str, Any]) -> list[str]:
-    """What is executed, in order: the setup, then prefix and program, as one text where the program continues the prefix.
+    """The sources to execute, in order: the setup, then prefix and program, joined if the program continues the prefix.
 
-    Before a program that is whole, an unfinished function at the end of the prefix is left out.
+    Before a complete program, an unfinished function at the end of the prefix is left out.
     """
     setup, prefix, program = spec.get("setup", ""), spec.get("prefix", ""), spec["program"]
     entry_point = spec.get("entry_point")
@@ -94,7 +94,7 @@ def program_sources(spec: dict[str, Any]) -> list[str]:
 
 
 def whole_statements(source: str) -> str:
-    """A prefix without the end that does not parse alone, and without a last statement that this end belongs to."""
+    """A prefix without the end that does not parse, and without the last statement if that end belongs to it."""
     lines = source.split("\n")
     for end in range(len(lines), 0, -1):
         try:
@@ -110,7 +110,7 @@ def whole_statements(source: str) -> str:
 
 
 def defines(source: str, name: str) -> bool:
-    """Whether a program gives a name a meaning at its top level."""
+    """Whether a program defines a name at its top level."""
     try:
         return name in names_defined(ast.parse(source).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -118,7 +118,7 @@ def defines(source: str, name: str) -> bool:
 
 
 def names_defined(body: list[ast.stmt]) -> set[str]:
-    """The names to which the top level of a text gives a meaning."""
+    """The names that these top-level statements define."""
     found: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

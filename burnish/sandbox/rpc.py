@@ -1,13 +1,17 @@
-"""The line between the judge and the program: the judge asks, the program answers, and only plain values cross.
+"""Messages between the grader and the program: the grader asks, the program answers, and only plain values are transferred.
 
-    {"ask": "get", "name": "f"}                              a name of the program
-    {"ask": "call", "of": 3, "positional": [...], "named": {...}}   also attribute, iterate, next, length, item, truth, text
+    {"ask": "get", "name": "f"}                                     a name of the program
+    {"ask": "call", "of": 3, "positional": [...], "named": {...}}   also attribute, iterate, next, length, item, truth, text, equal
 
-An answer is {"value": ...}, with the positional arguments where the call has changed them, or {"raised": class, "text": ...}.
+An answer is {"value": ...}, with the positional arguments if the call has changed them, or {"raised": class, "text": ...}.
 
-An exception of the program's is raised in the test, where the test may expect it. StopIteration is the exception: raised by a function
-under `map` or `filter` it would end the loop in silence, and `all(map(f, cases))` would be true. It arrives as a RuntimeError, as it does out
-of a generator (PEP 479), unless the test asked an iterator for its next item.
+An exception of the program is raised in the test, which may expect it. StopIteration is different: raised by a function under `map` or
+`filter`, it would silently end the loop, and `all(map(f, cases))` would be true. It becomes a RuntimeError, as it does out of a generator
+(PEP 479), unless the test asked an iterator for its next item.
+
+Values are JSON with tags, not pickle: unpickling can be made to call anything. A decoded value has a plain type, whatever its sender did,
+so `==` in a test is Python's own and not a method of the program. A subclass is sent as the plain type it extends. Any other object stays
+where it is and is sent as a number that stands for it.
 """
 
 from __future__ import annotations
@@ -23,40 +27,41 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-# --- Values on their way between the program's process and the judge's, as JSON with tags.
-#
-# No pickle: whoever reads one can be made to call things. Here a decoded value is of a plain type, whatever its sender
-# did, so that `==` in a test is Python's own and not a method that the program brought. A subclass travels as the plain type it
-# extends; anything else stays where it is and is sent as a number that stands for it.
-
+HEADER = struct.Struct("!I")
+MAX_MESSAGE_BYTES = 1 << 25
+MAX_TEXT_CHARS = 300
+MUTABLE = (list, dict, set, bytearray)
 NAMED_TYPES = {
     t.__name__: t
     for t in (int, float, str, bool, bytes, list, tuple, dict, set, frozenset, complex, object, type, range, bytearray)
 }
-"""Types that travel by name."""
+"""Types that are sent by name."""
 
 
-def encode_value(value: Any, stand_for: Callable[[Any], int]) -> Any:
-    """A value in terms of JSON; `stand_for` gives the number for something that is not plain."""
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def encode_value(value: Any, reference: Callable[[Any], int]) -> Any:
+    """Encode a value as JSON. `reference` gives the number that stands for an object that is not plain."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [encode_value(item, stand_for) for item in value]
+        return [encode_value(item, reference) for item in value]
     if kind is type(...):
         return {"ellipsis": None}
     if isinstance(value, type):
         name: str = value.__name__
-        return {"type": name} if NAMED_TYPES.get(name) is value else {"other": stand_for(value)}
-    return _encode_tagged(value, stand_for)
+        return {"type": name} if NAMED_TYPES.get(name) is value else {"other": reference(value)}
+    return _encode_tagged(value, reference)
 
 
-def _encode_tagged(value: Any, stand_for: Callable[[Any], int]) -> Any:
+def _encode_tagged(value: Any, reference: Callable[[Any], int]) -> Any:
     def items(values: Any) -> list[Any]:
-        return [encode_value(item, stand_for) for item in values]
+        return [encode_value(item, reference) for item in values]
 
     def pairs(mapping: Any) -> list[Any]:
-        return [[encode_value(key, stand_for), encode_value(item, stand_for)] for key, item in mapping.items()]
+        return [[encode_value(key, reference), encode_value(item, reference)] for key, item in mapping.items()]
 
     match value:
         case bool() | int():
@@ -101,7 +106,7 @@ def _encode_tagged(value: Any, stand_for: Callable[[Any], int]) -> Any:
             return {"date": value.isoformat()}
         case datetime.time():
             return {"time": value.isoformat()}
-    return {"other": stand_for(value)}
+    return {"other": reference(value)}
 
 
 DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
@@ -127,16 +132,16 @@ DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 }
 
 
-def decode_value(data: Any, stood_for: Callable[[int], Any]) -> Any:
-    """The value that was encoded; `stood_for` makes something of a number. Anything malformed raises."""
+def decode_value(data: Any, resolve: Callable[[int], Any]) -> Any:
+    """Decode a value. `resolve` gives the object that a number stands for. Anything malformed raises."""
     if type(data) is list:
-        return [decode_value(item, stood_for) for item in data]
+        return [decode_value(item, resolve) for item in data]
     if type(data) is not dict:
         return data
     ((tag, inside),) = data.items()
     if tag == "other":
-        return stood_for(int(inside))
-    return DECODERS[tag](inside, lambda item: decode_value(item, stood_for))
+        return resolve(int(inside))
+    return DECODERS[tag](inside, lambda item: decode_value(item, resolve))
 
 
 def nearest_builtin_exception(error: BaseException) -> str:
@@ -147,38 +152,27 @@ def nearest_builtin_exception(error: BaseException) -> str:
     return "Exception"
 
 
-# --- burnish.sandbox.rpc
-
-HEADER = struct.Struct("!I")
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def frame(body: bytes) -> bytes:
-    """A message as it goes over the socket."""
+    """A message with its length prefix."""
     return HEADER.pack(len(body)) + body
 
 
-MAX_MESSAGE_BYTES = 1 << 25
-MAX_TEXT_CHARS = 300
-MUTABLE = (list, dict, set, bytearray)
-
-
-class ProgramGone(BaseException):
-    """The program ended, or speaks no sense, while a test was waiting for it: no test may catch that as its own error."""
-
-
 def receive_exactly(channel: socket.socket, size: int) -> bytes:
-    """This many bytes and not one more; EOFError if the other side ends first."""
+    """Receive exactly this many bytes; EOFError if the other side closes first."""
     parts = bytearray()
     while len(parts) < size:
         data = channel.recv(min(size - len(parts), 1 << 20))
         if not data:
-            raise EOFError("the other side has ended")
+            raise EOFError("the other side has closed the connection")
         parts += data
     return bytes(parts)
 
 
 def receive_message(channel: socket.socket) -> Any:
-    """The next message."""
+    """Receive the next message."""
     (size,) = HEADER.unpack(receive_exactly(channel, HEADER.size))
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")
@@ -186,39 +180,47 @@ def receive_message(channel: socket.socket) -> Any:
 
 
 def send_message(channel: socket.socket, message: Any) -> None:
-    """Say something to the other side."""
+    """Send a message."""
     body = json.dumps(message).encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a value of more than {MAX_MESSAGE_BYTES >> 20} MiB")
     channel.sendall(frame(body))
 
 
-# --- the judge's side ------------------------------------------------------------------------------------------------
+# --- the grader's side -----------------------------------------------------------------------------------------------
+
+
+class ProgramGone(BaseException):
+    """The program ended or sent nonsense while a test waited for it. A BaseException, so that no test catches it as its own error."""
+
+
+class Untransferable(BaseException):
+    """A test passes an object that only exists in the grader: an error in the data, not in the program."""
 
 
 class ProgramClient:
-    """The program, as the judge talks to it."""
+    """The grader's connection to the program."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self.gone: str | None = None
-        """Why the program can answer no more; a test with a bare `except` may have caught the ProgramGone that said so."""
+        """Why the program can no longer answer. A test with a bare `except` may have caught the ProgramGone that said so."""
         self.raised: str | None = None
-        """The last exception that ended a call."""
+        """The last exception that a call raised."""
 
     def _lose(self, why: str) -> ProgramGone:
         self.gone = why
         return ProgramGone(why)
 
     def receive(self) -> Any:
-        """What the program says next, as it stands."""
+        """Receive the next message of the program."""
         try:
             return receive_message(self._channel)
         except (OSError, EOFError, ValueError, RecursionError, MemoryError) as error:
             raise self._lose(f"{type(error).__name__}: {error}") from None
 
     def ask(self, question: str, **details: Any) -> Any:
-        """The value of the program's answer; the exception it had, as the nearest built-in one."""
+        """Ask the program; return the value of its answer, or raise its exception as the nearest built-in class."""
         positional = details.get("positional", [])
         for key in ("positional", "named"):
             if key in details:
@@ -233,13 +235,13 @@ class ProgramClient:
                 raised = (str(answer["raised"]), str(answer["text"])[:MAX_TEXT_CHARS])
             else:
                 raised = None
-                value = decode_value(answer["value"], self._thing)
+                value = decode_value(answer["value"], self._resolve)
                 for before, after in zip(
-                    positional, decode_value(answer.get("positional", []), self._thing), strict=False
+                    positional, decode_value(answer.get("positional", []), self._resolve), strict=False
                 ):
                     _update_in_place(before, after)
         except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
-            raise self._lose(f"an answer that makes no sense ({type(error).__name__})") from None
+            raise self._lose(f"malformed answer ({type(error).__name__})") from None
         if raised is not None:
             if question == "call":
                 self.raised = ": ".join(raised).rstrip(": ")
@@ -249,30 +251,28 @@ class ProgramClient:
     def _number(self, value: Any) -> int:
         if isinstance(value, RemoteObject):
             return value._number
-        raise Untransferable(f"the tests give the program a {type(value).__name__}, which cannot cross to its process")
+        raise Untransferable(
+            f"the tests pass a {type(value).__name__} to the program, which cannot be sent to its process"
+        )
 
-    def _thing(self, number: int) -> RemoteObject:
+    def _resolve(self, number: int) -> RemoteObject:
         return RemoteObject(self, number)
 
 
-class Untransferable(BaseException):
-    """A test passes something that only exists in the judge: a mistake in the data, not in the program."""
-
-
 def _exception(name: str, text: str, is_end_of_loop_meant: bool) -> Exception:
-    """The program's exception as a test may expect it; never one that would end the judge, or a loop of the test's."""
+    """The program's exception as a test may expect it, but never one that would end the grader or a loop of the test."""
     kind = getattr(builtins, name, None)
     ends_loops = (StopIteration, StopAsyncIteration) if not is_end_of_loop_meant else ()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_loops):
         try:
             return kind(text)
-        except TypeError:  # the few that are made of more than a text
+        except TypeError:  # a few classes need more than a text
             return RuntimeError(f"{name}: {text}")
     return RuntimeError(f"{name}: {text}")
 
 
 def _update_in_place(before: Any, after: Any) -> None:
-    """Give an argument that the program has changed its new contents."""
+    """Copy the new contents into an argument that the program has changed."""
     if type(before) is not type(after) or not isinstance(before, MUTABLE):
         return
     before.clear()
@@ -283,9 +283,9 @@ def _update_in_place(before: Any, after: Any) -> None:
 
 
 class RemoteObject:
-    """Something of the program's that stays there: a function, an instance, a generator.
+    """An object that stays in the program's process: a function, an instance, a generator.
 
-    It never equals a plain value: a class whose `__eq__` says yes to everything gains nothing.
+    It never equals a plain value, so a class whose `__eq__` always returns True gains nothing.
     """
 
     __slots__ = ("_number", "_peer")
@@ -334,12 +334,12 @@ class RemoteObject:
 
 
 def serve_program(channel: socket.socket, names: dict[str, Any]) -> None:
-    """Answer the judge about the program's names until it hangs up."""
-    things: list[Any] = []
+    """Answer the grader's questions about the program's names until it closes the connection."""
+    objects: list[Any] = []
 
-    def stand_for(value: Any) -> int:
-        things.append(value)
-        return len(things) - 1
+    def reference(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
 
     while True:
         try:
@@ -347,8 +347,8 @@ def serve_program(channel: socket.socket, names: dict[str, Any]) -> None:
         except EOFError:
             return
         try:
-            answer = _handle_question(question, names, things, stand_for)
-        except BaseException as error:  # noqa: BLE001 - whatever a program raises is the answer
+            answer = _handle_question(question, names, objects, reference)
+        except BaseException as error:  # noqa: BLE001 - what the program raises is the answer
             answer = {"raised": nearest_builtin_exception(error), "text": _exception_text(error)}
         try:
             send_message(channel, answer)
@@ -359,44 +359,44 @@ def serve_program(channel: socket.socket, names: dict[str, Any]) -> None:
 def _exception_text(error: BaseException) -> str:
     try:
         return str(error)[:MAX_TEXT_CHARS]
-    except Exception:  # noqa: BLE001 - a program's exception may not even have a text
+    except Exception:  # noqa: BLE001 - `str` of a program's exception may itself raise
         return ""
 
 
 def _handle_question(
-    question: dict[str, Any], names: dict[str, Any], things: list[Any], stand_for: Any
+    question: dict[str, Any], names: dict[str, Any], objects: list[Any], reference: Any
 ) -> dict[str, Any]:
     kind = question["ask"]
     if kind == "get":
         if question["name"] not in names:
             raise NameError(f"name {question['name']!r} is not defined")
-        return {"value": encode_value(names[question["name"]], stand_for)}
-    thing = things[question["of"]]
-    positional = decode_value(question.get("positional", []), things.__getitem__)
+        return {"value": encode_value(names[question["name"]], reference)}
+    target = objects[question["of"]]
+    positional = decode_value(question.get("positional", []), objects.__getitem__)
     changed: dict[str, Any] = {}
     match kind:
         case "call":
-            named = decode_value(question["named"], things.__getitem__)
-            value = thing(*positional, **named)
+            named = decode_value(question["named"], objects.__getitem__)
+            value = target(*positional, **named)
             if any(isinstance(argument, MUTABLE) for argument in positional):
-                after = encode_value(positional, stand_for)
+                after = encode_value(positional, reference)
                 changed = {"positional": after} if after != question["positional"] else {}
         case "attribute":
-            value = getattr(thing, question["name"])
+            value = getattr(target, question["name"])
         case "iterate":
-            value = iter(thing)
+            value = iter(target)
         case "next":
-            value = next(thing)
+            value = next(target)
         case "length":
-            value = len(thing)
+            value = len(target)
         case "item":
-            value = thing[positional[0]]
+            value = target[positional[0]]
         case "truth":
-            value = bool(thing)
+            value = bool(target)
         case "text":
-            value = str(thing)
+            value = str(target)
         case "equal":
-            value = bool(thing == positional[0])
+            value = bool(target == positional[0])
         case _:
             raise ValueError(kind)
-    return {"value": encode_value(value, stand_for)} | changed
+    return {"value": encode_value(value, reference)} | changed

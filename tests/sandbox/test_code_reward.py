@@ -23,7 +23,7 @@ from burnish.rewards.code_reward import (
 )
 from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.sandbox.client import Ended
+from burnish.sandbox.client import RunResult
 from burnish.sandbox.program_process import whole_statements
 
 
@@ -57,13 +57,13 @@ def test_the_program_is_the_last_block_of_python() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("4", "not a int"),
+        ("4", "got a int"),
         ("{", "one JSON object"),
         ({}, "exactly one of"),
         ({"asserts": ["assert 1"], "stdio": [{"input": "", "output": ""}]}, "exactly one of"),
-        ({"asserts": []}, "one at least"),
-        ({"asserts": ["assert ("]}, "a test of the row is no Python"),
-        ({"asserts": ["assert 1"], "setup": "import ("}, "setup of the row is no Python"),
+        ({"asserts": []}, "at least one"),
+        ({"asserts": ["assert ("]}, "a test of the row is not valid Python"),
+        ({"asserts": ["assert 1"], "setup": "import ("}, "setup of the row is not valid Python"),
         ({"check": "def check(candidate): pass"}, "entry_point"),
         ({"stdio": [{"input": "1"}]}, "output"),
         ({"stdio": [{"input": "1", "output": "2"}], "setup": "import math"}, "no effect"),
@@ -198,7 +198,7 @@ def test_a_program_starts_from_the_same_state_each_time(runner: ProgramRunner) -
 
 
 def test_a_test_that_hands_over_a_function_is_a_mistake_in_the_data(runner: ProgramRunner) -> None:
-    with pytest.raises(ValueError, match="the tests give the program a function"):
+    with pytest.raises(ValueError, match="the tests pass a function to the program"):
         outcomes(runner, "def f(g): return g(1)", asserts=["assert f(lambda x: x) == 1"])
 
 
@@ -212,13 +212,13 @@ def test_the_test_at_which_a_program_ends_is_the_one_that_failed(runner: Program
 
 def test_time_memory_and_output_are_named() -> None:
     verdicts = [{"test": 0, "outcome": "passed"}]
-    assert outcomes_from_verdicts(Ended("time", -9, "", "", verdicts), 2) == ["passed", "failed: out of time"]
-    assert outcomes_from_verdicts(Ended("ended", 0, "", "", [{"done": True}, *verdicts]), 1) == ["passed"]
-    assert outcomes_from_verdicts(Ended("ended", 0, "", "", []), 1) == ["failed: the test ended the process it ran in"]
-    assert stdio_outcome(Ended("memory", -9, "", "", []), "") == "failed: out of memory"
-    assert stdio_outcome(Ended("ended", -11, "", "", []), "") == "failed: the program was killed by SIGSEGV"
-    assert stdio_outcome(Ended("ended", -40, "", "", []), "") == "failed: the program was killed by signal 40"
-    assert stdio_outcome(Ended("ended", 1, "x", "Traceback\nKeyError: 3", []), "x") == "failed: KeyError: 3"
+    assert outcomes_from_verdicts(RunResult("time", -9, "", "", verdicts), 2) == ["passed", "failed: out of time"]
+    assert outcomes_from_verdicts(RunResult("ended", 0, "", "", [{"done": True}, *verdicts]), 1) == ["passed"]
+    assert outcomes_from_verdicts(RunResult("ended", 0, "", "", []), 1) == ["failed: the test ended the process it ran in"]
+    assert stdio_outcome(RunResult("memory", -9, "", "", []), "") == "failed: out of memory"
+    assert stdio_outcome(RunResult("ended", -11, "", "", []), "") == "failed: the program was killed by SIGSEGV"
+    assert stdio_outcome(RunResult("ended", -40, "", "", []), "") == "failed: the program was killed by signal 40"
+    assert stdio_outcome(RunResult("ended", 1, "x", "Traceback\nKeyError: 3", []), "x") == "failed: KeyError: 3"
 
 
 # --- tests that read and write ---------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_time_counts_as_a_timeout_and_mistakes_in_the_data_as_failures() -> None
     assert scores[1].details == {"code": "test 1: failed: out of time"}
     assert scores[2].reward is None
     assert scores[2].error is not None
-    assert "the tests give the program a function" in scores[2].error
+    assert "the tests pass a function to the program" in scores[2].error
 
 
 def test_details_can_be_written_whatever_a_program_raises() -> None:

@@ -22,7 +22,7 @@ from burnish.config.data import Reward
 from burnish.rewards.code_reward import ProgramRunner, check_sandbox, parse_tests
 from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.sandbox.client import Ended, Sandbox, SandboxError
+from burnish.sandbox.client import RunResult, Sandbox, SandboxError
 from burnish.sandbox.confined_process import CannotKill, SetupFailed
 from burnish.sandbox.limits import Limits
 from burnish.sandbox.namespaces import path_in_scratch
@@ -240,18 +240,18 @@ def test_a_sandbox_that_hangs_is_an_error_in_time() -> None:
 
 
 class Meddled(Sandbox):
-    """A sandbox in which something happens to the keeper of each program as soon as the program has started."""
+    """A sandbox in which something happens to the supervisor of each program as soon as the program has started."""
 
     def __init__(self, meddle: Callable[[int], object]) -> None:
         super().__init__(Limits(), slack_s=1.0)
         self._meddle = meddle
 
-    def _hear_end(self, deadline: float) -> Ended:
+    def _receive_end(self, deadline: float) -> RunResult:
         assert self._process is not None
         (zygote,) = children(self._process.pid)
-        (keeper,) = children(zygote)
-        self._meddle(keeper)
-        return super()._hear_end(deadline)
+        (supervisor,) = children(zygote)
+        self._meddle(supervisor)
+        return super()._receive_end(deadline)
 
 
 def children(process: int) -> list[int]:
@@ -268,7 +268,7 @@ ECHO = {"stdio": [{"input": "1", "output": "1"}]}
 def test_a_sandbox_that_breaks_while_a_program_runs_is_no_failure_of_the_scorer(num_kills: int, outcome: str) -> None:
     kills = iter([signal.SIGKILL] * num_kills)
     runner = ProgramRunner(timeout_s=30.0)
-    with Meddled(lambda keeper: os.kill(keeper, next(kills, signal.SIGCONT))) as runner.sandbox:
+    with Meddled(lambda supervisor: os.kill(supervisor, next(kills, signal.SIGCONT))) as runner.sandbox:
         outcomes, _ = runner.outcomes(SLOW, parse_tests(ECHO), stops_early=True)
         assert outcomes[0].startswith(outcome)
         assert next(kills, None) is None
@@ -276,22 +276,22 @@ def test_a_sandbox_that_breaks_while_a_program_runs_is_no_failure_of_the_scorer(
 
 def test_past_its_deadline_a_program_is_out_of_time_whatever_holds_the_sandbox_up() -> None:
     runner = ProgramRunner(timeout_s=1.0)
-    with Meddled(lambda keeper: os.kill(keeper, signal.SIGSTOP)) as runner.sandbox:
+    with Meddled(lambda supervisor: os.kill(supervisor, signal.SIGSTOP)) as runner.sandbox:
         runner.sandbox.start()
         outcomes, is_late = runner.outcomes(SLOW, parse_tests(ECHO), stops_early=True)
     assert (outcomes, is_late) == (["failed: out of time"], True)
 
 
-def test_the_kernel_ends_a_program_before_its_keeper_when_memory_runs_out() -> None:
+def test_the_kernel_ends_a_program_before_its_supervisor_when_memory_runs_out() -> None:
     seen: list[tuple[int, list[int]]] = []
 
     def score(process: int) -> int:
         return int(Path(f"/proc/{process}/oom_score_adj").read_text())
 
-    with Meddled(lambda keeper: seen.append((score(keeper), [score(box) for box in children(keeper)]))) as sandbox:
+    with Meddled(lambda supervisor: seen.append((score(supervisor), [score(child) for child in children(supervisor)]))) as sandbox:
         sandbox.run_calls({"program": SLOW}, {"asserts": ["assert 1"]}, 10.0)
     ((own, of_programs),) = seen
-    assert of_programs == [1000, 1000]  # the program's and the judge's
+    assert of_programs == [1000, 1000]  # the program's and the grader's
     assert own < 1000
 
 
