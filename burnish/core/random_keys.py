@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MASK_64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: SplitMix64's increment
@@ -83,6 +85,8 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Numbers in (0, 1), float64, for int64 `keys` and the position each is drawn for."""
+    import torch  # here, because reward workers import this module and must start without torch
+
     if keys.device.type == "cpu":  # the same bits; for a few rows numpy's calls cost a tenth of torch's
         return torch.from_numpy(_uniforms_numpy(keys.numpy(), positions.numpy()))
     bits = _mix_tensor(keys + (positions + 1) * to_int64(GOLDEN))
