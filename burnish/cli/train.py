@@ -224,7 +224,7 @@ def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
 
     if any(missing_inputs(loaded)) or any(missing_extras(loaded.config)):
         return
-    with Rewards(loaded.config.reward, loaded.base, is_elsewhere=True) as rewards:
+    with Rewards(loaded.config.reward, loaded.base, is_remote=True) as rewards:
         rows = read_checked_rows(loaded.config, loaded.base, rewards)
         for line in row_repeats_text(loaded.config, rows.sizes):
             print(line)

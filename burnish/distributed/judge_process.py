@@ -33,7 +33,8 @@ from burnish.models.architecture import read_config
 from burnish.models.compatibility import model_digest
 from burnish.rewards.judge_endpoint import JudgeFailed
 from burnish.rewards.judge_options import JudgeOptions
-from burnish.rewards.worker import FrameReader, describe_exit
+from burnish.rewards.worker import FrameReader
+from burnish.rewards.worker_pool import describe_exit
 from burnish.sandbox.rpc import frame
 
 START_S = 900.0

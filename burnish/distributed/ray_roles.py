@@ -174,7 +174,7 @@ def start_reward_workers(
 
     deadline_s, reward = cluster.placement.timeout_s, config.reward
     place = base.resolve() if base is not None else None
-    made = (reward, list(rewards.setups.values()), tokenizer, place, cluster.placement.cpus_of(REWARD))
+    made = (reward, list(rewards.worker_setups.values()), tokenizer, place, cluster.placement.cpus_of(REWARD))
     backend = RayBackend(cluster, REWARD, RewardWorker, made, logs, deadline_s)
     backend.start()
     group = WorkerGroup(REWARD, RewardWorker, backend, deadline_s)
@@ -185,7 +185,7 @@ def start_reward_workers(
         cluster.before_close.append(desk.close)  # it would start workers again
         return desk
 
-    rewards.employ(open_desk)
+    rewards.use_pool(open_desk)
     return group
 
 

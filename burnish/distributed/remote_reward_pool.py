@@ -26,8 +26,15 @@ from burnish.core.dispatch import CallHandle, InProcessStore, ObjectStore, Worke
 from burnish.distributed import roles
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import PartResult, ScoringFailure
-from burnish.rewards.worker import START_TIMEOUT_S, ScoringCall, WorkerSetup
-from burnish.rewards.worker_pool import MAX_CALLS_PER_MESSAGE, CallOutcome, OutcomeQueue, WorkerPool
+from burnish.rewards.worker import WorkerSetup
+from burnish.rewards.worker_pool import (
+    MAX_CALLS_PER_MESSAGE,
+    START_TIMEOUT_S,
+    CallOutcome,
+    OutcomeQueue,
+    ScoringCall,
+    WorkerPool,
+)
 
 # --- The worker that scores: the processes of a reward's verifiers and its models, beside an actor of their own.
 #

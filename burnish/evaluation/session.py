@@ -122,7 +122,7 @@ def run_evaluations(
         policy = load_policy(tests[0].config.model, model, None, tests[0].config.seed)
         check_finite(policy)
         ready = [_prepare(test, policy, say) for test in tests]
-        first.hand_in(build_scorers(tests[0].config.reward, policy.tokenizer, tests[0].base))
+        first.attach_scorers(build_scorers(tests[0].config.reward, policy.tokenizer, tests[0].base))
         _check_rows(first, ready[0])
         engine = _engine(policy, ready, say)
         start_s = seconds_since_start()
@@ -132,7 +132,7 @@ def run_evaluations(
             with ExitStack() as inner:
                 rewards = first if i == 0 else inner.enter_context(Rewards(one.test.config.reward, one.test.base))
                 if i > 0:
-                    rewards.hand_in(build_scorers(one.test.config.reward, policy.tokenizer, one.test.base))
+                    rewards.attach_scorers(build_scorers(one.test.config.reward, policy.tokenizer, one.test.base))
                 _check_rows(rewards, one)
                 num_found = len(journal.rows)
                 config, base = one.test.config, one.test.base

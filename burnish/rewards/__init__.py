@@ -1,1 +1,1 @@
-"""Verifiers and the killable worker processes they run in."""
+"""Rewards: verifiers, users' functions, LLM judges, and the killable worker processes that run them."""

@@ -1,8 +1,17 @@
-"""The `code` reward: a program from the completion, run in the sandbox against the tests of its row.
+"""The `code` reward: runs the program of a completion in the sandbox against the tests of its row.
 
-What the program does wrong is its own: an exception, a limit, a death is a test not passed. What the sandbox does wrong (SandboxError) or
-the row (ValueError) is raised, so that it is counted and shown and never becomes a quiet zero. A sandbox that breaks while a program runs
-can be the program's doing: the program gets a second, new one, and fails its test if that breaks too.
+The answer of a row is one JSON object (as text, or as a mapping). It has exactly one of
+
+    asserts   a list of tests, each one or more statements (MBPP)
+    check     the source of a function `check(candidate)` (HumanEval); `entry_point` names the candidate
+    stdio     a list of {"input": text, "output": text} (APPS, TACO, LiveCodeBench)
+
+With asserts or check it may also have `entry_point`, `setup` (imports for program and tests) and `prefix` (code before the program,
+whose functions the tests may call).
+
+An exception, a passed limit or a crash of the program is a failed test. An error of the sandbox (SandboxError) or of the row (ValueError)
+is raised instead, so that it is counted and reported and never becomes a silent 0. A sandbox that breaks while a program runs may have
+been broken by the program. The program then gets one new sandbox, and fails its test if that breaks too.
 """
 
 from __future__ import annotations
@@ -24,31 +33,35 @@ from burnish.config.errors import UserError
 from burnish.rewards.score_types import PartResult
 
 if TYPE_CHECKING:
-    from burnish.sandbox.client import Ended
-
-
-# --- What stands around a program: finding it in a completion, reading the tests of a row, comparing what it printed.
-#
-# The answer of a row is one JSON object (text, or a mapping), with exactly one of
-#
-#     asserts   a list of tests, each one or more statements (MBPP)
-#     check     the text of a function `check(candidate)` (HumanEval), with `entry_point`: whom it is given
-#     stdio     a list of {"input": text, "output": text} (APPS, TACO, LiveCodeBench)
-#
-# and, besides asserts or check: `entry_point`, `setup` (imports for program and tests), `prefix` (code before the program, whose functions
-# tests may call).
+    from burnish.sandbox.client import RunResult
 
 TEST_KINDS = ("asserts", "check", "stdio")
 TEXT_FIELDS = ("entry_point", "setup", "prefix")
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*$", re.MULTILINE)
 _PYTHON_TAGS = ("python", "py", "python3", "py3")
-MAX_DIGITS = 100  # longer numbers are compared as text
+MAX_DIGITS = 100
+"""Longer numbers in an output are compared as text."""
+SCORE_MODES = ("all", "fraction")
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PROGRAM_SHARE = 0.8
+"""The program's share of the deadline of a call. The rest lets the runner see the end of the program before the worker pool kills it."""
+SLACK_SHARE = 0.15
+"""The share of the deadline that the sandbox itself may take beyond the program's time."""
+MAX_DETAIL = 300
+LIMIT_MESSAGES = {
+    "time": "out of time",
+    "cpu": "out of CPU time",
+    "memory": "out of memory",
+    "processes": "too many processes",
+    "output": "too much output",
+    "lost": "the sandbox broke twice while the program ran",
+}
 
 
 def extract_program(completion: str) -> str:
-    """The program in a completion: its last fenced block of Python, else its last fenced block, else all of it.
+    """The program of a completion: its last fenced Python block, else its last fenced block, else all of it.
 
-    A block that is not closed goes to the end. What a model thinks before `</think>` is no answer.
+    An unclosed block extends to the end. Text up to the last `</think>` is ignored.
     """
     text = completion.rpartition("</think>")[2]
     blocks: list[tuple[str, str]] = []
@@ -67,7 +80,7 @@ def extract_program(completion: str) -> str:
 
 @dataclass(frozen=True)
 class ProgramTests:
-    """The tests of one row; one of the three lists has something in it."""
+    """The tests of one row. Exactly one of `asserts`, `check` and `stdio` is set."""
 
     asserts: tuple[str, ...] = ()
     check: str | None = None
@@ -78,27 +91,29 @@ class ProgramTests:
 
     @property
     def count(self) -> int:
-        """How many outcomes there are; a `check` function is one test."""
+        """Number of tests; a `check` function is one test."""
         return len(self.asserts) + len(self.stdio) + (self.check is not None)
 
-    def for_judge(self) -> dict[str, Any]:
-        """What the judge is told."""
+    def for_grader(self) -> dict[str, Any]:
+        """What the grader's process receives."""
         tests = {"asserts": list(self.asserts)} if self.check is None else {"check": self.check}
         return tests | {"setup": self.setup, "prefix": self.prefix, "entry_point": self.entry_point}
 
     def for_program(self, program: str) -> dict[str, Any]:
-        """What the program's process is told: nothing of the tests."""
+        """What the program's process receives: nothing about the tests, so that a program cannot find them in its memory."""
         return {"program": program, "setup": self.setup, "prefix": self.prefix, "entry_point": self.entry_point}
 
 
 def parse_tests(answer: Any) -> ProgramTests:
-    """The tests in a row's answer; ValueError, naming what is wrong, for anything else than the format above."""
+    """Parse the answer of a row into tests; ValueError for anything but the format above."""
     try:
         record = json.loads(answer) if isinstance(answer, str | bytes) else answer
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer of a row for the code reward is one JSON object, but: {error}") from None
+        raise ValueError(
+            f"the code reward needs one JSON object as the answer of a row; this one does not parse: {error}"
+        ) from None
     if not isinstance(record, Mapping):
-        raise ValueError(f"the answer of a row for the code reward is one JSON object, not a {type(record).__name__}")
+        raise ValueError(f"the code reward needs one JSON object as the answer of a row, got a {type(record).__name__}")
     record = {key: value for key, value in record.items() if value is not None}
     unknown = [key for key in record if key not in (*TEST_KINDS, *TEXT_FIELDS)]
     if unknown:
@@ -117,25 +132,26 @@ def parse_tests(answer: Any) -> ProgramTests:
     _checked_python(texts.get("setup", ""), "setup")
     if given == ["stdio"]:
         if texts:
-            raise ValueError(f"{next(iter(texts))} has no effect beside stdio: such a program runs as it is")
+            raise ValueError(f"{next(iter(texts))} has no effect with stdio, where a program runs as it is; remove it")
         return ProgramTests(stdio=_stdio_pairs(record["stdio"]))
     if given == ["check"]:
         if not isinstance(record["check"], str) or "entry_point" not in texts:
             raise ValueError(
-                "check should be the text of the test function, and entry_point the name it is called with"
+                "check should be the source of the test function, and entry_point the name of the function that it tests"
             )
         return ProgramTests(check=_checked_python(record["check"]), **texts)
     asserts = record["asserts"]
     if not isinstance(asserts, list | tuple) or not asserts or not all(isinstance(a, str) for a in asserts):
-        raise ValueError("asserts should be a list of texts, with one at least")
+        raise ValueError("asserts should be a list of at least one text")
     texts = {"entry_point": _builtin_entry_point(asserts), **texts}
     return ProgramTests(asserts=tuple(_checked_python(text) for text in asserts), **texts)
 
 
 def _builtin_entry_point(asserts: Sequence[str]) -> str | None:
-    """Where every name in the tests is one of Python's own, the first that is called is the program's after all.
+    """The function under test if it has the name of a builtin: MBPP has a function called `sum`.
 
-    MBPP has a function called `sum`. Only the tests decide this, never the program.
+    If all names in the tests are Python's own, the first one that is called must be the program's. This is decided from the tests alone,
+    never from the program.
     """
     calls: list[str] = []
     for text in asserts:
@@ -150,23 +166,23 @@ def _builtin_entry_point(asserts: Sequence[str]) -> str | None:
 def _stdio_pairs(pairs: Any) -> tuple[tuple[str, str], ...]:
     is_list = isinstance(pairs, list | tuple) and len(pairs) > 0
     if not is_list or not all(isinstance(p, Mapping) and set(p) == {"input", "output"} for p in pairs):
-        raise ValueError('stdio should be a list of {"input": text, "output": text}, with one at least')
+        raise ValueError('stdio should be a list of at least one {"input": text, "output": text}')
     if not all(isinstance(text, str) for pair in pairs for text in pair.values()):
         raise ValueError("input and output of stdio tests should be text")
     return tuple((pair["input"], pair["output"]) for pair in pairs)
 
 
 def _checked_python(source: str, what: str = "a test") -> str:
-    """A test, as it is, if it is Python."""
+    """Return the source unchanged if it parses as Python; ValueError otherwise."""
     try:
         ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{what} of the row is no Python ({error}): {source[:200]!r}") from None
+        raise ValueError(f"{what} of the row is not valid Python ({error}): {source[:200]!r}") from None
     return source
 
 
 def outputs_match(expected: str, printed: str) -> bool:
-    """Whether a program printed what was expected: line by line, words apart, 1.50 being 1.5 (as LiveCodeBench has it)."""
+    """Whether a program printed what was expected: compared by line and word, with 1.50 equal to 1.5 (as LiveCodeBench does)."""
     left, right = (_split_lines(text) for text in (expected, printed))
     return len(left) == len(right) and all(map(_words_match, left, right))
 
@@ -191,25 +207,8 @@ def _parse_decimal(word: str) -> Decimal | None:
     return value if value is not None and value.is_finite() else None
 
 
-SCORE_MODES = ("all", "fraction")
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-PROGRAM_SHARE = (
-    0.8  # of the deadline of a call is the program's, so that its end is ours to see and not the pool's to make
-)
-SLACK_SHARE = 0.15
-MAX_DETAIL = 300
-LIMIT_MESSAGES = {
-    "time": "out of time",
-    "cpu": "out of CPU time",
-    "memory": "out of memory",
-    "processes": "too many processes",
-    "output": "too much output",
-    "lost": "the sandbox broke twice while the program ran",
-}
-
-
 class ProgramRunner:
-    """Runs programs of one reward: the sandbox and the time they have."""
+    """Runs the programs of one reward: holds the sandbox and the time limit."""
 
     def __init__(self, timeout_s: float = 10.0, memory_gib: float = 2.0, is_isolated: bool = True) -> None:
         from burnish.sandbox.client import Sandbox
@@ -219,10 +218,10 @@ class ProgramRunner:
         self.wall_s = PROGRAM_SHARE * timeout_s
 
     def outcomes(self, program: str, tests: ProgramTests, stops_early: bool) -> tuple[list[str], bool]:
-        """What became of each test, and whether time ran out; with `stops_early` programs for stdio end at the first failure."""
+        """The outcome of each test, and whether time ran out. With `stops_early`, stdio tests end at the first failure."""
         if not tests.stdio:
-            spec, judge = tests.for_program(program), tests.for_judge()
-            ended = run_with_retry(lambda wall_s: self.sandbox.run_calls(spec, judge, wall_s), self.wall_s)
+            spec, grader_spec = tests.for_program(program), tests.for_grader()
+            ended = run_with_retry(lambda wall_s: self.sandbox.run_calls(spec, grader_spec, wall_s), self.wall_s)
             return outcomes_from_verdicts(ended, tests.count), ended.reason in ("time", "cpu")
         outcomes = [NOT_RUN] * tests.count
         end, ran_out = time.monotonic() + self.wall_s, False
@@ -236,13 +235,13 @@ class ProgramRunner:
         return outcomes, ran_out
 
 
-def run_with_retry(run: Callable[[float], Ended], wall_s: float) -> Ended:
-    """Run a program; once more, in the time that is left, if the sandbox broke while it ran.
+def run_with_retry(run: Callable[[float], RunResult], wall_s: float) -> RunResult:
+    """Run a program; run it once more, in the time that is left, if the sandbox broke while it ran.
 
-    A neighbour or the machine breaks the sandbox of a harmless program hardly twice in a row. If the program could
-    turn its failure into one of the sandbox, it would lose its penalty: samples that cannot be scored leave the loss.
+    For a harmless program, other processes or the machine hardly ever break the sandbox twice in a row. A program that breaks it twice
+    has failed. Otherwise a program could avoid its penalty by breaking the sandbox, because samples without a score leave the loss.
     """
-    from burnish.sandbox.client import Ended, RunLost
+    from burnish.sandbox.client import RunLost, RunResult
 
     end = time.monotonic() + wall_s
     try:
@@ -250,39 +249,39 @@ def run_with_retry(run: Callable[[float], Ended], wall_s: float) -> Ended:
     except RunLost:
         left = end - time.monotonic()
     if left <= 0:
-        return Ended("time", None, "", "", [])
+        return RunResult("time", None, "", "", [])
     try:
         return run(left)
     except RunLost as error:
-        return Ended("lost", None, "", str(error), [])
+        return RunResult("lost", None, "", str(error), [])
 
 
-def outcomes_from_verdicts(ended: Ended, count: int) -> list[str]:
-    """What the judge said of each test; the test at which the program or the judge ended is failed."""
+def outcomes_from_verdicts(ended: RunResult, count: int) -> list[str]:
+    """The grader's verdict on each test. The test during which the program or the grader ended has failed."""
     outcomes = [NOT_RUN] * count
-    said: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     for message in ended.verdicts:
         if "test" in message:
             outcomes[message["test"]] = message["outcome"]
-        said |= message
-    if "broken" in said:
-        raise ValueError(f"the tests of the row cannot run: {said['broken']}")
-    if "done" in said:
+        messages |= message
+    if "broken" in messages:
+        raise ValueError(f"the tests of the row cannot run: {messages['broken']}")
+    if "done" in messages:
         return outcomes
     at = outcomes.index(NOT_RUN)
     if ended.reason in LIMIT_MESSAGES:
         outcomes[at] = _limit_failure(ended)
-    elif "loaded" in said:
-        outcomes[at] = f"{FAILED}: the program does not load: {said['why']}"
-    elif "gone" in said:
+    elif "loaded" in messages:
+        outcomes[at] = f"{FAILED}: the program does not load: {messages['why']}"
+    elif "gone" in messages:
         outcomes[at] = f"{FAILED}: {_describe_exit(ended.status)}"
     else:
         outcomes[at] = f"{FAILED}: the test ended the process it ran in"
     return outcomes
 
 
-def stdio_outcome(ended: Ended, expected: str) -> str:
-    """Whether a program that has ended has printed what was expected."""
+def stdio_outcome(ended: RunResult, expected: str) -> str:
+    """The outcome of a stdio test: whether the ended program printed what was expected."""
     if ended.reason in LIMIT_MESSAGES:
         return _limit_failure(ended)
     if ended.status != 0:
@@ -291,7 +290,7 @@ def stdio_outcome(ended: Ended, expected: str) -> str:
     return PASSED if outputs_match(expected, ended.output) else f"{FAILED}: wrong output"
 
 
-def _limit_failure(ended: Ended) -> str:
+def _limit_failure(ended: RunResult) -> str:
     why = f" ({ended.errors})" if ended.reason == "lost" else ""
     return f"{FAILED}: {LIMIT_MESSAGES[ended.reason]}{why}"[:MAX_DETAIL]
 
@@ -308,17 +307,17 @@ _runner_settings: dict[str, Any] = {}
 
 @functools.cache
 def process_runner() -> ProgramRunner:
-    """The one runner of this process, made with the first program."""
+    """The runner of this process, created with the first program."""
     return ProgramRunner(**_runner_settings)
 
 
 def configure_runner(timeout_s: float, memory_gib: float, is_isolated: bool) -> None:
-    """What programs of this process may use; before the first one."""
+    """Set the limits of the programs of this process. Call it before the first program runs."""
     _runner_settings.update(timeout_s=timeout_s, memory_gib=memory_gib, is_isolated=is_isolated)
 
 
 def check_sandbox(is_isolated: bool) -> None:
-    """Refuse, with what to do about it, to go on where programs cannot be run."""
+    """Raise a UserError, with advice, if programs cannot be run on this machine."""
     from burnish.sandbox.client import Sandbox, SandboxError
     from burnish.sandbox.limits import Limits
 
@@ -329,11 +328,11 @@ def check_sandbox(is_isolated: bool) -> None:
     except SandboxError as error:
         raise UserError(f"code rewards cannot run programs here: {error}") from error
     if ended.output.strip() != "ready":
-        raise UserError(f"code rewards cannot run programs here: one of a single line did not run ({ended})")
+        raise UserError(f"code rewards cannot run programs here: a one-line test program failed ({ended})")
 
 
 def code(completion: str, answer: Any, extra: Mapping[str, Any], *, score: str = "all") -> PartResult:
-    """1 if the program passes every test of its row; with `score: fraction` the share of tests it passes."""
+    """1 if the program passes every test of its row, else 0. With `score: fraction`, the fraction of tests it passes."""
     tests = parse_tests(answer)
     outcomes, ran_out = process_runner().outcomes(extract_program(completion), tests, stops_early=score == "all")
     num_passed = sum(outcome == PASSED for outcome in outcomes)
@@ -343,6 +342,6 @@ def code(completion: str, answer: Any, extra: Mapping[str, Any], *, score: str =
         value=float(is_right) if score == "all" else num_passed / tests.count,
         accuracy=float(is_right),
         parts={"passed": float(num_passed), "tests": float(tests.count)},
-        details=details.encode(errors="replace").decode(),  # an exception's text may be one that no file can hold
+        details=details.encode(errors="replace").decode(),  # an exception may hold surrogates that cannot be saved
         timed_out=ran_out,
     )

@@ -1,8 +1,8 @@
-"""Instructions that a program can check: "at least 300 words", "no commas", "end with this phrase".
+"""The `ifeval` verifier: instructions that a program can check, such as "at least 300 words" or "no commas".
 
-The 25 kinds of IFEval (Zhou et al. 2023, 2311.07911), each a function of the response and its arguments. Strict takes the
-response as it is. Loose also takes it without its first line, its last line, and without asterisks, because an answer
-that opens with "Sure, here it is:" may still follow what was asked.
+These are the 25 instruction types of IFEval (Zhou et al. 2023, 2311.07911). Each check is a function of the response and the
+instruction's arguments. Mode `strict` checks the response as it is. Mode `loose` also accepts it without its first line, without its
+last line and without asterisks, because an answer that opens with "Sure, here it is:" may still follow the instruction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CONSTRAINED_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is ma
 ABBREVIATION = re.compile(
     r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|Inc|Ltd|No|e\.g|i\.e|a\.m|p\.m|U\.S|[A-Z])\.(?=\s+\S)"
 )
-# Patterns start only where a run starts, and stay on a line: an answer of nothing but dots costs one pass, not one each.
+# The pattern matches only at the start of a run of marks and stays on one line. Otherwise an answer of nothing but dots would cost one
+# pass per dot.
 SENTENCE_END = re.compile(r"(?<![.!?。！？।])[.!?。！？।]++[\"'”’)\]*]*+(?:\s+|$)")
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": lambda count, wanted: count >= wanted,
@@ -31,21 +32,21 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
 
 
 def compare_count(count: int, relation: str, wanted: int) -> bool:
-    """Whether a count stands in the wanted relation."""
+    """Whether a count is in the given relation to the wanted count."""
     if relation not in RELATIONS:
         raise ValueError(f"relation {relation!r} is not one of {', '.join(RELATIONS)}")
     return RELATIONS[relation](count, int(wanted))
 
 
 def count_sentences(text: str) -> int:
-    """Sentences of a text: what ends in . ! or ?, abbreviations aside, and each line that ends without."""
+    """Number of sentences: pieces that end in . ! or ? (abbreviations excepted), and lines that end without a mark."""
     plain = ABBREVIATION.sub(lambda found: found[0].replace(".", ""), text)
     pieces = (piece for line in plain.split("\n") for piece in SENTENCE_END.split(line))
     return sum(1 for piece in pieces if re.search(r"\w", piece))
 
 
 def split_at_dividers(text: str, divider: str) -> list[str] | None:
-    """The parts of a text between dividers; an empty one at either end does not count, one inside makes it None."""
+    """The parts of a text between dividers. Empty parts at either end are dropped; an empty part inside gives None."""
     parts = [part.strip() for part in re.split(divider, text)]
     parts = parts[1:] if parts and not parts[0] else parts
     parts = parts[:-1] if parts and not parts[-1] else parts
@@ -114,8 +115,8 @@ def constrained_response(text: str) -> bool:
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     bold = re.findall(r"\*\*([^\n*]*)\*\*", text)
-    slanted = re.findall(r"\*([^\n*]*)\*", re.sub(r"\*\*[^\n*]*\*\*", "", text))
-    return sum(1 for inside in bold + slanted if inside.strip()) >= num_highlights
+    italic = re.findall(r"\*([^\n*]*)\*", re.sub(r"\*\*[^\n*]*\*\*", "", text))
+    return sum(1 for inside in bold + italic if inside.strip()) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
@@ -207,7 +208,7 @@ INSTRUCTIONS: dict[str, InstructionCheck] = {
 
 
 def follows_instruction(response: str, instruction: Mapping[str, Any], mode: str) -> bool:
-    """Whether a response follows one instruction (`id` with its arguments); an empty response follows none."""
+    """Whether a response follows one instruction (its `id` and arguments). An empty response follows none."""
     arguments = {key: value for key, value in instruction.items() if key != "id"}
     check = INSTRUCTIONS.get(instruction["id"])
     if check is None:
@@ -217,7 +218,7 @@ def follows_instruction(response: str, instruction: Mapping[str, Any], mode: str
 
 
 def loose_variants(response: str) -> list[str]:
-    """The eight forms in which a loosely judged response is looked at."""
+    """The eight variants of a response that mode `loose` checks."""
     lines = response.split("\n")
     cuts = ("\n".join(lines[first:last]).strip() for first, last in itertools.product((0, 1), (len(lines), -1)))
     return [form for text in cuts for form in (text, text.replace("*", ""))]
@@ -226,7 +227,7 @@ def loose_variants(response: str) -> list[str]:
 def ifeval(
     completion: str, answer: Any, extra: Mapping[str, Any], *, mode: str = "strict", partial: bool = False
 ) -> float:
-    """1 if all instructions are followed; `partial` gives the share that is. The answer is their list, as JSON."""
+    """1 if all instructions are followed, else 0. `partial` gives the fraction that is followed. The answer is a JSON list of instructions."""
     require_answer(answer)
     instructions = json.loads(answer) if isinstance(answer, str) else answer
     if not instructions:

@@ -1,7 +1,7 @@
-"""One call of an OpenAI-compatible endpoint, made again where it failed on the way: plain standard library.
+"""The judge's client of an OpenAI-compatible endpoint, with retries and a rate limit, and its answer cache on disk.
 
-No connection, a timeout, 429 and 5xx are tried again after a wait that doubles; any other refusal is an answer about the
-request itself, and final. All calls of a judge share one rate limit.
+A failed connection, a timeout, 429 and 5xx are retried after a wait that doubles. Any other error status is about the request itself and
+is final. All calls of a judge share one rate limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from burnish.core.http import deadline_opener
 
 MAX_WAIT_S = 60.0
 MAX_SHOWN_CHARS = 300
+CACHE_FILE = "answers.jsonl"
 OPENER = deadline_opener()
 WaitFunction = Callable[[float], bool]
-"""Sleeps so many seconds; True if it was woken because the judge is closing."""
+"""Sleeps for some seconds; returns True if it was woken because the judge is closing."""
 
 
 class JudgeFailed(Exception):
@@ -34,21 +35,21 @@ class JudgeFailed(Exception):
 
 
 class JudgeBackend(Protocol):
-    """Whoever answers a judge's questions. Threads share it."""
+    """Answers a judge's questions. It must be thread-safe."""
 
     @property
     def address(self) -> str:
-        """What the answers are of, for the cache: behind the same address the same question has the same answer."""
+        """Identifies the model for the cache: at the same address, the same question has the same answer."""
 
     def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
-        """The answer to a chat request, and how often it was asked for again; JudgeFailed where there is none in time."""
+        """The answer to a chat request and the number of retries; JudgeFailed if there is none before the deadline."""
 
     def close(self) -> None:
-        """Let go of everything; whoever still waits for an answer gets JudgeFailed."""
+        """Release all resources. Calls that still wait for an answer raise JudgeFailed."""
 
 
 class RateLimit:
-    """Lets at most so many calls a minute begin, evenly spaced."""
+    """Limits how many calls start per minute, evenly spaced."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._gap_s = 0.0 if per_minute is None else 60.0 / per_minute
@@ -56,7 +57,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def turn_s(self) -> float:
-        """Seconds to wait until the turn that this call has now taken."""
+        """Reserve the next slot and return the seconds to wait for it."""
         with self._lock:
             now = time.monotonic()
             turn = max(now, self._next)
@@ -65,7 +66,7 @@ class RateLimit:
 
 
 class JudgeEndpoint:
-    """Asks for chat completions. Threads may share it."""
+    """Thread-safe client for chat completions."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class JudgeEndpoint:
         self._limit, self._wait = limit, wait
 
     def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
-        """The text of the first choice, and how often the call was made again; JudgeFailed where there is none in time."""
+        """The text of the first choice and the number of retries; JudgeFailed if there is none before the deadline."""
         data, problem = json.dumps(body).encode(), "no call was made"
         for attempt in range(self._retries + 1):
             self._pause(self._limit.turn_s(), deadline, problem)
@@ -101,7 +102,7 @@ class JudgeEndpoint:
                 HTTPException,
                 ValueError,
                 RecursionError,
-            ) as error:  # no connection, cut off, too late, or no JSON
+            ) as error:  # no connection, cut off, too late, or not JSON
                 problem, after_s = f"{self.address}: {type(error).__name__}: {error}", None
             if attempt < self._retries:
                 doubled = min(MAX_WAIT_S, self._backoff_s * 2**attempt)
@@ -109,7 +110,7 @@ class JudgeEndpoint:
         raise JudgeFailed(f"{problem} (after {self._retries + 1} calls)")
 
     def close(self) -> None:
-        """Nothing is held between two calls."""
+        """Do nothing: no connection is kept between calls."""
 
     def _once(self, data: bytes, timeout_s: float) -> str:
         request = Request(self.address, data, self._headers)
@@ -120,11 +121,11 @@ class JudgeEndpoint:
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"the reply has no choices[0].message.content: {str(said)[:MAX_SHOWN_CHARS]}") from error
         if not isinstance(content, str):
-            raise ValueError(f"choices[0].message.content is no text: {str(said)[:MAX_SHOWN_CHARS]}")
+            raise ValueError(f"choices[0].message.content is not text: {str(said)[:MAX_SHOWN_CHARS]}")
         return content
 
     def _pause(self, seconds: float, deadline: float, problem: str) -> None:
-        """Wait, unless the sample's deadline comes first."""
+        """Wait; raise JudgeFailed at once if the sample's deadline comes first."""
         if time.monotonic() + seconds > deadline:
             raise JudgeFailed(f"the deadline of the sample is reached; {problem}")
         if seconds > 0 and self._wait(seconds):
@@ -132,28 +133,27 @@ class JudgeEndpoint:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Seconds of a Retry-After header; a date in it is not read, the doubling wait serves as well."""
+    """The seconds of a Retry-After header. A date is ignored; the doubling wait applies then."""
     try:
         return None if value is None else max(0.0, float(value))
     except ValueError:
         return None
 
 
-# --- Answers of a judge on disk: what was asked once is never paid for again, whatever becomes of the run.
-#
-# One line an answer, with a checksum, appended in one write: a kill leaves it whole or torn, and a torn one is only asked
-# again. Several processes may use one folder; each sees what the others had written when it started.
-
-CACHE_FILE = "answers.jsonl"
+# --- cache -----------------------------------------------------------------------------------------------------------
 
 
 def cache_key(asked: Mapping[str, Any]) -> str:
-    """The key of a question: a hash of everything that decides the answer."""
+    """The cache key of a question: a hash of everything that determines the answer."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 class JudgeCache:
-    """Texts by key, in memory and in a file. Threads may share it."""
+    """Thread-safe cache of a judge's answers, in memory and in a file, so that no question is paid for twice.
+
+    Each answer is one line with a checksum, appended in one write. A kill leaves a line whole or torn; a torn answer is asked for again.
+    Several processes may share a folder. Each sees what the others had written when it started.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / CACHE_FILE
@@ -167,12 +167,12 @@ class JudgeCache:
         self._texts = self._read()
 
     def get(self, key: str) -> str | None:
-        """What was answered, or None."""
+        """The cached answer, or None."""
         with self._lock:
             return self._texts.get(key)
 
     def put(self, key: str, text: str) -> None:
-        """Keep an answer; it outlives a kill as soon as this returns."""
+        """Store an answer. It survives a kill of this process once this returns."""
         body = json.dumps([key, text])
         line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
         with self._lock:
@@ -181,17 +181,17 @@ class JudgeCache:
             except OSError as error:
                 raise UserError(f"the judge's cache {self.path} cannot be written: {error.strerror}") from error
             if num_written != len(line):
-                raise UserError(f"the judge's cache {self.path} cannot be written: no room is left")
+                raise UserError(f"the judge's cache {self.path} cannot be written: no space left on the device")
             self._texts[key] = text
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._file)
 
     def _read(self) -> dict[str, str]:
         texts: dict[str, str] = {}
         lines = self.path.read_bytes().split(b"\n")
-        if lines[-1]:  # torn: what comes next must not be written behind half a line
+        if lines[-1]:  # torn: the next answer must not be appended to half a line
             os.write(self._file, b"\n")
         for line in lines:
             checksum, _, body = line.partition(b" ")

@@ -1,6 +1,6 @@
-"""Which language a text is in, told by its script and, among languages of one script, by their most common small words.
+"""Language identification by script and, among languages of one script, by stop words.
 
-Enough to see whether an answer is in the language that was asked for; no model, no data files.
+It is accurate enough to check whether an answer is in the requested language. It needs no model and no data files.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ WORD = re.compile(r"[^\W\d_][\w\u0300-\u036f\u0900-\u0dff]*")
 
 
 def letter_script(character: str) -> str:
-    """The script of a letter by its Unicode name; the empty string for what is no letter."""
+    """The script of a letter, from its Unicode name; the empty string for other characters."""
     return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
 
 
 def main_script(text: str) -> str | None:
-    """The script most letters of a text are in; None for a text without letters."""
+    """The script of most letters in a text; None for a text without letters."""
     counts = Counter(letter_script(character) for character in text)
     del counts[""]
-    if counts["HIRAGANA"] + counts["KATAKANA"]:  # Japanese has more Chinese characters than its own
+    if counts["HIRAGANA"] + counts["KATAKANA"]:  # Japanese text often has more Chinese characters than kana
         return "HIRAGANA"
     return counts.most_common(1)[0][0] if counts else None
 
 
 def detect_language(text: str) -> str | None:
-    """The language of a text; None where nothing tells."""
+    """The language of a text; None if it cannot be told."""
     script = main_script(text)
     languages = SCRIPTS.get(script or "", "").split()
     if len(languages) < 2:
@@ -84,9 +84,9 @@ def detect_language(text: str) -> str | None:
 
 
 def may_be_language(text: str, language: str) -> bool:
-    """Whether a text may be in a language: it is what the text looks like, or nothing speaks against it."""
+    """Whether a text may be in a language: the language is detected, or cannot be told and the script fits."""
     if language not in {name for names in SCRIPTS.values() for name in names.split()}:
-        raise ValueError(f"the language {language!r} is not one this can tell: {', '.join(SCRIPTS.values())}")
+        raise ValueError(f"cannot detect the language {language!r}; known languages: {', '.join(SCRIPTS.values())}")
     found = detect_language(text)
     if found is None:
         script = main_script(text)

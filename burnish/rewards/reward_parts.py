@@ -1,4 +1,8 @@
-"""The parts of a reward: checked before a run starts, and put together once each has an outcome."""
+"""The parts of a reward: checked before a run starts, and combined into a score once each has a result.
+
+A verifier without an expected answer would score every sample 0, and a run would go on like this for hours. `check_row` therefore
+rejects a row without an answer, before anything is sampled, if a part that applies to the row needs one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.algorithms.shaping.shapers import STEP_SCORE_AGGREGATIONS
 from burnish.config.consistency import gives_verdict, may_give_verdict
 from burnish.config.data import RewardPart
 from burnish.config.errors import UserError, unknown_name_error
@@ -21,24 +24,26 @@ from burnish.rewards.score_types import PartResult, Score, ScoreRequest, is_miss
 from burnish.rewards.user_rewards import UserScorer, load_user_scorer, required_columns
 from burnish.rewards.verifiers import VERIFIERS, check_verifier
 
-# --- Whether a row has what its reward compares with, found before anything is sampled.
-#
-# A verifier that gets no answer scores every sample 0, and a run would go on like this for hours. So a row without an answer
-# is refused where a part of the reward that applies to it needs one.
+MODEL, JUDGE = "model", "judge"
+REWARD_MODEL_DTYPES = ("float32", "bfloat16", "float64")
+EACH_STEP = "each"
+"""The aggregation that gives every step its own score, at the step's last token."""
+NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
+"""Columns of a row that a built-in verifier needs."""
 
 
 def check_row(row: Row, parts: Sequence[tuple[str, RewardPart]], answer_key: str) -> None:
-    """Refuse a row that the parts that apply to it cannot score.
+    """Raise a UserError for a row that its parts cannot score.
 
-    `parts` are those, each with its place in the config. `answer_key` is how a user names the column of the answer,
-    such as `data.train.answer_key=`.
+    `parts` are the parts that apply to the row, each with its place in the config. `answer_key` is the config key, with `=`, that names
+    the answer's column, such as `data.train.answer_key=`.
     """
     _check_verl_style(row, [part for _, part in parts])
     for where, part in parts:
         verifier = row.extra.get("verifier") if part.name == "row" else part.name
         if part.name == "row" and verifier == "math" and importlib.util.find_spec("math_verify") is None:
             raise UserError(
-                f"{row.place}: its verifier is math, which needs math-verify; install it with pip install 'burnish[math]'"
+                f"{row.place}: the row's verifier is math, which needs math-verify; install it with pip install 'burnish[math]'"
             )
         if part_needs_answer(part, verifier, where) and is_missing(row.answer):
             raise UserError(
@@ -50,7 +55,7 @@ def part_needs_answer(part: RewardPart, verifier: str | None, where: str) -> boo
     """Whether a part compares a completion with the row's answer."""
     if part.name == "judge":
         return JudgeOptions.of(part.options, where).shows_expected
-    return verifier is not None and verifiers.verifier_needs_answer(verifier)
+    return verifier is not None and verifier in verifiers.NEEDS_ANSWER
 
 
 def _missing_answer_advice(row: Row, answer_key: str) -> str:
@@ -59,27 +64,20 @@ def _missing_answer_advice(row: Row, answer_key: str) -> str:
         return f"column {likely!r} probably holds it: set {answer_key}{likely}"
     columns = ", ".join(map(str, row.extra)) or "none besides the prompt"
     return (
-        f"give a column `answer`, or name another with {answer_key}COLUMN (its columns: {columns}), leave the row out, or use a reward "
-        "that needs no answer (format, model, a judge without {expected}, a function of yours)"
+        f"add a column `answer`, name another column with {answer_key}COLUMN (the row has: {columns}), leave the row out, or use a reward "
+        "that needs no answer (format, model, a judge without {expected}, your own function)"
     )
 
 
 def _check_verl_style(row: Row, parts: Sequence[RewardPart]) -> None:
-    """Refuse a row that verl would have a reward model score, where no part of the reward can stand for it."""
+    """Raise a UserError for a row that verl would score with a reward model, if no part of the reward can do that."""
     if row.style != VERL_MODEL_STYLE or any(part.name in ("model", "judge") or is_plugin(part.name) for part in parts):
         return
     raise UserError(
-        f"{row.place}: reward_model.style is 'model', so a reward model should score the row, and none of the reward's parts "
+        f"{row.place}: reward_model.style is 'model', so a reward model should score the row, but none of the reward's parts "
         f"({', '.join(part.name for part in parts)}) is one: add {{name: model, options: {{path: DIRECTORY}}, sources: "
         f"[{row.data_source}]}} to reward.parts (or name: judge), and limit the rules to the other sources"
     )
-
-
-# --- What can be set of the reward part `model`, checked before a run starts.
-
-REWARD_MODEL_DTYPES = ("float32", "bfloat16", "float64")
-EACH_STEP = "each"
-"""The aggregation that leaves the score of every step where the step ends."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +85,27 @@ class RewardModelOptions:
     """Options of the reward part `model`."""
 
     path: str
-    """A directory for sequence classification with one label, or of its adapters, relative to the recipe or to the working directory."""
+    """A model directory for sequence classification with one label, or a directory of its adapters. The path is relative to the recipe or
+    to the working directory."""
     device: str = "auto"
     dtype: str = "float32"
     token_budget: int = 8192
-    """Most tokens of one forward pass."""
+    """Most tokens in one forward pass."""
     standardise: bool = False
-    """Subtract the mean of its scores of held-out answers and divide by their standard deviation (`scores.json`)."""
+    """Subtract the mean of the model's scores on held-out answers and divide by their standard deviation (`scores.json`)."""
     clip: float | None = None
-    """Scores are cut to -clip..clip, after standardising."""
+    """Clip scores to -clip..clip, after standardising."""
     delimiter: str | None = None
-    """What stands between the steps of an answer, such as a blank line: each is scored at its end, as the chance 1 / (1 + exp(-score))
-    that it is right, after standardising and clipping. Without one the answer is scored as a whole."""
+    """The text between the steps of an answer, such as a blank line. Each step is scored at its end, as the probability
+    1 / (1 + exp(-score)) that it is right, after standardising and clipping. Without a delimiter the answer is scored as a whole."""
     aggregate: str = "min"
-    """The score of an answer from those of its steps: last, min, prod, mean; or each, which rewards every step at its last token."""
+    """How step scores become the score of an answer: last, min, prod, mean; or each, which rewards every step at its last token."""
 
     @staticmethod
     def of(options: Mapping[str, Any], where: str) -> RewardModelOptions:
-        """From the options of a part; the error for what is wrong with them."""
+        """Parse the options of a part; raise a UserError for what is wrong with them."""
+        from burnish.algorithms.shaping.shapers import STEP_SCORE_AGGREGATIONS  # imports torch
+
         check_options(RewardModelOptions, options, where)
         if not isinstance(options.get("path"), str):
             raise UserError(f"{where}: give options.path, the directory of a reward model")
@@ -122,30 +123,23 @@ class RewardModelOptions:
                 f"{where}: aggregate {made.aggregate!r} is not one of {', '.join(STEP_SCORE_AGGREGATIONS)}, {EACH_STEP}"
             )
         if made.delimiter is None and "aggregate" in options:
-            raise UserError(
-                f"{where}: aggregate has no effect without delimiter, by which an answer is divided into steps"
-            )
+            raise UserError(f"{where}: aggregate has no effect without delimiter, which divides an answer into steps")
         return made
-
-
-MODEL, JUDGE = "model", "judge"
-NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
-"""Columns of a row that a built-in verifier cannot do without."""
 
 
 @dataclass(frozen=True)
 class CheckedPart:
-    """A checked part of the sum."""
+    """A reward part whose config has been checked."""
 
     label: str  # its name in `Score.parts`
     config: RewardPart
-    is_batch: bool  # a user's function that takes many samples a call
-    required: tuple[str, ...]  # columns of a row it cannot do without
-    user: UserScorer | None = None  # a user's function
+    is_batch: bool  # a user's function that takes many samples per call
+    required: tuple[str, ...]  # columns that a row must have
+    user: UserScorer | None = None  # the user's function, if it is one
 
     @property
-    def place(self) -> str:
-        """Where it is computed: in the workers of verifiers or of a user's functions, by a judge's threads, by a model."""
+    def backend(self) -> str:
+        """What computes the part: the workers for verifiers, the workers for users' functions, or the judge or model of this label."""
         if self.config.name in (MODEL, JUDGE):
             return self.label
         return "users" if is_plugin(self.config.name) else "verifiers"
@@ -153,7 +147,7 @@ class CheckedPart:
 
 @dataclass
 class PendingScore:
-    """A request some of whose parts are still being scored."""
+    """A request with parts that are still being scored."""
 
     request: ScoreRequest
     missing: set[int]
@@ -163,16 +157,16 @@ class PendingScore:
 
 
 def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[CheckedPart]:
-    """Everything that can be wrong with the parts before a run starts, found now."""
+    """Check the parts before a run starts; raise a UserError for anything that is wrong with them."""
     if not parts:
         raise UserError(
-            f"reward.parts is empty: name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE}, path/to/file.py:function or package.module:function"
+            f"reward.parts is empty; name at least one of {', '.join(VERIFIERS)}, {MODEL}, {JUDGE}, path/to/file.py:function or package.module:function"
         )
     checked: list[CheckedPart] = []
     for index, part in enumerate(parts):
         where = f"reward.parts[{index}] ({part.name})"
         if part.sources is not None and not part.sources:
-            raise UserError(f"{where}: sources is empty, so it would never apply; remove it to apply to all rows")
+            raise UserError(f"{where}: sources is empty, so the part would never apply; remove it to apply to all rows")
         user: UserScorer | None = None
         is_batch, required = False, list(NEEDED_COLUMNS.get(part.name, ()))
         if is_plugin(part.name):
@@ -195,10 +189,10 @@ def check_parts(parts: Sequence[RewardPart], base: Path | None) -> list[CheckedP
 
 
 def accuracy_of(part: RewardPart, result: PartResult) -> float | None:
-    """Whether a part calls an answer correct; None where its value is graded, so that no value of it means correct.
+    """Whether a part calls an answer correct; None if its value is graded, so that no value means correct.
 
-    A threshold in the config decides first, then what the part itself says. The built-in verifiers give 1 to correct answers alone. The
-    scale of a user's function is not known: a 1 may be the best or the worst of it.
+    `correct_at` of the config decides first, then the accuracy that the part gives. Built-in verifiers give 1 to correct answers only. The
+    scale of a user's function is unknown: 1 may be its best or its worst value.
     """
     if result.value is None or not may_give_verdict(part):
         return None
@@ -212,7 +206,7 @@ def accuracy_of(part: RewardPart, result: PartResult) -> float | None:
 
 
 def combine_parts(parts: Sequence[CheckedPart], done: PendingScore) -> Score:
-    """The score of a request all of whose parts have an outcome; sums in the order of the config."""
+    """The score of a request whose parts are all scored. The sum follows the order of the config."""
     values: dict[str, float] = {}
     details: dict[str, str] = {}
     reward, accuracy = 0.0, None
@@ -239,7 +233,7 @@ def combine_parts(parts: Sequence[CheckedPart], done: PendingScore) -> Score:
         if accuracy is None:
             accuracy = accuracy_of(part.config, result)
     if not num_values and not errors:
-        errors = [f"no reward part gave a value for row {done.request.id!r}: each function returned None for it"]
+        errors = [f"no reward part gave a value for row {done.request.id!r}: every function returned None"]
     elif not errors and (wrong := reward_problem(reward)):
         errors = [f"the weighted sum of row {done.request.id!r}: {wrong} (reward.parts.*.weight)"]
     if errors:

@@ -1,4 +1,4 @@
-"""What goes into scoring and what comes out."""
+"""Data types of scoring: the request, the result of one reward part, and the combined score."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 MAX_REWARD = 1e9
-"""The largest size of a reward, of a part of it and of what a turn earns.
+"""The largest magnitude of a reward, of one part of it, and of the reward of one turn.
 
-Statistics of rewards add up squares, partly in float32, which ends at 3e38: squares of 1e18 leave room for any number of samples,
-for returns summed over tokens and for a critic's squared errors. Past that a standard deviation becomes inf and advantages 0.
+Reward statistics sum squares, partly in float32, whose maximum is 3e38. Squares of at most 1e18 leave room for any number of samples,
+for returns summed over tokens and for a critic's squared errors. Beyond that a standard deviation becomes inf and advantages become 0.
 """
 
 
 def reward_problem(value: float) -> str | None:
-    """What is wrong with a number as a reward; None if nothing is."""
+    """Why a number cannot be a reward; None if it can."""
     if math.isfinite(value) and abs(value) <= MAX_REWARD:
         return None
-    return f"{value:g} is no reward that can be computed with: it must be finite and at most {MAX_REWARD:g} in size; scale it down"
+    return f"{value:g} is not a usable reward: it must be finite and at most {MAX_REWARD:g} in magnitude; scale it down"
 
 
 def is_missing(answer: Any) -> bool:
-    """Whether a row has no expected answer: null, the NaN that a table has in place of null, blank text, or a list of such."""
+    """Whether an expected answer is missing: null, NaN (which tables use for null), blank text, or a list of such values."""
     if isinstance(answer, list | tuple):
         return any(_is_null(one) for one in answer) or all(is_missing(one) for one in answer)
     return _is_null(answer) or (isinstance(answer, str) and not answer.strip())
@@ -35,79 +35,81 @@ def _is_null(answer: Any) -> bool:
 
 
 def require_answer(answer: Any) -> None:
-    """ValueError for a missing answer; without this check the completion `None` would equal `str(None)`."""
+    """Raise ValueError for a missing answer. Without this check the completion "None" would equal `str(None)`."""
     if is_missing(answer):
         raise ValueError(
-            "the row has no expected answer to compare with: name its column with `answer_key` of the row's data source, "
+            "the row has no expected answer to compare with: name the column that holds it with `answer_key` of the data source, "
             "such as answer_key: solution"
         )
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One completion to be scored."""
+    """One completion to score."""
 
     id: str
-    prompt: str | list[dict[str, Any]]  # text, or chat messages
+    prompt: str | list[dict[str, Any]]  # text or chat messages
     completion: str
     data_source: str
-    answer: Any  # the expected answer; a task or a plug-in may need none
+    answer: Any  # the expected answer; some tasks and plug-ins need none
     extra: dict[str, Any]  # the row's other columns
-    truncated: bool = False  # the completion stopped at its length limit; plug-ins see it
-    nested: tuple[str, ...] = ()  # keys of extra that stood inside verl's extra_info: they are no columns of the row
-    step: int = 0  # the training step it was drawn for, counted from 1; 0 outside of training
+    truncated: bool = False  # whether the completion was cut at its length limit; plug-ins see it
+    nested: tuple[str, ...] = ()  # keys of `extra` that came from verl's extra_info; they are not columns of the row
+    step: int = 0  # the training step, counted from 1; 0 outside of training
     tokens: Iterable[int] | None = field(default=None, compare=False)
-    """What the policy read and wrote, for a model with the same tokenizer and functions that ask for tokens; others are not sent them."""
+    """All tokens of the sequence, prompt included. Sent only to reward models and to functions that take token ids."""
     written: Iterable[bool] | None = field(default=None, compare=False)
-    """Which of the tokens it wrote."""
+    """Which of the tokens the policy wrote."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """The verdict on one request.
+    """The combined score of one request.
 
-    `reward` is None when the scorer itself failed twice: the sample then leaves the loss and the group statistics,
-    and `error` holds the traceback, the part and the text that caused it. A call past its deadline is no failure: its
-    part is 0.0 and `timed_out` says so.
+    `reward` is None if a scorer failed twice. The sample is then excluded from the loss and the group statistics, and `error` names the
+    part, the traceback and the completion. A call past its deadline is not a failure: its part is 0.0 and `timed_out` is true.
     """
 
     id: str
     reward: float | None
-    accuracy: (
-        float | None
-    )  # 1 correct, 0 wrong; None too where no part tells the two apart (`format`, a graded function)
-    parts: dict[str, float] = field(default_factory=dict)  # raw values by part, before weights
+    accuracy: float | None
+    """1 correct, 0 wrong; None if no part tells right from wrong (`format`, a graded function)."""
+    parts: dict[str, float] = field(default_factory=dict)  # values by part, before weights
     timed_out: bool = False
     error: str | None = None
-    details: dict[str, str] = field(default_factory=dict)  # what a part has to say about its value, by part
-    steps: list[tuple[int, float]] = field(default_factory=list)  # what of the reward belongs to tokens before the last
-    extra: dict[str, Any] = field(default_factory=dict)  # what functions log beside the sample, by part and column
+    details: dict[str, str] = field(default_factory=dict)  # explanations of the values, by part
+    steps: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # (token position, reward) for reward given before the last token
+    extra: dict[str, Any] = field(default_factory=dict)  # values that functions log with the sample, by "part/column"
 
 
 class PartResult(NamedTuple):
-    """What one part says of one request."""
+    """The result of one reward part for one request."""
 
-    value: float | None  # None: a batch function says that it does not apply to this row (TRL's convention)
-    accuracy: float | None = None  # 1 correct, 0 wrong; None: `parts.accuracy_of` decides by the value
+    value: float | None  # None: the function does not apply to this row (TRL's convention)
+    accuracy: float | None = None  # 1 correct, 0 wrong; None: `reward_parts.accuracy_of` decides by the value
     parts: Mapping[str, float] = MappingProxyType({})  # further numbers to log
-    details: str = ""  # why, for whoever looks at the sample
-    timed_out: bool = False  # a program of the answer did not come to an end
-    steps: tuple[tuple[int, float], ...] = ()  # the tokens that parts of the value belong to, and those parts
-    extra: Mapping[str, Any] = MappingProxyType({})  # texts, numbers and truth values to show beside the sample
+    details: str = ""  # an explanation to show with the sample
+    timed_out: bool = False  # a program in the completion ran out of time
+    steps: tuple[
+        tuple[int, float], ...
+    ] = ()  # (token position, value) for shares of the value given before the last token
+    extra: Mapping[str, Any] = MappingProxyType({})  # texts, numbers and booleans to log with the sample
 
 
 class ScoringFailure(NamedTuple):
-    """That a part could not score a request: it is left without a reward, and counted."""
+    """A part could not score a request. The sample has no reward, and the failure is counted."""
 
     error: str
 
 
 LocalScorer = Callable[[Sequence[ScoreRequest]], Sequence[PartResult | ScoringFailure]]
-"""A scorer made elsewhere (a model, which needs a device) that scores many requests at once, in the caller's process."""
+"""A scorer that runs in the caller's process, such as a reward model on a device. It scores many requests at once."""
 
 
 class PartSpec(NamedTuple):
-    """A part as a worker process has to load it."""
+    """What a worker process needs to load a reward part."""
 
-    name: str  # a verifier's name, path/to/file.py:function or package.module:function
+    name: str  # name of a verifier, path/to/file.py:function or package.module:function
     options: dict[str, Any]

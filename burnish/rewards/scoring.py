@@ -1,11 +1,12 @@
-"""Scoring completions: the weighted sum of the parts that apply to a row, computed in processes that can be killed.
+"""Scores completions: the reward is the weighted sum of the reward parts that apply to a row.
 
     with Rewards(config.reward) as rewards:
         scores = rewards.score(requests)        # or submit(...) as completions finish, and poll(...)
 
-Built-in verifiers run in workers without network; a user's functions run in workers of their own that keep it. A judge
-asks its endpoint, or an engine that was handed in, from threads of this process. A model is a callable handed in, which
-scores all that is waiting when somebody polls. Values depend on the requests alone, never on the number of workers or on what else is being scored.
+Built-in verifiers run in killable worker processes without network. Functions of users run in worker processes of their own, which
+keep the network. A judge asks its endpoint, or an attached engine, from threads of this process. A reward model is an attached
+callable; it scores all waiting requests at the next `poll`. Values depend on the requests alone, never on the number of workers or on
+what else is being scored.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ from burnish.rewards.user_rewards import (
     reserved_columns,
     row_value,
 )
-from burnish.rewards.worker import ScoringCall, WorkerSetup
-from burnish.rewards.worker_pool import CallOutcome, OutcomeQueue, WorkerPool
+from burnish.rewards.worker import WorkerSetup
+from burnish.rewards.worker_pool import CallOutcome, OutcomeQueue, ScoringCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS_PER_CALL = 64  # requests in one call of a batch function
+MAX_REQUESTS_PER_CALL = 64
+"""Most requests in one call of a batch function."""
 SHOWN_CHARS = 400
-
-
+"""How much of a completion an error shows."""
 ANSWER_PARAMETER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
-"""The parameter of a convention that is always there, with or without an expected answer."""
+"""The parameter for the expected answer in each convention that passes it even where a row has none."""
 
 
 class ScoringPool(Protocol):
-    """Who computes calls; `Pool` says what each method means."""
+    """Computes calls and puts their outcomes into a queue; `WorkerPool` documents each method."""
 
     counters: dict[str, int]
 
@@ -72,45 +73,45 @@ class ScoringPool(Protocol):
 
 
 class Rewards:
-    """Scores requests in the background. Its methods are called from one thread; close it, or use it in `with`."""
+    """Scores requests in the background. All methods must be called from one thread. Close it, or use it in `with`."""
 
-    def __init__(
-        self, config: Reward, base: Path | None = None, is_elsewhere: bool = False, max_steps: int = 0
-    ) -> None:
-        """With `is_elsewhere` no process is started here: `employ` says who computes, before anything is submitted. `max_steps` of the
-        run are told to functions that ask for the trainer's state."""
+    def __init__(self, config: Reward, base: Path | None = None, is_remote: bool = False, max_steps: int = 0) -> None:
+        """With `is_remote` no process is started here, and `use_pool` must be called before anything is submitted. `max_steps` is the
+        length of the run; TRL functions see it in `trainer_state`."""
         self._config = config
-        self._is_elsewhere = is_elsewhere
+        self._is_remote = is_remote
         self._parts = check_parts(config.parts, base)
         self._has_checked_sandbox = False
-        self._has_warned_of: set[str] = set()  # parts that are told None for an answer
+        self._warned_parts: set[str] = set()  # labels of parts that get None for an answer
         if any(part.config.name == "code" for part in self._parts):
             self._check_sandbox()
         self._by_source: dict[str, list[int]] = {}
         self._outcomes: OutcomeQueue = queue.SimpleQueue()
-        self._open: dict[int, PendingScore] = {}
+        self._pending: dict[int, PendingScore] = {}
         self._done: dict[int, Score] = {}
         self._next_ticket = 0
         self._broken: BaseException | None = None
         self._is_closed = False
         self._counters = {"answer_timeout": 0, "scorer_failed": 0}
-        self._handed_in: dict[int, LocalScorer] = {}  # by the index of their part
-        self._waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}  # for those, by part: tickets and requests
-        self._pools: dict[str, WorkerPool | Judge | ScoringPool] = {}  # by place
-        self.setups: dict[str, WorkerSetup] = {}  # of the processes of a place
-        for place in sorted({part.place for part in self._parts if part.config.name != MODEL}):
-            parts = {i: p.config for i, p in enumerate(self._parts) if p.place == place}
-            if place not in ("verifiers", "users"):
-                options = JudgeOptions.of(next(iter(parts.values())).options, place)
-                self._pools[place] = Judge(options, self._outcomes, base)
+        self._local_scorers: dict[int, LocalScorer] = {}  # by the index of the part
+        self._waiting: dict[
+            int, list[tuple[int, ScoreRequest]]
+        ] = {}  # for local scorers, by part: tickets and requests
+        self._pools: dict[str, WorkerPool | Judge | ScoringPool] = {}  # by `CheckedPart.backend`
+        self.worker_setups: dict[str, WorkerSetup] = {}  # of the worker processes, by backend
+        for backend in sorted({part.backend for part in self._parts if part.config.name != MODEL}):
+            parts = {i: p.config for i, p in enumerate(self._parts) if p.backend == backend}
+            if backend not in ("verifiers", "users"):
+                options = JudgeOptions.of(next(iter(parts.values())).options, backend)
+                self._pools[backend] = Judge(options, self._outcomes, base)
                 continue
             specs = {i: PartSpec(part.name, part.options) for i, part in parts.items()}
             folder = None if base is None else str(Path(base).resolve())
-            isolated = place == "verifiers"
+            isolated = backend == "verifiers"
             setup = WorkerSetup(specs, folder, config.timeout_s, isolated, config.memory_gib, config.sandbox, max_steps)
-            self.setups[place] = setup
-            if not is_elsewhere:
-                self._pools[place] = WorkerPool(setup, config.workers, self._outcomes)
+            self.worker_setups[backend] = setup
+            if not is_remote:
+                self._pools[backend] = WorkerPool(setup, config.workers, self._outcomes)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -120,59 +121,59 @@ class Rewards:
     @property
     def pending(self) -> int:
         """How many submitted requests have not been returned yet."""
-        return len(self._open) + len(self._done)
+        return len(self._pending) + len(self._done)
 
     @property
     def counters(self) -> dict[str, int]:
-        """What went wrong so far: answer_timeout and scorer_failed by part of a request, scorer_retried by call."""
+        """What went wrong so far. answer_timeout and scorer_failed count parts of requests, scorer_retried counts calls."""
         total = dict(self._counters)
         for pool in dict.fromkeys(self._pools.values()):
             for name, count in pool.counters.items():
                 total[name] = total.get(name, 0) + count
         return total
 
-    def hand_in(self, scorers: Mapping[int, LocalScorer | JudgeBackend]) -> None:
-        """Take the models that compute the parts of these indexes, or answer for a judge; before anything is submitted."""
+    def attach_scorers(self, scorers: Mapping[int, LocalScorer | JudgeBackend]) -> None:
+        """Set the models that score the parts with these indexes, or that answer for a judge. Call it before `submit`."""
         for index, scorer in scorers.items():
-            pool = self._pools.get(self._parts[index].place)
+            pool = self._pools.get(self._parts[index].backend)
             if isinstance(pool, Judge):
-                pool.hand_in(cast(JudgeBackend, scorer))
+                pool.set_backend(cast(JudgeBackend, scorer))
             else:
-                self._handed_in[index] = cast(LocalScorer, scorer)
+                self._local_scorers[index] = cast(LocalScorer, scorer)
 
-    def employ(self, make: Callable[[OutcomeQueue], ScoringPool]) -> None:
-        """Have verifiers, users' functions and models computed by somebody else, who puts outcomes into the queue."""
+    def use_pool(self, make: Callable[[OutcomeQueue], ScoringPool]) -> None:
+        """Compute verifiers, users' functions and models in the pool that `make` builds; a judge stays in this process."""
         pool = make(self._outcomes)
-        self._pools |= {part.place: pool for part in self._parts if part.config.name != JUDGE}
+        self._pools |= {part.backend: pool for part in self._parts if part.config.name != JUDGE}
 
     def submit(self, requests: Sequence[ScoreRequest]) -> None:
-        """Start scoring; `poll` returns the scores as they are done."""
+        """Start scoring; `poll` returns the scores as they finish."""
         self._submit(requests)
 
     def poll(self, timeout_s: float | None = None) -> list[Score]:
-        """The scores that are done, waiting at most `timeout_s` (None: no limit) for the first; [] if none is pending."""
+        """Return the finished scores; wait at most `timeout_s` (None: no limit) for the first. [] if nothing is pending."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._collect(0.0)
-        while not self._done and self._open and (deadline is None or time.monotonic() < deadline):
+        while not self._done and self._pending and (deadline is None or time.monotonic() < deadline):
             self._collect(None if deadline is None else max(0.0, deadline - time.monotonic()))
         scores = list(self._done.values())
         self._done.clear()
         return scores
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """The scores of these requests, in their order; others that finish meanwhile stay for `poll`."""
+        """Return the scores of these requests, in order. Other requests that finish meanwhile stay for `poll`."""
         tickets = self._submit(requests)
-        while any(ticket in self._open for ticket in tickets):
+        while any(ticket in self._pending for ticket in tickets):
             self._collect(None)
         return [self._done.pop(ticket) for ticket in tickets]
 
     def close(self) -> None:
-        """Kill and reap every worker; what is pending is dropped."""
+        """Kill and reap every worker, and drop all pending requests."""
         for pool in dict.fromkeys(self._pools.values()) if not self._is_closed else ():
             pool.close()
         self._is_closed = True
         self._waiting.clear()
-        self._open.clear()
+        self._pending.clear()
         self._done.clear()
 
     def __enter__(self) -> Rewards:
@@ -188,13 +189,13 @@ class Rewards:
             raise RuntimeError("submit after close")
         limit, whole = self._config.max_answer_chars, requests
         requests = [replace(r, completion=r.completion[-limit:], tokens=None, written=None) for r in requests]
-        applying = [self._applying(request) for request in requests]
+        applying = [self._applying_parts(request) for request in requests]
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
-        calls: dict[str, list[ScoringCall]] = {place: [] for place in self._pools}
+        calls: dict[str, list[ScoringCall]] = {backend: [] for backend in self._pools}
         waiting: dict[int, list[tuple[int, ScoreRequest]]] = {}
         for index, part in enumerate(self._parts):
-            if part.config.name == MODEL and not self._is_elsewhere:
-                self._model(index)
+            if part.config.name == MODEL and not self._is_remote:
+                self._local_scorer(index)
                 waiting[index] = [(t, r) for t, r, some in zip(tickets, whole, applying, strict=True) if index in some]
                 continue
             given = requests
@@ -209,30 +210,32 @@ class Rewards:
             size = MAX_REQUESTS_PER_CALL if part.is_batch or part.config.name == MODEL else 1
             for at in range(0, len(rows), size):
                 some_tickets, some_requests = zip(*rows[at : at + size], strict=True)
-                calls[part.place].append(ScoringCall(index, some_tickets, _pickle_requests(some_requests)))
-        # Nothing is queued before every row has passed its checks, so an error leaves nothing half submitted.
+                calls[part.backend].append(ScoringCall(index, some_tickets, _pickle_requests(some_requests)))
+        # Queue nothing before every row has passed its checks, so that an error leaves no request half submitted.
         self._next_ticket += len(requests)
-        self._open |= {
+        self._pending |= {
             t: PendingScore(r, set(indexes)) for t, r, indexes in zip(tickets, requests, applying, strict=True)
         }
-        for place, some_calls in calls.items():
-            self._pools[place].submit(some_calls)
+        for backend, some_calls in calls.items():
+            self._pools[backend].submit(some_calls)
         for index, some in waiting.items():
             self._waiting.setdefault(index, []).extend(some)
         return tickets
 
-    def _model(self, index: int) -> LocalScorer:
-        if index not in self._handed_in:
-            raise RuntimeError(f"reward part {self._parts[index].label!r} is a model, and nobody handed one in")
-        return self._handed_in[index]
+    def _local_scorer(self, index: int) -> LocalScorer:
+        if index not in self._local_scorers:
+            raise RuntimeError(
+                f"reward part {self._parts[index].label!r} is a model, but no scorer was attached for it"
+            )
+        return self._local_scorers[index]
 
-    def _ask_models(self) -> None:
-        """Score what waits for the models that were handed in, all of it at once."""
+    def _run_local_scorers(self) -> None:
+        """Score all requests that wait for an attached model, in one call per model."""
         for index in [index for index, rows in self._waiting.items() if rows]:
             rows = self._waiting.pop(index)
             try:
-                results = self._model(index)([request for _, request in rows])
-            except Exception:  # noqa: BLE001 - as of a scoring process: told with each sample, and counted
+                results = self._local_scorer(index)([request for _, request in rows])
+            except Exception:  # noqa: BLE001 - reported with each sample and counted, as for a worker process
                 results = [ScoringFailure(traceback.format_exc())] * len(rows)
             for (ticket, _), result in zip(rows, results, strict=True):
                 call = ScoringCall(index, (ticket,), b"")
@@ -242,15 +245,15 @@ class Rewards:
                     self._record(CallOutcome(call, [result]))
 
     def check(self, rows: Iterable[Row], answer_key: str = "data.train.answer_key=") -> None:
-        """Whether each row has a part that applies to it and what that needs, before anything is sampled.
+        """Raise a UserError, before anything is sampled, for a row that no part can score or that lacks what a part needs.
 
-        `answer_key` is what a user sets to name the column of the answer.
+        `answer_key` is the config key, with `=`, that names the answer's column; the error suggests it.
         """
         for row in rows:
-            applying = self._applying(row)
+            applying = self._applying_parts(row)
             names = [self._parts[index].config.name for index in applying]
             for index in applying:
-                self._warn_of_none(self._parts[index], row)
+                self._warn_of_missing_answer(self._parts[index], row)
             check_row(
                 row,
                 [(f"reward.parts[{i}] ({self._parts[i].config.name})", self._parts[i].config) for i in applying],
@@ -263,16 +266,16 @@ class Rewards:
                 except ValueError as error:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
 
-    def _warn_of_none(self, part: CheckedPart, row: Row) -> None:
-        """Log a line, once for each part, where a user's function is told None for an answer: it may have no use for one."""
+    def _warn_of_missing_answer(self, part: CheckedPart, row: Row) -> None:
+        """Warn, once per part, that a user's function gets None for the answer. This is no error: it may not use the answer."""
         name = None if part.user is None else ANSWER_PARAMETER.get(part.user.convention)
-        if part.user is None or name is None or not part.user.wants(name) or part.label in self._has_warned_of:
+        if part.user is None or name is None or not part.user.wants(name) or part.label in self._warned_parts:
             return
         if is_missing(row_value(row, "ground_truth")):
-            self._has_warned_of.add(part.label)
+            self._warned_parts.add(part.label)
             logger.warning(
-                "reward part %r: row %r has no expected answer, so %s is None there (it has: %s); where a column holds it, set answer_key "
-                "of the data source",
+                "reward part %r: row %r has no expected answer, so %s is None there (its columns: %s); if a column holds the answer, name it "
+                "with answer_key of the data source",
                 part.label,
                 row.id,
                 name,
@@ -280,19 +283,19 @@ class Rewards:
             )
 
     def _check_sandbox(self) -> None:
-        """Refuse to start where programs cannot be run; once."""
+        """Raise a UserError if programs cannot be run on this machine. The check is made once."""
         if self._has_checked_sandbox:
             return
         self._has_checked_sandbox = True
         if self._config.sandbox == "unsafe":
             logger.warning(
-                "reward.sandbox=unsafe: programs written by the model run on this machine as you, and can read, change and send "
-                "away whatever you can; only their time, memory, processes and output are limited"
+                "reward.sandbox=unsafe: programs written by the model run on this machine as you. They can read, change and send "
+                "away everything that you can; only their time, memory, processes and output are limited"
             )
         check_sandbox(self._config.sandbox != "unsafe")
 
-    def _applying(self, request: ScoreRequest | Row) -> list[int]:
-        """The parts that apply to a row, by its data source; the row is checked against what they need."""
+    def _applying_parts(self, request: ScoreRequest | Row) -> list[int]:
+        """The indexes of the parts that apply to a row's data source. A row that lacks a column they need is an error."""
         source = request.data_source
         if source not in self._by_source:
             found = [i for i, p in enumerate(self._parts) if p.config.sources is None or source in p.config.sources]
@@ -300,7 +303,7 @@ class Rewards:
                 listed = "; ".join(f"{p.label}: {', '.join(p.config.sources or [])}" for p in self._parts)
                 raise UserError(
                     f"no reward part applies to data_source {source!r} of row {request.id!r} (sources of the parts: "
-                    f"{listed}); add it to a part's sources"
+                    f"{listed}); add it to the sources of a part"
                 )
             self._by_source[source] = found
         for index in self._by_source[source]:
@@ -312,21 +315,21 @@ class Rewards:
                 hint = "; 'task' scores only rows of generated tasks" if missing == ["task"] else ""
                 raise UserError(
                     f"reward.parts[{index}] ({self._parts[index].config.name}) needs a column {missing[0]!r}, which row "
-                    f"{request.id!r} of {source!r} does not have (it has: {available}){hint}"
+                    f"{request.id!r} of {source!r} does not have (its columns: {available}){hint}"
                 )
             if part.user is not None and (clash := [n for n in reserved_columns(part.user) if n in request.extra]):
                 raise UserError(
-                    f"reward.parts[{index}] ({part.config.name}): row {request.id!r} of {source!r} has a column {clash[0]!r}, and the "
-                    f"function gets what {part.user.convention.name} calls so: rename the column"
+                    f"reward.parts[{index}] ({part.config.name}): row {request.id!r} of {source!r} has a column {clash[0]!r}, but the "
+                    f"{part.user.convention.name} convention passes something else under that name: rename the column"
                 )
         return self._by_source[source]
 
     def _collect(self, timeout_s: float | None) -> None:
-        """Take the outcomes that are there, waiting for the first one."""
+        """Record the outcomes that have arrived; wait for the first one."""
         if self._broken is not None:
             raise self._broken
         if any(self._waiting.values()):
-            self._ask_models()
+            self._run_local_scorers()
             timeout_s = 0
         try:
             outcome = self._outcomes.get(timeout=timeout_s) if timeout_s != 0 else self._outcomes.get_nowait()
@@ -343,7 +346,7 @@ class Rewards:
         index = outcome.call.part
         label = self._parts[index].label
         for at, ticket in enumerate(outcome.call.tickets):
-            item = self._open[ticket]
+            item = self._pending[ticket]
             item.missing.remove(index)
             if outcome.results is not None:
                 result = item.results[index] = outcome.results[at]
@@ -362,25 +365,25 @@ class Rewards:
                     f"{outcome.error}\nthe completion (its last {SHOWN_CHARS} characters): {shown!r}"
                 )
             if not item.missing:
-                self._done[ticket] = combine_parts(self._parts, self._open.pop(ticket))
+                self._done[ticket] = combine_parts(self._parts, self._pending.pop(ticket))
 
 
 def _has_column(request: ScoreRequest | Row, name: str) -> bool:
-    """Whether a function can be given a column of a row."""
+    """Whether a row has a column, or one can be added for it (`ROW_COLUMNS`)."""
     if name in request.extra or name in ("data_source", "truncated"):
         return True
     return name in ANSWER_COLUMNS and not is_missing(request.answer)
 
 
 def _with_plain_tokens(request: ScoreRequest) -> ScoreRequest:
-    """A request with its tokens as plain numbers, as it travels to a model or to a function that asks for tokens."""
+    """A request whose tokens are plain Python numbers, so that it can be pickled for a model or a function that takes tokens."""
     tokens = None if request.tokens is None else [int(token) for token in request.tokens]
     written = None if request.written is None else [bool(one) for one in request.written]
     return replace(request, tokens=tokens, written=written)
 
 
 def _retry_note(part: CheckedPart) -> str:
-    """Workers are tried again; a judge and a model have their own ways, and say what they did."""
+    """ " twice" for parts whose calls are retried by the worker pool. A judge and a model report their own retries."""
     return "" if part.config.name in (MODEL, JUDGE) else " twice"
 
 
@@ -390,5 +393,5 @@ def _pickle_requests(requests: Sequence[ScoreRequest]) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         ids = ", ".join(repr(r.id) for r in requests[:3])
         raise UserError(
-            f"row {ids}: its answer or extra columns cannot be sent to a scoring process: {error}"
+            f"row {ids}: its answer or another column cannot be pickled for a scoring process: {error}"
         ) from error

@@ -1,18 +1,20 @@
-"""A user's own reward function, in one of the conventions of the field.
+"""Reward functions written by users, in the calling conventions of verl, TRL and OpenRLHF.
 
-    compute_score(data_source, solution_str, ground_truth, extra_info)          verl: one sample a call; a number, or a dict with
-                                                                                "score", perhaps "acc", and what to log
-    compute_score(data_sources, solution_strs, ground_truths, extra_infos)      verl, batched: a list of these
-    f(prompts, completions, completion_ids, trainer_state, log_extra,
-      log_metric, **columns)                                                    TRL: a list of numbers, None where it does not apply
-    reward_func(queries, prompts, labels)                                       OpenRLHF: a tensor or list, or a dict with "rewards",
-                                                                                perhaps "scores" and "extra_logs"
+    compute_score(data_source, solution_str, ground_truth, extra_info)
+        verl. One sample per call. Returns a number, or a dict with "score", optionally "acc", and values to log.
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos)
+        verl, batched. Returns a list of such results.
+    f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns)
+        TRL. Returns a list of numbers; None means that the function does not apply to that sample.
+    reward_func(queries, prompts, labels)
+        OpenRLHF. Returns a tensor or list, or a dict with "rewards", optionally "scores" and "extra_logs".
 
-A function gets those of these parameters that it names, or all with `**kwargs`. It may be `async`. Parameters beyond these are
-options of the reward part. The convention is told by one parameter: `solution_str`, `solution_strs`, `completions` or `queries`.
+The convention is recognised by one parameter: `solution_str`, `solution_strs`, `completions` or `queries`. A function receives the
+parameters above that it names, or all of them if it has `**kwargs`. It may be `async`. Its other parameters are set by the options of
+the reward part.
 
-Columns are the columns of the row. `answer`, `ground_truth`, `data_source` and `truncated` are there for rows without such a column:
-what the row says itself is never replaced.
+`**columns` are the columns of the row. `answer`, `ground_truth`, `data_source` and `truncated` are added for rows that have no column
+of that name. A column of the row itself is never replaced.
 """
 
 from __future__ import annotations
@@ -36,25 +38,25 @@ if TYPE_CHECKING:
     from burnish.data.row import Row
 
 ANSWER_COLUMNS = ("answer", "ground_truth")
-"""Columns that every row with an expected answer has."""
+"""Columns that are available for every row with an expected answer."""
 ROW_COLUMNS = (*ANSWER_COLUMNS, "data_source", "truncated")
-"""Columns that are made for a row that has none of that name."""
+"""Columns that are added for a row that has no column of that name."""
 MAX_LOGGED_CHARS = 4_000
-"""Longer texts of `log_extra` are cut: they travel with every sample."""
+"""Logged texts are cut to this length, because they are sent and stored with every sample."""
 
 
 class Convention(NamedTuple):
-    """How a function wants to be called."""
+    """The calling convention of a reward function."""
 
     name: str
-    told_by: str
-    """The parameter it is recognised by."""
-    gives: tuple[str, ...]
-    """The parameters that are filled in."""
+    marker: str
+    """The parameter that the convention is recognised by."""
+    arguments: tuple[str, ...]
+    """The parameters that burnish passes."""
     signature: str
     is_batch: bool = True
     has_columns: bool = False
-    """Whether it may name columns of the row."""
+    """Whether the function may also name columns of the row."""
 
 
 VERL = Convention(
@@ -88,34 +90,34 @@ CONVENTIONS = (VERL, VERL_BATCH, TRL, OPENRLHF)
 
 
 class TrlTrainerState(NamedTuple):
-    """What TRL calls the trainer's state, as far as a reward may go by it. Outside of training it is that of a finished run of one step."""
+    """The fields of TRL's `trainer_state` that a reward may use. The defaults, a finished run of one step, apply outside of training."""
 
     global_step: int = 1
-    """Steps that are complete: 0 while the first one is sampled."""
+    """Completed steps: 0 while the first step is sampled."""
     max_steps: int = 1
-    """Steps of the run."""
+    """Total steps of the run."""
 
 
 class UserScorer(NamedTuple):
-    """A loaded function and how it wants to be called."""
+    """A loaded reward function with its calling convention."""
 
     function: Callable[..., Any]
     convention: Convention
-    takes: frozenset[str]
+    parameters: frozenset[str]
     """The names of its parameters."""
-    takes_any: bool = False
-    """Whether it has `**kwargs`."""
+    has_kwargs: bool = False
 
     @property
     def is_batch(self) -> bool:
         return self.convention.is_batch
 
     def wants(self, name: str) -> bool:
-        return self.takes_any or name in self.takes
+        """Whether the function takes an argument of this name."""
+        return self.has_kwargs or name in self.parameters
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether it is given the tokens of completions."""
+        """Whether the function takes the token ids of completions."""
         return self.convention is TRL and self.wants("completion_ids")
 
 
@@ -123,46 +125,48 @@ class UserScorer(NamedTuple):
 
 
 def load_user_scorer(spec: str, base: Path | None, options: Mapping[str, Any], where: str) -> UserScorer:
-    """The function that a plug-in names, with its convention recognised from its signature and its options checked."""
+    """Load the function that a plug-in string names, recognise its convention and check its options."""
     function = load_plugin(spec, base)
     if not callable(function):
         raise UserError(f"{where}: {spec!r} is a {type(function).__name__}, not a function")
     parameters = inspect.signature(function).parameters.values()
-    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    convention = next((c for c in CONVENTIONS if c.told_by in takes), None)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    convention = next((c for c in CONVENTIONS if c.marker in names), None)
     if convention is None:
         expected = "\n  ".join(c.signature for c in CONVENTIONS)
-        raise UserError(f"{where}: {spec!r} has parameters ({', '.join(takes)}); expected one of\n  {expected}")
-    scorer = UserScorer(function, convention, frozenset(takes), any(p.kind is p.VAR_KEYWORD for p in parameters))
-    for key in options:
-        if key in convention.gives:
-            raise UserError(f"{where}: option {key!r} is filled in by the program; remove it")
-    check_options(function, options, where)
-    if not convention.has_columns and (missing := _required_parameters(function, convention.gives, options)):
         raise UserError(
-            f"{where}: {spec!r} needs the parameter {missing[0]!r}, which {convention.name} does not give "
-            f"({', '.join(convention.gives)}); set it in the part's options"
+            f"{where}: the parameters of {spec!r} ({', '.join(names)}) match no known convention; expected one of\n  {expected}"
+        )
+    scorer = UserScorer(function, convention, frozenset(names), any(p.kind is p.VAR_KEYWORD for p in parameters))
+    for key in options:
+        if key in convention.arguments:
+            raise UserError(f"{where}: burnish passes {key!r} to the function, so it cannot be an option; remove it")
+    check_options(function, options, where)
+    if not convention.has_columns and (missing := _required_parameters(function, convention.arguments, options)):
+        raise UserError(
+            f"{where}: {spec!r} has a required parameter {missing[0]!r} that the {convention.name} convention does not pass "
+            f"(it passes {', '.join(convention.arguments)}); set it in the part's options"
         )
     return scorer
 
 
 def required_columns(scorer: UserScorer, options: Mapping[str, Any]) -> list[str]:
-    """The columns of a row that a function cannot do without."""
+    """The columns that a row must have for this function."""
     if not scorer.convention.has_columns:
         return []
-    return _required_parameters(scorer.function, (*scorer.convention.gives, "data_source", "truncated"), options)
+    return _required_parameters(scorer.function, (*scorer.convention.arguments, "data_source", "truncated"), options)
 
 
 def reserved_columns(scorer: UserScorer) -> list[str]:
-    """The names that a column of a row must not have, because the function gets something else under them."""
-    return [name for name in scorer.convention.gives if scorer.convention.has_columns and scorer.wants(name)]
+    """Names that a column of a row must not have, because the function receives something else under them."""
+    return [name for name in scorer.convention.arguments if scorer.convention.has_columns and scorer.wants(name)]
 
 
 def _required_parameters(function: Callable[..., Any], given: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Parameters without a default that nothing fills in."""
+    """Parameters without a default that neither burnish nor the options set."""
     parameters = inspect.signature(function).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [p.name for p in needed if p.name not in given and p.name not in options]
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p.name for p in required if p.name not in given and p.name not in options]
 
 
 # --- calling ---------------------------------------------------------------------------------------------------------
@@ -171,13 +175,13 @@ def _required_parameters(function: Callable[..., Any], given: Sequence[str], opt
 def call_user_scorer(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int = 0
 ) -> list[PartResult]:
-    """One call of a function; of one that takes one sample a call, `requests` is that one."""
+    """Call the function once. For a convention with one sample per call, `requests` has one element."""
     call = {VERL: _score_single, VERL_BATCH: _score_verl_batch, TRL: _score_trl, OPENRLHF: _score_openrlhf}
     return call[scorer.convention](scorer, requests, options, max_steps)
 
 
 def _call_function(scorer: UserScorer, table: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """What the function returns for the arguments it takes; an option stands in place of a column of its name."""
+    """Call the function with the arguments it takes. An option replaces a column of the same name."""
     arguments = {name: value for name, value in table.items() if scorer.wants(name) and name not in options}
     returned = scorer.function(**arguments, **options)
     return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
@@ -185,16 +189,16 @@ def _call_function(scorer: UserScorer, table: Mapping[str, Any], options: Mappin
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the life of the process: clients kept in a user's module belong to the loop they were made in."""
-    import asyncio  # a quarter of what a worker imports, and few functions are async
+    """One event loop for the whole process, because a client kept in a user's module is bound to the loop it was created in."""
+    import asyncio  # imported late: a quarter of a worker's import time, and few functions are async
 
     return asyncio.new_event_loop()
 
 
 def row_value(request: ScoreRequest | Row, name: str) -> Any:
-    """A column of the row where it has one that is not null, or what every request has under that name (`ROW_COLUMNS`).
+    """The value of one of `ROW_COLUMNS`: the row's own column if it is not null, otherwise the field of the request.
 
-    Keys of verl's `extra_info` are no columns: there `answer` is often a worked solution, and `ground_truth` stands elsewhere.
+    Keys of verl's `extra_info` do not count as columns: `answer` in there is often a worked solution, not the ground truth.
     """
     if request.extra.get(name) is not None and name not in request.nested:
         return request.extra[name]
@@ -204,7 +208,7 @@ def row_value(request: ScoreRequest | Row, name: str) -> Any:
 def _score_single(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
 ) -> list[PartResult]:
-    """verl's convention, one sample a call."""
+    """verl: one sample per call."""
     return [
         _verl_result(_call_function(scorer, _verl_arguments(request), options), "the score") for request in requests
     ]
@@ -222,20 +226,20 @@ def _verl_arguments(request: ScoreRequest) -> dict[str, Any]:
 def _score_verl_batch(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
 ) -> list[PartResult]:
-    """verl's convention for many samples a call: the same names in the plural."""
+    """verl, batched: the same arguments as lists, under plural names."""
     rows = [_verl_arguments(request) for request in requests]
-    names = zip(VERL_BATCH.gives, VERL.gives, strict=True)
+    names = zip(VERL_BATCH.arguments, VERL.arguments, strict=True)
     table = {plural: [row[singular] for row in rows] for plural, singular in names}
     returned = _one_per_sample(_call_function(scorer, table, options), len(requests), "scores")
     return [_verl_result(value, f"score {i}") for i, value in enumerate(returned)]
 
 
 def _verl_result(returned: Any, what: str) -> PartResult:
-    """A result in verl's form: a number, or a dict with "score", perhaps "acc", numbers to log and other things to show."""
+    """Parse a result in verl's form: a number, or a dict with "score", optionally "acc", and values to log."""
     if not isinstance(returned, Mapping):
         return PartResult(_finite_number(returned, what), accuracy_from_bool(returned))
     if "score" not in returned:
-        raise ValueError(f"the dict returned has no 'score', only {', '.join(map(repr, returned)) or 'nothing'}")
+        raise ValueError(f"the returned dict has no 'score'; its keys: {', '.join(map(repr, returned)) or 'none'}")
     others = {str(key): value for key, value in returned.items() if key not in ("score", "acc")}
     accuracy = returned.get("acc", accuracy_from_bool(returned["score"]))
     return PartResult(
@@ -247,30 +251,30 @@ def _verl_result(returned: Any, what: str) -> PartResult:
 
 
 def requested_columns(scorer: UserScorer, requests: Sequence[ScoreRequest]) -> dict[str, list[Any]]:
-    """The columns of the rows that a function takes; one that no row has is left out, for its default."""
-    there = dict.fromkeys(key for r in requests for key in r.extra)
+    """The row columns that the function takes. A column that no row has is left out, so that its default applies."""
+    present = dict.fromkeys(key for r in requests for key in r.extra)
     made = {name: [row_value(r, name) for r in requests] for name in ROW_COLUMNS}
-    made = {name: values for name, values in made.items() if name in there or any(v is not None for v in values)}
-    table = {name: [r.extra.get(name) for r in requests] for name in there} | made
+    made = {name: values for name, values in made.items() if name in present or any(v is not None for v in values)}
+    table = {name: [r.extra.get(name) for r in requests] for name in present} | made
     return {name: values for name, values in table.items() if scorer.wants(name)}
 
 
 @dataclass
 class _TrlLogs:
-    """What a function of TRL's convention logs in one call."""
+    """Collects what a TRL function logs during one call."""
 
     count: int
     numbers: dict[str, float] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: Any) -> None:
-        """A number of the whole call."""
+        """Log a number for the whole call."""
         if not _is_number(value):
             raise ValueError(f"log_metric({name!r}, ...) takes a number, got {value!r}")
         self.numbers[str(name)] = float(value)
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Something to show beside each sample."""
+        """Log one value per sample."""
         self.extra[str(column)] = [
             _loggable_value(value) for value in _one_per_sample(values, self.count, f"values of {column!r}")
         ]
@@ -279,7 +283,7 @@ class _TrlLogs:
 def _score_trl(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
 ) -> list[PartResult]:
-    """TRL's convention: completions to chat prompts are messages too; None means that the function does not apply to a sample."""
+    """TRL: completions of chat prompts are message lists; a result of None means that the function does not apply to the sample."""
     logs = _TrlLogs(len(requests))
     table = requested_columns(scorer, requests) | {
         "prompts": [r.prompt for r in requests],
@@ -305,7 +309,7 @@ def _score_trl(
 
 
 def _completion_ids(request: ScoreRequest) -> list[int]:
-    """The tokens of a completion: from the first that the policy wrote to the end."""
+    """Token ids of the completion: from the first token that the policy wrote to the end."""
     tokens = [] if request.tokens is None else [int(token) for token in request.tokens]
     written = [] if request.written is None else [bool(one) for one in request.written]
     return tokens[written.index(True) :] if True in written else []
@@ -314,7 +318,7 @@ def _completion_ids(request: ScoreRequest) -> list[int]:
 def _score_openrlhf(
     scorer: UserScorer, requests: Sequence[ScoreRequest], options: Mapping[str, Any], max_steps: int
 ) -> list[PartResult]:
-    """OpenRLHF's convention: `scores`, which it filters prompts by, say how right an answer is, from 0 to 1."""
+    """OpenRLHF: its `scores`, which it filters prompts by, become the accuracy, clamped to 0..1."""
     from burnish.data.template import prompt_as_text
 
     prompts = [prompt_as_text(r.prompt) for r in requests]
@@ -327,7 +331,7 @@ def _score_openrlhf(
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
     if "rewards" not in returned:
-        raise ValueError(f"the dict returned has no 'rewards', only {', '.join(map(repr, returned)) or 'nothing'}")
+        raise ValueError(f"the returned dict has no 'rewards'; its keys: {', '.join(map(repr, returned)) or 'none'}")
     rewards = _one_per_sample(returned["rewards"], len(requests), "rewards")
     scores = None if returned.get("scores") is None else _one_per_sample(returned["scores"], len(requests), "scores")
     logged: dict[str, list[Any]] = {}
@@ -350,24 +354,24 @@ def _score_openrlhf(
     ]
 
 
-# --- what comes back -------------------------------------------------------------------------------------------------
+# --- checking returned values ----------------------------------------------------------------------------------------
 
 
 def _one_per_sample(values: Any, count: int, what: str) -> list[Any]:
-    """One value for each sample, of a list, an array or a tensor."""
+    """Check that a list, array or tensor has one value per sample, and return it as a list."""
     if (
         not hasattr(values, "__len__")
         or isinstance(values, str | bytes | Mapping)
         or getattr(values, "shape", (1,)) == ()
     ):
-        raise ValueError(f"expected a list of {count} {what}, one a completion; got {type(values).__name__}")
+        raise ValueError(f"expected a list of {count} {what}, one per completion; got {type(values).__name__}")
     if len(values) != count:
-        raise ValueError(f"expected a list of {count} {what}, one a completion; got {len(values)}")
+        raise ValueError(f"expected a list of {count} {what}, one per completion; got {len(values)}")
     return list(values)
 
 
 def _is_number(value: Any) -> bool:
-    """Python's and numpy's numbers, and one-element tensors without importing what they come from."""
+    """Whether a value is a number: Python's, numpy's, or a tensor without dimensions (checked without importing torch)."""
     is_scalar_array = getattr(value, "shape", None) == () and not isinstance(value, str | bytes)
     return isinstance(value, numbers.Real) or is_scalar_array
 
@@ -376,15 +380,15 @@ def _fraction(value: Any, what: str) -> float:
     share = _finite_number(value, what)
     if not 0 <= share <= 1:
         raise ValueError(
-            f"{what} says how right an answer is, from 0 to 1, and is {share:g}; give other numbers another name"
+            f"{what} is the accuracy of an answer and must be from 0 to 1, got {share:g}; log other numbers under another name"
         )
     return share
 
 
 def accuracy_from_bool(value: Any) -> float | None:
-    """The accuracy that a value states by its type: a truth value (Python's, numpy's or a tensor's) is a verdict, a number is none."""
-    is_truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-    return float(value) if is_truth else None
+    """1.0 or 0.0 for a boolean (Python's, numpy's or a tensor's), which states right or wrong; None for any other value."""
+    is_boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    return float(value) if is_boolean else None
 
 
 def _finite_number(value: Any, what: str) -> float:
@@ -397,7 +401,7 @@ def _finite_number(value: Any, what: str) -> float:
 
 
 def _loggable_value(value: Any) -> Any:
-    """A value as it can be sent and written down: a number, a truth value, null, or a text."""
+    """Convert a value to what can be sent and stored: a number, a boolean, None, or a text."""
     if value is None or isinstance(value, bool):
         return value
     if _is_number(value):

@@ -1,10 +1,10 @@
 r"""Built-in verifiers: pure functions `(completion, answer, extra, **options) -> float`.
 
-A completion that cannot be parsed is incorrect (0.0), never an exception. An *expected* answer that cannot be parsed
-is a mistake in the data and raises, so that it is counted and shown instead of becoming a quiet zero.
+A completion that cannot be parsed is incorrect (0.0), never an exception. An *expected* answer that cannot be parsed is an error in the
+data. It raises, so that it is counted and reported instead of becoming a silent 0.
 
-They run in processes that can be killed (burnish.rewards.worker_pool): a regular expression that backtracks for ever or
-`\boxed{9^{9^{9^{9}}}}` is stopped by the deadline there, so nothing here keeps a clock.
+Verifiers run in killable worker processes (burnish.rewards.worker_pool). The deadline there stops a regular expression that backtracks
+for ever or `\boxed{9^{9^{9^{9}}}}`, so nothing here needs a timeout.
 """
 
 from __future__ import annotations
@@ -27,42 +27,6 @@ from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
 from burnish.rewards.instruction_checks import MODES, ifeval
 from burnish.rewards.score_types import PartResult, require_answer
 
-# --- Short answers to questions of knowledge, compared as words: case, punctuation and articles do not count.
-#
-# The normalisation and the two measures are SQuAD's (Rajpurkar et al. 2016, 1606.05250).
-
-QA_METRICS = ("em", "f1")
-
-
-def normalized_words(text: str) -> list[str]:
-    """The words of an answer, as they are compared; what has nothing else is its articles and punctuation ("The The", "!!!")."""
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", bare).split() or text.lower().split()
-
-
-def token_f1(said: list[str], expected: list[str]) -> float:
-    """Harmonic mean of precision and recall over words; 1 for two empty answers."""
-    if not said or not expected:
-        return float(said == expected)
-    common = sum((Counter(said) & Counter(expected)).values())
-    return 2 * common / (len(said) + len(expected))
-
-
-def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = "em") -> float:
-    r"""How well the `<answer>` block, the `\boxed{}` or else the whole completion matches one of the accepted answers.
-
-    em: 1 for the same words, else 0. f1: the best share of words in common.
-    """
-
-    require_answer(answer)
-    accepted = [normalized_words(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
-    block = answer_block(completion)
-    said = normalized_words(block if block is not None else last_boxed(completion) or completion)
-    if metric == "em":
-        return float(said in accepted)
-    return max(token_f1(said, expected) for expected in accepted)
-
-
 # --- finding the answer in a completion ------------------------------------------------------------------------------
 
 ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
@@ -76,8 +40,8 @@ def answer_block(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The inside of the last complete `\boxed{...}`, braces balanced, or None; one pass, however many are left open."""
-    open_braces: list[int] = []  # where the inside of each open \boxed starts, -1 for a plain brace
+    r"""The inside of the last complete `\boxed{...}` with balanced braces, or None. It takes one pass even if many are left open."""
+    open_braces: list[int] = []  # where the inside of each open \boxed starts; -1 for a plain brace
     best = (-1, -1)
     for token in _BRACES.finditer(text):
         if token[0] == "}":
@@ -92,8 +56,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def exact(completion: str, answer: Any, extra: Mapping[str, Any], *, ignore_case: bool = False) -> float:
-    """1 if the completion, or its `<answer>` block, is the answer up to surrounding white space."""
-
+    """1 if the completion, or its `<answer>` block, equals the answer, ignoring surrounding white space."""
     require_answer(answer)
 
     def normal(text: str) -> str:
@@ -111,7 +74,7 @@ _NUMBER = re.compile(
     rf"|(?P<plain>{_DIGITS})(?:\s?/\s?(?P<over>{_DIGITS}))?)"
 )
 _NUMBER_NOISE = re.compile(r"\\?[$%]|\\[,;! ]|(?<=\d)\{,\}(?=\d)")
-_MAX_EXPONENT = 400  # past the range of a float; 1e999999999 would otherwise become a gigabyte of digits
+_MAX_EXPONENT = 400  # beyond the range of a float; without it 1e999999999 would become a gigabyte of digits
 
 
 def _exact_value(digits: str) -> Fraction:
@@ -122,7 +85,7 @@ def _exact_value(digits: str) -> Fraction:
 
 
 def last_number(text: str) -> Fraction | None:
-    r"""The last number in a text, exactly: `1,234.50`, `-3/4`, `\frac{3}{4}`, `1e-3`; `$` and `%` are ignored."""
+    r"""The exact value of the last number in a text: `1,234.50`, `-3/4`, `\frac{3}{4}`, `1e-3`; `$` and `%` are ignored."""
     text = _NUMBER_NOISE.sub(lambda m: "," if m[0] == "{,}" else "", text.replace("−", "-"))
     matches = list(_NUMBER.finditer(text))
     if not matches:
@@ -131,13 +94,13 @@ def last_number(text: str) -> Fraction | None:
     top, bottom = found["top"] or found["plain"], found["bottom"] or found["over"] or "1"
     try:
         value = _exact_value(top) / _exact_value(bottom)
-    except (ValueError, ZeroDivisionError):  # more digits than Python converts, an absurd exponent, or x/0
+    except (ValueError, ZeroDivisionError):  # more digits than Python converts, too large an exponent, or x/0
         return None
     return -value if found["sign"] else value
 
 
 def answered_number(text: str) -> Fraction | None:
-    r"""The number a text answers with: in the `<answer>` block, in `\boxed{}`, after `####`, else the last of all."""
+    r"""The number that a text answers with: in its `<answer>` block, in `\boxed{}`, after `####`, else its last number."""
     text = answer_block(text) or text
     boxed = last_boxed(text)
     if boxed is not None:
@@ -146,17 +109,17 @@ def answered_number(text: str) -> Fraction | None:
 
 
 def number(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
-    """1 if the number answered equals the expected one exactly (0.50 is 1/2); GSM8K solutions are accepted as answers."""
+    """1 if the answered number equals the expected one exactly (0.50 equals 1/2). The answer may be a whole GSM8K solution."""
     require_answer(answer)
     expected = answered_number(str(answer))
     if expected is None:
-        raise ValueError(f"the expected answer {answer!r} holds no number")
+        raise ValueError(f"the expected answer {answer!r} contains no number")
     return float(answered_number(completion) == expected)
 
 
 # --- multiple choice -------------------------------------------------------------------------------------------------
 
-# In running text a lone `a` or `I` is a word more often than a choice: a lower-case letter must close its clause.
+# In running text a lone `a` or `I` is usually a word, not a choice. A lower-case letter therefore counts only at the end of a clause.
 _LETTER = r"(?:\(([A-Ja-j])\)|(I(?!['’]|\s+[a-z])|[A-HJ])(?![A-Za-z'’])|([a-j])(?=\s*(?:[.,;:!)*\n]|$)))"
 _STATED_LETTER = re.compile(rf"(?i:answer|choice|option)(?:\s+(?i:is))?\s*[:=]?\s*\**\s*{_LETTER}")
 _PARENTHESISED_LETTER = re.compile(r"\(([A-Ja-j])\)")
@@ -165,7 +128,7 @@ _LEADING_LETTER = re.compile(r"\**\(?([A-J])[.):]\**\s")
 
 
 def chosen_letter(text: str) -> str | None:
-    r"""The letter A to J a text chooses: `\boxed{B}`, `answer is B`, `(B)`, `B` alone, `B. Paris`; the last of its kind."""
+    r"""The letter A to J that a text chooses: `\boxed{B}`, `answer is B`, `(B)`, `B` alone or `B. Paris`. The last match counts."""
     text = (answer_block(text) or text).strip()
     alone = _LONE_LETTER.fullmatch(last_boxed(text) or text)
     if alone:
@@ -179,12 +142,45 @@ def chosen_letter(text: str) -> str | None:
 
 
 def choice(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
-    """1 if the letter chosen is the expected one; case and parentheses do not matter."""
+    """1 if the chosen letter is the expected one; case and parentheses do not matter."""
     require_answer(answer)
     expected = _LONE_LETTER.fullmatch(str(answer).strip())
     if expected is None:
-        raise ValueError(f"the expected answer {answer!r} is no choice letter from A to J")
+        raise ValueError(f"the expected answer {answer!r} is not a choice letter from A to J")
     return float(chosen_letter(completion) == expected[1].upper())
+
+
+# --- short answers ---------------------------------------------------------------------------------------------------
+
+QA_METRICS = ("em", "f1")
+
+
+def normalized_words(text: str) -> list[str]:
+    """The words of an answer without case, punctuation and articles; an answer of nothing else ("The The", "!!!") is kept."""
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split() or text.lower().split()
+
+
+def token_f1(said: list[str], expected: list[str]) -> float:
+    """Harmonic mean of precision and recall over words; 1 for two empty answers."""
+    if not said or not expected:
+        return float(said == expected)
+    common = sum((Counter(said) & Counter(expected)).values())
+    return 2 * common / (len(said) + len(expected))
+
+
+def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = "em") -> float:
+    r"""How well the `<answer>` block, the `\boxed{}` or else the whole completion matches one of the accepted answers.
+
+    em: 1 for the same words, else 0. f1: the best word F1. Normalisation and metrics are SQuAD's (Rajpurkar et al. 2016, 1606.05250).
+    """
+    require_answer(answer)
+    accepted = [normalized_words(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+    block = answer_block(completion)
+    said = normalized_words(block if block is not None else last_boxed(completion) or completion)
+    if metric == "em":
+        return float(said in accepted)
+    return max(token_f1(said, expected) for expected in accepted)
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------------
@@ -196,13 +192,14 @@ _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s")
 def _parse_math(latex: str) -> list[Any]:
     from math_verify import parse
 
-    # Its own clock needs the main thread and would turn a hostile answer into an uncounted zero: ours does both right.
+    # math-verify's own timeout needs the main thread, and it would turn a hostile answer into an uncounted 0. The worker pool's deadline
+    # works in any thread and is counted.
     return parse(latex, parsing_timeout=None)
 
 
 @functools.lru_cache(maxsize=1024)
 def _expected_math(answer: str) -> list[Any]:
-    # Answers in data files are bare LaTeX, of which math-verify sees only what stands inside a delimiter.
+    # Answers in data files are bare LaTeX; math-verify parses only what is inside a delimiter.
     parsed = _parse_math(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}")
     if not parsed:
         raise ValueError(f"math-verify cannot parse the expected answer {answer!r}")
@@ -213,7 +210,7 @@ def math_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> flo
     """1 if math-verify finds the completion's expression equal to the expected one (Hugging Face, math-verify)."""
     from math_verify import verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its clock is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its timeout is off
     require_answer(answer)
     expected = _expected_math(str(answer))
     block = answer_block(completion)
@@ -230,12 +227,12 @@ R1_FORMAT = rf"\s*<think>(?=\s*(?!</think>)\S){_UNTAGGED}</think>\s*<answer>{_UN
 
 
 def format_verifier(completion: str, answer: Any, extra: Mapping[str, Any], *, pattern: str = R1_FORMAT) -> float:
-    """1 if the whole completion matches; by default R1's thinking then answer, once each (DeepSeek-R1, 2501.12948)."""
+    """1 if the whole completion matches the pattern. The default is R1's format: thinking, then answer (DeepSeek-R1, 2501.12948)."""
     return float(re.compile(pattern, re.DOTALL).fullmatch(completion) is not None)
 
 
 def think_format(completion: str, answer: Any, extra: Mapping[str, Any], *, opened: bool = False) -> float:
-    """1 if the completion is R1's thinking then answer, once each; `opened` if the prompt ends with `<think>` already."""
+    """1 if the completion has R1's format, thinking then answer, once each. Set `opened` if the prompt already ends with `<think>`."""
     return format_verifier(f"<think>{completion}" if opened else completion, answer, extra)
 
 
@@ -253,8 +250,8 @@ LANGUAGE_SCRIPTS = {
     "th": {"THAI"},
     "zh": {"CJK"},
 }
-_SCRIPTS_WITHOUT_SPACES = {"CJK", "HIRAGANA", "KATAKANA"}  # written without spaces: every character counts
-# Each alternative stops at its own next opening, so that openings nobody closes cost one pass, not one each.
+_SCRIPTS_WITHOUT_SPACES = {"CJK", "HIRAGANA", "KATAKANA"}  # each character counts as a word
+# Each alternative stops at its own next opening, so that unclosed openings cost one pass in all, not one pass each.
 _MARKUP = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)"
     r"|\\begin\{(?:(?!\\begin\{).)*?\\end\{\w+\*?\}|\\boxed\{[^{}]*\}|\\[A-Za-z]+|</?\w+>",
@@ -264,7 +261,7 @@ _MARKUP = re.compile(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _script(character: str) -> str:
-    """The script of a letter by its Unicode name, the empty string for anything else."""
+    """The script of a letter, from its Unicode name; the empty string for other characters."""
     if not character.isalpha():
         return ""
     words = re.split(r"[ -]", unicodedata.name(character, "UNNAMED"))
@@ -273,17 +270,17 @@ def _script(character: str) -> str:
 
 
 def strip_markup(text: str) -> str:
-    """A text without LaTeX, code and tags, which are in no language."""
+    """A text without LaTeX, code and tags, which belong to no language."""
     return _MARKUP.sub(" ", text)
 
 
 def count_words_by_script(text: str) -> Counter[str]:
-    """Words by script: a CJK character is one, and so is a run of letters of any other script.
+    """Number of words per script. A CJK character is a word; in other scripts a run of letters is.
 
-    Digits, punctuation, LaTeX, code and tags are none.
+    Digits, punctuation, LaTeX, code and tags do not count.
     """
     words: Counter[str] = Counter()
-    # A vowel sign is no letter, but it does not end the word it stands in.
+    # Drop vowel signs: they are not letters, but must not end the word they are in.
     letters = (c for c in strip_markup(text) if unicodedata.category(c)[0] != "M")
     for script, run in itertools.groupby(letters, _script):
         words[script] += sum(1 for _ in run) if script in _SCRIPTS_WITHOUT_SPACES else 1
@@ -292,23 +289,23 @@ def count_words_by_script(text: str) -> Counter[str]:
 
 
 def language(completion: str, answer: Any, extra: Mapping[str, Any], *, target: str) -> float:
-    """The share of the words before `</think>` that are in the script of the target language; 1 if there are no words.
+    """The fraction of words before `</think>` that are in the script of the target language; 1 if there are no words.
 
-    Languages are told apart by script, so `en` means Latin letters. Language consistency of DeepSeek-R1 (2501.12948).
+    Languages are told apart by script, so `en` means Latin letters. This is the language consistency reward of DeepSeek-R1 (2501.12948).
     """
     words = count_words_by_script(completion.partition("</think>")[0])
     total = sum(words.values())
     return sum(words[script] for script in LANGUAGE_SCRIPTS[target]) / total if total else 1.0
 
 
-# --- totals of published rules ---------------------------------------------------------------------------------------
+# --- published scoring rules ---------------------------------------------------------------------------------------
 
 PUBLISHED_RULES = ("simple_rl", "logic_rl", "deepscaler")
 CHECKERS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "choice": choice, "math": math_verifier}
 
 
 def rule_total(rule: str, correct: bool, answered: bool, formatted: bool) -> float:
-    """A published rule's total.
+    """The total score of a published rule.
 
     simple_rl: 1 right, -0.5 wrong, -1 no answer. logic_rl: format 1 or -1, and answer 2 right, -1.5 wrong, -2 not found
     or badly formatted. deepscaler: 1 if right and well formatted, else 0.
@@ -323,27 +320,27 @@ def rule_total(rule: str, correct: bool, answered: bool, formatted: bool) -> flo
 
 
 def rule_scores(completion: str, answer: Any, extra: Mapping[str, Any], *, rule: str, checker: str = "number") -> float:
-    r"""The total of a published rule; an answer is what stands in `<answer>` or `\boxed{}`, judged by `checker`.
+    r"""The total score of a published rule. The answer is taken from `<answer>` or `\boxed{}` and judged by `checker`.
 
-    It is 1 or more exactly where the answer counts as right.
+    The score is 1 or more exactly if the answer counts as right.
     """
     answered = bool(answer_block(completion) or last_boxed(completion))
     correct = CHECKERS[checker](completion, answer, extra) >= 1 and answered
     return rule_total(rule, correct, answered, think_format(completion, answer, extra) == 1)
 
 
-# --- generated tasks -------------------------------------------------------------------------------------------------
+# --- dispatching to a task or a row's own verifier -------------------------------------------------------------------------------------------------
 
 
 def task_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
-    """What the checker of the generated task that made the row says; `extra["task"]` is its name."""
+    """The score by the checker of the generated task `extra["task"]`."""
     from burnish.data.tasks.registry import score_answer
 
     return float(score_answer(extra["task"], completion, answer, dict(extra)))
 
 
 def row_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | PartResult:
-    """What the verifier that the row itself names says; `extra["verifier"]`, as `burnish data prepare` writes it."""
+    """The score by the verifier that the row names in `extra["verifier"]`; `burnish data prepare` writes that column."""
     name = extra["verifier"]
     if name not in VERIFIERS or name == "row":
         raise ValueError(f"the row's verifier {name!r} is not one of {', '.join(v for v in VERIFIERS if v != 'row')}")
@@ -368,12 +365,7 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
 
 
 NEEDS_ANSWER = frozenset({"exact", "number", "choice", "math", "rule_scores", "qa", "ifeval", "code"})
-"""Verifiers that compare with the row's expected answer. `row` needs what the verifier named by the row needs."""
-
-
-def verifier_needs_answer(name: str) -> bool:
-    """Whether a built-in verifier cannot score a row without an expected answer."""
-    return name in NEEDS_ANSWER
+"""Verifiers that compare with the row's expected answer. Whether `row` needs one depends on the verifier that the row names."""
 
 
 OPTION_CHOICES: dict[str, tuple[str, ...]] = {
@@ -391,7 +383,7 @@ def _choices_hint(option: str) -> str:
 
 
 def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
-    """Refuse, before a run starts, options a verifier does not take or lacks, values it does not know, a missing extra."""
+    """Check a verifier's options before a run starts: unknown or missing options, unknown values, a package that is not installed."""
     parameters = [p for p in inspect.signature(VERIFIERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     known = [p.name for p in parameters]
     for key in options:
@@ -408,13 +400,15 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
         try:
             re.compile(options["pattern"], re.DOTALL)
         except (re.error, TypeError) as error:
-            raise UserError(f"{where}: pattern {options['pattern']!r} is no regular expression: {error}") from error
+            raise UserError(
+                f"{where}: pattern {options['pattern']!r} is not a valid regular expression: {error}"
+            ) from error
     if "math" in (name, options.get("checker")) and importlib.util.find_spec("math_verify") is None:
         raise UserError(f"{where}: the math verifier needs math-verify; install it with pip install 'burnish[math]'")
 
 
 def warm_up(name: str) -> None:
-    """Load what a verifier loads on first use, so that no answer pays for it out of its own deadline."""
+    """Load what a verifier loads on first use, so that this time does not count against the deadline of the first answer."""
     if name == "math" or (name in ("rule_scores", "row") and importlib.util.find_spec("math_verify") is not None):
         math_verifier("\\boxed{\\frac{1}{2}}", "0.5", {})
     if name == "code":

@@ -1,7 +1,7 @@
-"""What a worker process takes away from itself before it looks at an answer (Linux; elsewhere what there is).
+"""Limits that a worker process sets on itself before it scores an answer (all on Linux; fewer on other systems).
 
-These bound accidents and greedy answers: time, memory, files, network, orphans. They are no jail: code that an
-answer smuggles into `eval` still reads and writes files as the user who started the run.
+They bound accidents and greedy answers: CPU time, memory, files, network, orphans. They are not a sandbox: code that an answer smuggles
+into `eval` can still read and write files as the user who started the run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_OPEN_FILES = 256
 
 
 def die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group when the other end of a pipe closes, however its owner died.
+    """Have the kernel kill this process group when the other end of the pipe closes, however its owner died.
 
-    Unlike PR_SET_PDEATHSIG this reaches the children of a scorer too, and does not fire when a mere thread of the
-    parent ends. It needs nothing of this process, which may be deep in one endless multiplication.
+    Unlike PR_SET_PDEATHSIG, this also reaches the children of a scorer and does not fire when only a thread of the parent ends. It works
+    even while this process is stuck in an endless multiplication.
     """
     if not hasattr(fcntl, "F_SETSIG"):
         return  # not Linux: an idle worker still ends when its socket closes
@@ -47,7 +47,7 @@ def limit_resources(memory_gib: float) -> None:
 
 
 def _lower_limit(limit: int, value: int) -> None:
-    """Set a limit for good, keeping a stricter one that is there already."""
+    """Set the soft and the hard limit; keep a stricter hard limit."""
     hard = resource.getrlimit(limit)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
@@ -56,7 +56,7 @@ def _lower_limit(limit: int, value: int) -> None:
 def extend_cpu_limit(seconds: float) -> None:
     """Let this process use this much more CPU time, then get SIGXCPU.
 
-    The pool's deadline comes first for this process; children that fled from its group inherit the limit.
+    The pool's deadline ends this process earlier. The limit is for children that have left the process group: they inherit it.
     """
     soft = math.ceil(time.process_time() + seconds) + 1
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -64,10 +64,10 @@ def extend_cpu_limit(seconds: float) -> None:
 
 
 def leave_network() -> bool:
-    """Move into a network namespace with nothing in it; False if the system does not allow that.
+    """Move into an empty network namespace; False if the system does not allow it.
 
-    Root may do so directly; others through a user namespace of their own. Only a process with one thread may, so this
-    comes before anything that starts threads is imported.
+    Root may do so directly, other users through a user namespace of their own. The kernel allows it only to a process with one thread, so
+    this must come before anything that starts threads is imported.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -76,16 +76,18 @@ def leave_network() -> bool:
         return True
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
         return False
-    # Who has no name in its user namespace may not make another, and the sandbox of programs is one.
-    with contextlib.suppress(OSError):  # then the sandbox says so when it is asked for; the network is gone either way
+    # A process without an id map may not create another user namespace, and the sandbox for programs needs one.
+    with contextlib.suppress(
+        OSError
+    ):  # the network is gone either way; the sandbox reports the problem if it is needed
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
     return True
 
 
 def silence_output() -> None:
-    """Send what is printed from here on to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+    """Discard everything that is printed from here on."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
+    os.close(devnull)

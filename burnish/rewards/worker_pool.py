@@ -1,13 +1,13 @@
 """A pool of worker processes with a hard deadline on every call.
 
-A thread owns the workers, so deadlines hold and work goes on while the caller is busy with something else. The rules:
+A background thread owns the workers, so deadlines hold and work continues while the caller is busy. The rules:
 
-- a call past its deadline: its worker is killed and replaced, the call is `timed_out`, never retried;
-- a call that raises, or whose worker dies or is stopped (SIGSTOP) under it: retried once, on another worker, then reported with
-  the traceback;
-- the other calls of a killed worker go back to the queue, without blame.
+- A call past its deadline is `timed_out` and never retried. Its worker is killed and replaced.
+- A call that raises, or whose worker dies or is stopped (SIGSTOP) during it, is retried once, on another worker. A second failure is
+  reported with the traceback.
+- The other calls of a killed worker go back to the queue. They do not count as failed.
 
-Calls go out in batches and come back one by one, so the first unanswered call of a worker is the one it is at.
+Calls are sent in batches and answered one by one, so the first unanswered call of a worker is the one it is running.
 """
 
 from __future__ import annotations
@@ -23,29 +23,48 @@ import queue
 import selectors
 import signal
 import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import burnish
 from burnish.config.errors import UserError
 from burnish.rewards.score_types import PartResult
-from burnish.rewards.worker import START_TIMEOUT_S, ScoringCall, WorkerProcess, WorkerSetup, describe_exit, start_worker
+from burnish.rewards.worker import FrameReader, WorkerSetup
 from burnish.run.supervisor.processes import is_stopped
+from burnish.sandbox.rpc import frame
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS_PER_MESSAGE = (
-    32  # calls in a message: enough to make a message cheap, few enough to share the last ones out evenly
-)
+MAX_CALLS_PER_MESSAGE = 32  # enough to make messages cheap, few enough to spread the last calls evenly
 MAX_FAILED_STARTS = 3
+MAX_REPLY_BYTES = 1 << 24
+START_TIMEOUT_S = 120.0  # generous, because a user's module may load a model
+KILL_TIMEOUT_S = 10.0  # how long to wait for a process to be gone after SIGKILL
+SEND_TIMEOUT_S = 10  # a ready worker reads at once
+
+
+@dataclass
+class ScoringCall:
+    """One call of one part's scorer, with one request or, for a batch function, several."""
+
+    part: int
+    tickets: tuple[int, ...]  # the caller's numbers of the requests
+    payload: bytes  # the requests, pickled
+    failures: int = 0
+    avoid: int | None = None  # the worker it failed on
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What became of a call: results (one a request), or a timeout, or the error of its second failure."""
+    """The outcome of a call: results (one per request), a timeout, or the error of its second failure."""
 
     call: ScoringCall
     results: list[PartResult] | None = None
@@ -64,7 +83,7 @@ def _parse_result(
     timed_out: bool,
     extra: dict[str, Any],
 ) -> PartResult:
-    """A result as a worker sent it; ValueError or TypeError if it is none."""
+    """Parse a result that a worker sent; ValueError or TypeError if it is malformed."""
     as_floats = {key: float(number) for key, number in parts.items()}
     return PartResult(
         None if value is None else float(value),
@@ -77,16 +96,97 @@ def _parse_result(
 
 
 def _checked_log_value(shown: Any) -> Any:
-    """What a function logged beside a sample; ValueError for anything that is not a number, a truth value, null or a text."""
+    """Check a value that a function logged; ValueError for anything but a number, a boolean, None or a text."""
     if shown is not None and not isinstance(shown, bool | int | float | str):
-        raise ValueError(f"a {type(shown).__name__} beside a sample")
+        raise ValueError(f"a {type(shown).__name__} is not a value to log")
     return shown
 
 
-class WorkerPool:
-    """Worker processes that have loaded the same parts; outcomes go to the queue it is given, in any order.
+@dataclass
+class WorkerProcess:
+    """A running worker process and its unanswered calls. It is running the first of them. No method blocks without a bound."""
 
-    A worker that cannot start is fatal: the error is put in that queue instead of an outcome, and the pool ends.
+    number: int
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    lifeline: int
+    deadline: float
+    is_ready: bool = False
+    calls: deque[tuple[int, ScoringCall]] = field(default_factory=deque)  # (serial number, call)
+    frames: FrameReader = field(default_factory=lambda: FrameReader(MAX_REPLY_BYTES))
+
+    @property
+    def owes_message(self) -> bool:
+        """Whether it owes a message: that it is ready, or the answer to a call."""
+        return not self.is_ready or bool(self.calls)
+
+    def send(self, body: bytes) -> None:
+        """Send a message; OSError if the worker is gone or does not read."""
+        self.channel.sendall(frame(body))
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """Return the messages that have arrived, without waiting, and whether the connection is still open."""
+        bodies: list[bytes] = []
+        while True:
+            try:
+                data = self.channel.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return bodies, True
+            except ConnectionError:
+                return bodies, False
+            if not data:
+                return bodies, False
+            bodies += self.frames.feed(data)
+
+    def kill(self) -> int:
+        """Kill the worker and its children, reap it, and return its exit status (its own if it had ended before)."""
+        with contextlib.suppress(ProcessLookupError):  # no process is left in the group
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.channel.close()
+        os.close(self.lifeline)
+        try:
+            return self.process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # stuck in the kernel, such as on a lost network disk
+            return -signal.SIGKILL
+
+
+def start_worker(number: int, setup: WorkerSetup, directory: str) -> WorkerProcess:
+    """Start a worker in a session of its own. It is ready once it has sent its `ready` message."""
+    ours, theirs = socket.socketpair()
+    # A timeout for sending only; `settimeout` would also apply to receiving.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+    lifeline_theirs, lifeline_ours = os.pipe()
+    root = str(Path(burnish.__file__).parents[1])
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    # -P: a file in the working directory must not shadow a module of the standard library
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "burnish.rewards.worker", str(theirs.fileno()), str(lifeline_theirs)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(), lifeline_theirs),
+        start_new_session=True,
+        cwd=directory,
+        env={**os.environ, **threads, "PYTHONPATH": path},
+    )
+    theirs.close()
+    os.close(lifeline_theirs)
+    worker = WorkerProcess(number, process, ours, lifeline_ours, time.monotonic() + START_TIMEOUT_S)
+    with contextlib.suppress(OSError):  # the process has ended already; the next read notices it
+        worker.send(pickle.dumps(setup))
+    return worker
+
+
+def describe_exit(status: int) -> str:
+    """Describe an exit status in words."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
+class WorkerPool:
+    """Worker processes that have loaded the same parts. Outcomes are put into the given queue, in any order.
+
+    A worker that cannot start is fatal: the error is put into that queue in place of an outcome, and the pool ends.
     """
 
     def __init__(self, setup: WorkerSetup, num_workers: int, outcomes: OutcomeQueue) -> None:
@@ -104,29 +204,29 @@ class WorkerPool:
         self._is_closing = False
         self._has_warned = False
         self._selector = selectors.DefaultSelector()
-        self._bell, self._bell_rope = socket.socketpair()  # wakes the thread from its wait
-        self._bell.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._wake_reader, self._wake_writer = socket.socketpair()  # wakes the thread from its wait
+        self._wake_reader.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="burnish-rewards", daemon=True)
         self._thread.start()
 
     def submit(self, calls: Sequence[ScoringCall]) -> None:
-        """Queue calls; returns at once."""
+        """Queue calls; return at once."""
         for call in calls:
             self._inbox.put(call)
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
-        """Kill and reap every worker; calls without an outcome never get one."""
+        """Kill and reap every worker. Unfinished calls get no outcome."""
         self._is_closing = True
-        self._ring()
+        self._wake()
         self._thread.join()
-        self._bell.close()
-        self._bell_rope.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # rung more often than heard, so it will be heard
-            self._bell_rope.send(b"!", socket.MSG_DONTWAIT)
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the buffer is full of wake-ups, so the thread will wake anyway
+            self._wake_writer.send(b"!", socket.MSG_DONTWAIT)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -136,15 +236,15 @@ class WorkerPool:
                 self._start()
             while not self._is_closing:
                 self._dispatch()
-                for key, _ in self._selector.select(self._patience_s()):
-                    if key.fileobj is self._bell:
-                        self._bell.recv(4096)
+                for key, _ in self._selector.select(self._select_timeout_s()):
+                    if key.fileobj is self._wake_reader:
+                        self._wake_reader.recv(4096)
                     elif key.data in self._workers:
                         self._read(key.data)
                 while not self._inbox.empty():
                     self._waiting.append(self._inbox.get_nowait())
                 self._enforce_deadlines()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+        except BaseException as error:  # noqa: BLE001 - passed to the caller's thread, which raises it
             self._outcomes.put(error)
         finally:
             for worker in self._workers:
@@ -156,25 +256,25 @@ class WorkerPool:
         self._workers.append(worker)
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
 
-    def _patience_s(self) -> float | None:
-        deadlines = [w.deadline for w in self._workers if w.is_waited_for]
+    def _select_timeout_s(self) -> float | None:
+        deadlines = [w.deadline for w in self._workers if w.owes_message]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _dispatch(self) -> None:
-        """Give every idle worker its share of what is waiting: less as the queue empties, so that all end together."""
+        """Send waiting calls to idle workers. Batches shrink as the queue empties, so that all workers finish together."""
         for worker in list(self._workers):
-            if worker.is_waited_for or not self._waiting:
+            if worker.owes_message or not self._waiting:
                 continue
             share = min(MAX_CALLS_PER_MESSAGE, math.ceil(len(self._waiting) / (2 * self._num_workers)))
-            worker.calls.extend((next(self._serials), call) for call in self._take(share, worker))
+            worker.calls.extend((next(self._serials), call) for call in self._next_calls(share, worker))
             worker.deadline = time.monotonic() + self._setup.timeout_s
             try:
                 worker.send(pickle.dumps([(serial, call.part, call.payload) for serial, call in worker.calls]))
-            except OSError:  # it died while idle: nothing it was given has run
+            except OSError:  # it died while idle, so none of these calls has run
                 self._replace(worker, blame=False)
 
-    def _take(self, share: int, worker: WorkerProcess) -> list[ScoringCall]:
-        """The next calls for a worker, leaving those that failed on it to the others if there are others."""
+    def _next_calls(self, share: int, worker: WorkerProcess) -> list[ScoringCall]:
+        """The next calls for a worker. Calls that failed on it are left to other workers, if there are any."""
         taken: list[ScoringCall] = []
         passed_over: list[ScoringCall] = []
         while self._waiting and len(taken) < share:
@@ -188,15 +288,15 @@ class WorkerPool:
         try:
             bodies, is_open = worker.receive()
             for body in bodies:
-                self._hear(worker, json.loads(body))
+                self._handle_message(worker, json.loads(body))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            # Only code that an answer smuggled in can make a worker speak out of turn.
+            # Only code that an answer smuggled into the worker can make it send a malformed message.
             self._replace(worker, reason=f"the scoring process sent an unreadable reply ({error})")
         else:
             if not is_open:
                 self._replace(worker)
 
-    def _hear(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+    def _handle_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         if "failed" in message:
             raise UserError(message["failed"])
         if not worker.is_ready:
@@ -204,18 +304,18 @@ class WorkerPool:
             self._failed_starts = 0
             if self._setup.isolated and not message["offline"] and not self._has_warned:
                 self._has_warned = True
-                logger.warning("this system does not let verifier processes give up the network; they keep it")
+                logger.warning("verifier processes keep network access: this system does not allow them to give it up")
             return
         serial, call = worker.calls[0]
         if message["serial"] != serial:
-            raise ValueError(f"answers call {message['serial']} while at {serial}")
+            raise ValueError(f"it answers call {message['serial']} while running {serial}")
         late = message["elapsed_s"] > self._setup.timeout_s
         results = [_parse_result(*r) for r in message["results"]] if "results" in message else None
         if results is not None and len(results) != len(call.tickets):
             raise ValueError(f"{len(results)} results for {len(call.tickets)} requests")
         worker.calls.popleft()
         worker.deadline = time.monotonic() + self._setup.timeout_s
-        if late:  # finished just before the kill: the same verdict as just after it
+        if late:  # it finished just before the kill: the outcome is the same as just after it
             self._outcomes.put(CallOutcome(call, timed_out=True))
         elif results is None:
             self._fail(call, worker, message["error"])
@@ -224,26 +324,26 @@ class WorkerPool:
 
     def _enforce_deadlines(self) -> None:
         for worker in list(self._workers):
-            if worker.is_waited_for and time.monotonic() > worker.deadline:
-                self._read(worker)  # its answer may have arrived while this thread was kept waiting
-                if worker not in self._workers or time.monotonic() <= worker.deadline or not worker.is_waited_for:
+            if worker.owes_message and time.monotonic() > worker.deadline:
+                self._read(worker)  # its answer may have arrived while this thread did not run
+                if worker not in self._workers or time.monotonic() <= worker.deadline or not worker.owes_message:
                     continue
-                if is_stopped(worker.process.pid):  # which says nothing of the answer it was at
+                if is_stopped(worker.process.pid):  # not the fault of the call it was running
                     for _, call in list(worker.calls)[:1]:
                         worker.calls.popleft()
                         self._fail(call, worker, "the scoring process was stopped by a signal during this call")
                 elif not worker.is_ready:
                     raise UserError(
-                        f"a scoring process was not ready {START_TIMEOUT_S:.0f} s after its start: {self._names()}"
+                        f"a scoring process was not ready {START_TIMEOUT_S:.0f} s after its start: {self._part_names()}"
                     )
                 else:
                     self._outcomes.put(CallOutcome(worker.calls.popleft()[1], timed_out=True))
                 self._replace(worker, blame=False)
 
-    # --- when things go wrong ----------------------------------------------------------------------------------------
+    # --- failures ----------------------------------------------------------------------------------------------------
 
     def _replace(self, worker: WorkerProcess, blame: bool = True, reason: str | None = None) -> None:
-        """Bury a worker, requeue what it had, start another; blame the call it was at if it died by itself."""
+        """Replace a worker and requeue its calls. With `blame`, the call that it was running counts as failed."""
         self._workers.remove(worker)
         self._selector.unregister(worker.channel)
         status = worker.kill()
@@ -252,7 +352,7 @@ class WorkerPool:
             if self._failed_starts == MAX_FAILED_STARTS:
                 raise UserError(
                     f"{MAX_FAILED_STARTS} scoring processes in a row ended before they were ready; the last one "
-                    f"{describe_exit(status)} while loading {self._names()}. If it ran out of memory, raise "
+                    f"{describe_exit(status)} while loading {self._part_names()}. If it ran out of memory, raise "
                     f"reward.memory_gib (now {self._setup.memory_gib:g})"
                 )
         if blame and worker.calls:
@@ -274,5 +374,5 @@ class WorkerPool:
         call.avoid = worker.number
         self._waiting.appendleft(call)
 
-    def _names(self) -> str:
+    def _part_names(self) -> str:
         return ", ".join(part.name for part in self._setup.parts.values())

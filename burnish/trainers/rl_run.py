@@ -85,7 +85,7 @@ def checked_run(
         policy = build_policy(model, sources, config.seed, base)
         kinds = (JUDGE,) if elsewhere else (MODEL, JUDGE)
         scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
-        rewards.hand_in(scorers)
+        rewards.attach_scorers(scorers)
         notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
         parts = build_parts(config, base, policy, rewards, rows.take)
         parts.notes = [*notes, *often_repeated_rows(config, rows.sizes), *parts.notes]
@@ -199,7 +199,7 @@ def run_controls(
     with Rewards(config.reward, base) as rewards:
         for number, (title, rows) in enumerate(control_data(source, config.seed).items(), 1):
             policy = roles.build_policy(config.model, config.data.train, config.seed, base)
-            rewards.hand_in(roles.build_scorers(config.reward, policy.tokenizer, base))
+            rewards.attach_scorers(roles.build_scorers(config.reward, policy.tokenizer, base))
             path = run.directory.path / f"control-{number}.jsonl"
             atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
             data = [Source(path=str(path.resolve()))]

@@ -102,7 +102,7 @@ def scored(judge: EngineJudge, answers: list[str], base: Path | None = None, **m
             pass
 
     with Rewards(Reward(parts=[part]), base) as rewards:
-        rewards.hand_in({0: Lent()})
+        rewards.attach_scorers({0: Lent()})
         return rewards.score([request(answer) for answer in answers]), rewards.counters
 
 

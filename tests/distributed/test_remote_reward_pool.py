@@ -29,7 +29,7 @@ from burnish.models.policy import load_policy
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
-from burnish.rewards.worker import START_TIMEOUT_S, ScoringCall
+from burnish.rewards.worker_pool import START_TIMEOUT_S, ScoringCall
 from burnish.run.checkpoint.saver import keep_in_place
 from burnish.run.checkpoint.snapshot import write_contents
 from tests.distributed.in_process_backend import HereBackend
@@ -77,8 +77,8 @@ class Office:
 
 @contextmanager
 def office(reward: Reward, base: Path | None = None, backend: type[HereBackend] = HereBackend) -> Iterator[Office]:
-    with Rewards(reward, base, is_elsewhere=True) as rewards:
-        setups = list(rewards.setups.values())
+    with Rewards(reward, base, is_remote=True) as rewards:
+        setups = list(rewards.worker_setups.values())
         workers: list[RewardWorker] = []  # those that were replaced too
 
         def worker(rank: int) -> RewardWorker:
@@ -88,7 +88,9 @@ def office(reward: Reward, base: Path | None = None, backend: type[HereBackend] 
         here = backend(worker, 2)
         made = Office(rewards, here)
         group = WorkerGroup("reward", RewardWorker, here, deadline_s=5)
-        rewards.employ(lambda outcomes: RemoteRewardPool(group, outcomes, reward.workers, 5.0, 1.0, made.notes.append))
+        rewards.use_pool(
+            lambda outcomes: RemoteRewardPool(group, outcomes, reward.workers, 5.0, 1.0, made.notes.append)
+        )
         try:
             yield made
         finally:
@@ -106,7 +108,7 @@ def test_workers_give_the_scores_of_one_process(which: str, request: pytest.Fixt
     reward, requests = mixed(request.getfixturevalue(which)), [request_of(k) for k in range(90)]
     requests[7] = ScoreRequest("long", "21>", "1" * 20, "rows", "12", {})  # longer than the model's positions
     with Rewards(reward) as rewards:
-        rewards.hand_in(build_scorers(reward, TOKENIZER, None))
+        rewards.attach_scorers(build_scorers(reward, TOKENIZER, None))
         expected = rewards.score(requests)
     with office(reward) as made:
         found = made.rewards.score(requests)

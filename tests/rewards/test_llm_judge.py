@@ -278,7 +278,7 @@ def test_answers_outlive_a_kill(tmp_path: Path) -> None:
         ({"low": 1, "high": 5}, "no effect with parser verdict"),
         ({"votes": 3}, "at temperature 0 are all the same"),
         ({"votes": 0}, "votes=0 is below 1"),
-        ({"per_minute": 0}, "lets no call through"),
+        ({"per_minute": 0}, "per_minute=0 should be above 0"),
         ({"key": "NO_SUCH_VARIABLE"}, "is not set"),
         ({"speed": 1}, "unknown option 'speed'"),
     ],

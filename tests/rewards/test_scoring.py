@@ -171,9 +171,9 @@ def test_rewards_that_cannot_be_computed_with_fail_with_the_reason(folder):
     with Rewards(Reward(parts=parts, workers=1), base=folder) as rewards:
         scores = rewards.score([request(str(k), size=s) for k, s in enumerate((4e8, 1e307, -2e9, 5e8, float("inf")))])
     assert [score.reward for score in scores] == [1e9, None, None, None, None]
-    said = "1e+307 is no reward that can be computed with: it must be finite and at most 1e+09 in size; scale it down"
+    said = "1e+307 is not a usable reward: it must be finite and at most 1e+09 in magnitude; scale it down"
     assert scores[1].error == "\n".join(f"reward part {part!r} of row '1': {said}" for part in ("sized", "sized_2"))
-    assert "the weighted sum of row '3': 1.25e+09 is no reward" in (scores[3].error or "")
+    assert "the weighted sum of row '3': 1.25e+09 is not a usable reward" in (scores[3].error or "")
     assert "must be finite, got inf" in (scores[4].error or "")
 
 

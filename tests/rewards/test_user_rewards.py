@@ -114,9 +114,9 @@ def test_options_are_checked_against_the_signature(load):
     assert load("needy", tokenizer="x")
     for name, options, message in (
         ("single", {"bonsu": 1.0}, "did you mean 'bonus'"),
-        ("single", {"solution_str": "x"}, "filled in by the program"),
-        ("asked", {"trainer_state": 1}, "filled in by the program"),
-        ("needy", {}, "needs the parameter 'tokenizer', which verl does not give"),
+        ("single", {"solution_str": "x"}, "so it cannot be an option"),
+        ("asked", {"trainer_state": 1}, "so it cannot be an option"),
+        ("needy", {}, "has a required parameter 'tokenizer' that the verl convention does not pass"),
         ("number", {}, "not a function"),
     ):
         with pytest.raises(UserError, match=message):
@@ -262,7 +262,7 @@ def test_openrlhf_functions_return_a_tensor_or_a_dict_of_them(load, tmp_path):
         PartResult(1.5, 1.0, {"len": 2.0, "all": 7.0}, extra={"text": "a"}),
         PartResult(-2.0, 0.0, {"len": 1.0, "all": 7.0}, extra={"text": "b"}),
     ]
-    with pytest.raises(ValueError, match="no 'rewards', only 'scores'"):
+    with pytest.raises(ValueError, match="no 'rewards'; its keys: 'scores'"):
         call_user_scorer(of(lambda queries: {"scores": [1.0]}, tmp_path), [request()], {})
     with pytest.raises(ValueError, match="reward 0 must be a number"):
         call_user_scorer(of(lambda queries: torch.zeros(1, 3), tmp_path), [request()], {})
@@ -273,7 +273,7 @@ def test_rows_are_checked_against_what_a_function_takes(tmp_path, caplog):
     for name, extra, message in (
         ("batch", {"level": 1}, "needs a column 'answer', which row 'rows/0'"),
         ("batch", {"answer": 1, "level": 1, "completions": []}, "has a column 'completions', .* rename the column"),
-        ("asked", {"trainer_state": 1}, "what TRL calls so: rename"),
+        ("asked", {"trainer_state": 1}, "TRL convention passes something else under that name: rename"),
     ):
         part = Reward(parts=[f"mine.py:{name}"], workers=1)
         with Rewards(part, tmp_path) as rewards, pytest.raises(UserError, match=message):
@@ -284,5 +284,5 @@ def test_rows_are_checked_against_what_a_function_takes(tmp_path, caplog):
         rewards.check(Row(f"rows/{k}", "p", "s", None, {"solution": "x"}) for k in range(3))
     (warning,) = caplog.records
     assert (
-        "row 'rows/0' has no expected answer, so ground_truth is None there (it has: solution)" in warning.getMessage()
+        "row 'rows/0' has no expected answer, so ground_truth is None there (its columns: solution)" in warning.getMessage()
     )

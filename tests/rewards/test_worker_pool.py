@@ -15,7 +15,7 @@ import pytest
 
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.rewards import worker
+from burnish.rewards import worker_pool
 from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
 from burnish.run.supervisor.processes import descendants
@@ -322,7 +322,7 @@ def test_a_process_that_ends_before_it_hears_its_task_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(KILLED_PLUGIN)
-    begin, begun = worker.subprocess.Popen, list[int]()
+    begin, begun = worker_pool.subprocess.Popen, list[int]()
 
     def begin_dead(*args: Any, **options: Any) -> Any:
         started = begin(*args, **options)
@@ -332,7 +332,7 @@ def test_a_process_that_ends_before_it_hears_its_task_is_replaced(
         begun.append(started.pid)
         return started
 
-    monkeypatch.setattr(worker.subprocess, "Popen", begin_dead)
+    monkeypatch.setattr(worker_pool.subprocess, "Popen", begin_dead)
     with Rewards(Reward(parts=["mine.py:slowly"], workers=1), base=tmp_path) as rewards:
         assert [score.reward for score in rewards.score([ScoreRequest("0", "p", "xx", "s", "1", {})])] == [2.0]
     assert len(begun) == 2

@@ -126,7 +126,7 @@ def test_alone_and_mixed_with_a_verifier(scorer_at: Path) -> None:
     tokenizer = Tokenizer.from_characters(ALPHABET)
     requests = [request("right", "12"), request("wrong", "21"), request("long", "1" * 20)]
     with Rewards(config) as rewards:
-        rewards.hand_in(build_scorers(config, tokenizer, None))
+        rewards.attach_scorers(build_scorers(config, tokenizer, None))
         scores = rewards.score(requests)
         assert rewards.weights == {"model": 2.0, "exact": 1.0}
         counters = rewards.counters
@@ -144,7 +144,7 @@ def test_alone_and_mixed_with_a_verifier(scorer_at: Path) -> None:
 def test_alone_it_says_nothing_of_right_or_wrong(scorer_at: Path) -> None:
     config = Reward(parts=[{"name": "model", "options": {"path": str(scorer_at), "device": "cpu"}}])
     with Rewards(config) as rewards:
-        rewards.hand_in(build_scorers(config, Tokenizer.from_characters(ALPHABET), None))
+        rewards.attach_scorers(build_scorers(config, Tokenizer.from_characters(ALPHABET), None))
         rewards.submit([request("a", "12")])
         (score,) = rewards.poll()
         assert rewards.pending == 0
@@ -159,7 +159,7 @@ def test_a_model_that_raises_fails_its_samples_and_says_why(scorer_at: Path) -> 
     with Rewards(Reward(parts=[{"name": "model", "options": {"path": "x"}}])) as rewards:
         with pytest.raises(RuntimeError, match="nobody handed one in"):
             rewards.score([request("a", "12")])
-        rewards.hand_in({0: broken})
+        rewards.attach_scorers({0: broken})
         scores = rewards.score([request("a", "12"), request("b", "21")])
     assert [s.reward for s in scores] == [None, None]
     assert all(s.error is not None and "MemoryError: no room" in s.error for s in scores)
@@ -230,7 +230,7 @@ def score(folder: Path, weight: float = 1.0, **more: Any) -> Score:
         {"parts": [{"name": "model", "weight": weight, "options": options(folder, **more)}], "workers": 1}
     )
     with Rewards(config) as rewards:
-        rewards.hand_in(build_scorers(config, TOKENS, None))
+        rewards.attach_scorers(build_scorers(config, TOKENS, None))
         (found,) = rewards.score([step_request()])
     return found
 
