@@ -1,1 +1,1 @@
-"""Rows in from files and built-in tasks, templates, stateful samplers."""
+"""Data: rows from files and generated tasks, templates, resumable prompt streams, curation."""

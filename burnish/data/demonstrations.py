@@ -17,8 +17,8 @@ import numpy as np
 
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError, did_you_mean
-from burnish.data.row import Message, Row
-from burnish.data.row_formats import checked_messages, refuse_weights, source_records, text_or_messages
+from burnish.data.row import Message, Row, checked_messages, text_or_messages
+from burnish.data.row_formats import refuse_weights, source_records
 from burnish.data.supervised import encode_example, refuse_column_keys, task_demonstrations
 from burnish.data.template import as_messages, render
 from burnish.models.tokenizer import Tokenizer

@@ -1,7 +1,11 @@
-"""Records out of files: jsonl, json, csv (also gzipped), parquet and arrow, one or a glob, each with the place it came from.
+"""Reads records from jsonl, json and csv files (also gzipped), parquet and arrow files, and folders of Hugging Face `datasets`.
 
-A record is a dictionary of plain Python values. Its place (`train.jsonl:17`, `train.parquet, row 3`) goes into
-every message about it, so that a bad row can be found with an editor.
+A record is a dictionary of plain Python values. It comes with its place (`train.jsonl:17`, `train.parquet, row 3`), which every error
+about it names, so that a bad row can be found with an editor.
+
+A folder of `datasets` has one of two layouts. `save_to_disk` writes `dataset_dict.json` with a folder per split, or one data set with
+`state.json`. A snapshot of a hub repository has the split in the names of its data files (`data/train-00000-of-00002.parquet`,
+`main/test.jsonl`), below a folder that may be one of several configurations.
 """
 
 from __future__ import annotations
@@ -21,19 +25,23 @@ from burnish.config.yaml_text import check_file_name, parse_json, read_json_obje
 
 Record = dict[str, Any]
 LocatedRecord = tuple[str, Record]
-"""Where a record came from, and the record."""
+"""The place of a record, and the record."""
 GZIP = ".gz"
 TEXT_FORMATS = (".jsonl", ".json", ".csv")
+SPLIT = re.compile(r"(?:^|[-_./])(train|training|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
+SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+WHOLE_SPLIT = "all"
+"""The split name of data that is not divided."""
 
 
 def read_records(pattern: str, base: Path | None = None) -> Iterator[LocatedRecord]:
-    """All records of the files a path or glob names, files in sorted order, rows in file order."""
+    """Read all records of the files that a path or glob names, in sorted order of the files."""
     for path in find_files(pattern, base):
         yield from READERS[file_format(path)](path)
 
 
 def find_files(pattern: str, base: Path | None = None) -> list[Path]:
-    """The files a path or glob names, looked for from `base` and then from the working directory."""
+    """Find the files that a path or glob names, relative to `base` first and then to the working directory."""
     roots = [pattern] if base is None or Path(pattern).is_absolute() else [str(base / pattern), pattern]
     for root in roots:
         if Path(root).is_file():
@@ -54,14 +62,14 @@ def find_files(pattern: str, base: Path | None = None) -> list[Path]:
 
 
 def file_format(path: Path) -> str:
-    """The ending that tells how a file is read; text may be gzipped (`.jsonl.gz`)."""
+    """The suffix that tells how a file is read; text formats may be gzipped (`.jsonl.gz`)."""
     return Path(path.stem).suffix if path.suffix == GZIP and Path(path.stem).suffix in TEXT_FORMATS else path.suffix
 
 
 def _checked_format(path: Path) -> Path:
     if file_format(path) not in READERS:
         raise UserError(
-            f"{path}: cannot read {path.suffix or 'a file without an ending'}; expected {', '.join(READERS)}"
+            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; expected {', '.join(READERS)}"
         )
     return path
 
@@ -77,7 +85,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
-    # Not str.splitlines: it also breaks at U+2028 and friends, which are legal inside a JSON string.
+    # Not str.splitlines: it also breaks at U+2028 and similar characters, which are legal inside a JSON string.
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
@@ -85,7 +93,7 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _read_json(path: Path) -> Iterator[LocatedRecord]:
-    """A list of objects, or (as some data sets do under this ending) one object a line."""
+    """Read a list of objects or, as some data sets have under this suffix, one object per line."""
     text = _read_text(path)
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path)
@@ -111,7 +119,7 @@ def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _read_arrow(path: Path) -> Iterator[LocatedRecord]:
-    """What Hugging Face `datasets` saves to disk: an Arrow stream (or, of other writers, an Arrow file)."""
+    """Read an Arrow stream, as Hugging Face `datasets` saves it, or an Arrow file of another writer."""
     import pyarrow
 
     number = 0
@@ -130,9 +138,9 @@ def _read_arrow(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _unreadable(path: Path, number: int, kind: str, error: BaseException) -> UserError:
-    """What Arrow says of a damaged file, without the lines of its own source."""
-    said = next(iter(str(error).splitlines()), type(error).__name__)
-    return UserError(f"{path}{f', behind row {number}' if number else ''}: not a readable {kind} file: {said}")
+    """The error for a damaged file: Arrow's message without the lines about its own source."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return UserError(f"{path}{f', after row {number}' if number else ''}: not a readable {kind} file: {reason}")
 
 
 def _read_csv(path: Path) -> Iterator[LocatedRecord]:
@@ -165,16 +173,7 @@ READERS: dict[str, Callable[[Path], Iterator[LocatedRecord]]] = {
 }
 
 
-# --- Folders of Hugging Face `datasets`: which files hold a split.
-#
-# Two layouts: what `save_to_disk` writes (`dataset_dict.json` with a folder a split, or one data set with `state.json`), and
-# a snapshot of a hub repository, whose data files carry the split in their name (`data/train-00000-of-00002.parquet`,
-# `main/test.jsonl`) below a folder that may be one of several configurations.
-
-SPLIT = re.compile(r"(?:^|[-_./])(train|training|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
-SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
-WHOLE_SPLIT = "all"
-"""The name of what is not divided."""
+# --- folders of Hugging Face `datasets` ------------------------------------------------------------------------------
 
 
 def find_splits(folder: Path, config: str | None = None) -> dict[str, list[Path]]:
@@ -193,25 +192,25 @@ def find_splits(folder: Path, config: str | None = None) -> dict[str, list[Path]
         if not any(part.startswith(".") for part in inside.parts) and _is_data(inside):
             found.setdefault(_split_name(inside), []).append(path)
     if not found:
-        raise UserError(f"{folder} holds no data files ({', '.join(READERS)})")
+        raise UserError(f"{folder} has no data files ({', '.join(READERS)})")
     for name, files in found.items():
         _check_one_configuration(name, files, folder)
     return found
 
 
 def choose_split(splits: dict[str, list[Path]], split: str | None, where: str) -> tuple[str, list[Path]]:
-    """The split asked for, or the only one."""
+    """The requested split, or the only one."""
     if split is None and len(splits) == 1:
         return next(iter(splits.items()))
     if split is None:
-        raise UserError(f"{where} holds the splits {', '.join(splits)}; choose one with --split")
+        raise UserError(f"{where} has the splits {', '.join(splits)}; choose one with --split")
     if split not in splits:
         raise unknown_name_error(f"split of {where}:", split, splits)
     return split, splits[split]
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of one saved data set, in the order its state gives."""
+    """The files of one saved data set, in the order of its state file."""
     state = folder / "state.json"
     if not state.is_file():
         raise UserError(f"{folder} is not a saved data set: it has no state.json")
@@ -220,7 +219,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _list_field(path: Path, name: str) -> list[Any]:
-    """A list in a JSON file of a saved data set."""
+    """A list in one of the JSON files of a saved data set."""
     found = read_json_object(path).get(name)
     if not isinstance(found, list):
         raise UserError(f"{path} is damaged: {name} should be a list, not {type(found).__name__}")
@@ -228,7 +227,7 @@ def _list_field(path: Path, name: str) -> list[Any]:
 
 
 def _is_data(path: Path) -> bool:
-    """A json file whose name says nothing of a split may be a description of the repository."""
+    """Whether a file is data: a json file without a split in its name may describe the repository."""
     return file_format(path) != ".json" or SPLIT.search(str(path)) is not None
 
 
@@ -241,5 +240,5 @@ def _check_one_configuration(name: str, files: list[Path], folder: Path) -> None
     parents = sorted({str(file.parent.relative_to(folder)) for file in files})
     if len(parents) > 1:
         raise UserError(
-            f"{folder} holds the split {name} in several folders ({', '.join(parents)}); choose one with --config"
+            f"{folder} has the split {name} in several folders ({', '.join(parents)}); choose one with --config"
         )

@@ -17,15 +17,13 @@ from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
 from burnish.data import row_formats
 from burnish.data.files import Record
-from burnish.data.row import Row
+from burnish.data.row import Row, TextOrMessages, text_or_messages
 from burnish.data.row_formats import (
     TOOLS_IN_SUPERVISED_DATA,
-    TextOrMessages,
     prompt_and_completion,
     refuse_weights,
     source_name,
     source_records,
-    text_or_messages,
 )
 from burnish.data.supervised import Example, encode_example, refuse_column_keys
 from burnish.data.tasks.registry import make_preferences

@@ -1,42 +1,158 @@
-"""A row of data: a prompt with what is needed to score its answer."""
+"""A row of data, and the chat messages in it.
+
+A message is a dictionary with `role` and `content`. ShareGPT's `from` and `value` are converted. Everything that is not text is an error
+that names its place.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+from burnish.config.errors import UserError
+
+Message = dict[str, Any]
+TextOrMessages = str | list[Message]
+ROLE = re.compile(r"[\w-]+")
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""The role of each value of ShareGPT's `from`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt with what is needed to score its answer.
+    """A prompt with what is needed to score an answer to it.
 
-    `id` is `<source name>/<index in the source>`: the same for every run over the same data, because sampling
-    randomness is keyed by it. `extra` holds every other column.
+    `id` is `<source name>/<index in the source>`. It is the same for every run over the same data, because sampling randomness is keyed by
+    it. `extra` holds every other column.
     """
 
     id: str
-    prompt: str | list[Message]
+    prompt: TextOrMessages
     data_source: str
     answer: Any
     extra: dict[str, Any] = field(default_factory=dict)
-    completion: str | list[Message] | None = None
+    completion: TextOrMessages | None = None
     messages: list[Message] | None = None
     nested: tuple[str, ...] = ()
-    """Keys of `extra` that stood inside verl's `extra_info`: they are no columns of the row."""
+    """Keys of `extra` that came from verl's `extra_info`; they are not columns of the row."""
     text: str | None = None
-    """A text that stands as it is, without a template: all of it is learnt, or what `completion` adds to it."""
+    """A text that no template changes. All of it is trained on, or only `completion` if the row has one."""
     style: str | None = None
-    """verl's `reward_model.style`: who scores the row."""
+    """verl's `reward_model.style`: what scores the row."""
     where: str = field(default="", compare=False)
-    """The file and line it was read from."""
+    """The file and line that the row was read from."""
 
     @property
     def place(self) -> str:
-        """Where to look for the row."""
+        """Where to find the row, for errors."""
         return self.where or f"row {self.id!r} of {self.data_source!r}"
 
 
-Message = dict[str, Any]
+def text_or_messages(value: Any, key: str, where: str) -> str | list[Message]:
+    """Check a column that holds text or messages; anything else is an error that names its place."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise UserError(f"{where}: {key} is empty")
+        return _checked_text(value, f"{where}: {key}")
+    if isinstance(value, list):
+        return checked_messages(value, key, where)
+    raise UserError(f"{where}: {key} should be text or a list of messages, got {typed_repr(value)}")
+
+
+def checked_messages(value: Any, key: str, where: str) -> list[Message]:
+    """Check a column that holds messages, each with role and content, at least one of them not empty."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: {key} should be a list of messages, got {typed_repr(value)}")
+    messages = [_message(m, f"{where}: {key}[{i}]") for i, m in enumerate(value)]
+    if not any(str(m["content"]).strip() or "tool_calls" in m for m in messages):
+        raise UserError(f"{where}: {key} is empty: no message has any content")
+    return messages
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} should be an object with role and content, got {typed_repr(value)}")
+    message = _normalize_message(value, where)
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            raise UserError(f"{where}.{key} should be text, got {typed_repr(value.get(key))}")
+    _checked_text(message["content"], f"{where}.content")
+    if not ROLE.fullmatch(
+        message["role"]
+    ):  # a chat template writes the role next to its control tokens, so it must not contain any
+        raise UserError(f"{where}.role should be a word such as user or assistant, got {typed_repr(message['role'])}")
+    return message
+
+
+def _checked_text(text: str, where: str) -> str:
+    """Check that a text can be encoded: half of a surrogate pair (`\\ud800` in JSON) can be neither tokenised nor saved."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise UserError(
+            f"{where} has half of a surrogate pair ({half!r}) at character {error.start + 1}; remove it"
+        ) from error
+    return text
+
+
+def _content_text(content: Any, where: str) -> Any:
+    """The content of a message, with text blocks joined. A block of another type is an error."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise UserError(
+                f"{where}[{index}] is a block of type {kind!r}; burnish reads only text, or blocks "
+                '{"type": "text", "text": ...}: leave such rows out of the file'
+            )
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def _normalize_message(value: Mapping[str, Any], where: str) -> Message:
+    """A message with `role` and `content`, converted from ShareGPT's `from` and `value` if needed. Null fields are dropped."""
+    message = {key: field for key, field in value.items() if field is not None}
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        if role not in ROLES:
+            raise UserError(
+                f"{where}.from is {role!r}; expected one of {', '.join(ROLES)} (a tool call is an assistant message with tool_calls)"
+            )
+        message = {"role": ROLES[role], "content": message.pop("value", None), **message}
+    if "content" in message:
+        message["content"] = _content_text(message["content"], f"{where}.content")
+    for key in ("weight", "train"):
+        if key in message and not message[key]:
+            raise UserError(
+                f"{where}.{key} excludes this turn from training, but burnish trains on every assistant turn of a conversation: give a row "
+                "with `prompt` (the turns before) and `completion` (the turn to train on)"
+            )
+    return message
+
+
+def short_repr(value: Any) -> str:
+    """A value for an error message, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def typed_repr(value: Any) -> str:
+    """The type of a value and the value, for an error message."""
+    return f"{type(value).__name__} {short_repr(value)}"

@@ -1,8 +1,7 @@
-"""Examples for supervised training: tokens, and which of them the assistant said.
+"""Examples for supervised training: tokens, and a mask of the tokens to train on.
 
-Only what the assistant says is learnt: a completion with its end token, or the assistant turns of a conversation
-each with its end-of-turn token. Contexts are tokenised apart from what is said after them, exactly as they will be
-at rollout time.
+Only the assistant's text is trained on: a completion with its end token, or each assistant turn of a conversation with its end-of-turn
+token. A context is tokenised separately from the text after it, exactly as at rollout time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Encoded = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence to imitate; `mask` marks the tokens that are learnt."""
+    """One sequence; `mask` marks the tokens to train on."""
 
     id: str
     tokens: list[int]
@@ -51,7 +50,7 @@ def load_examples(
     base: Path | None = None,
     seed: int = 0,
 ) -> tuple[list[Example], int]:
-    """All examples of the sources, in order, and how many were left out as over-long."""
+    """Load all examples of the sources, in order; also return how many were left out as over-long."""
     refuse_weights(sources, "supervised data, which is used whole")
     refuse_column_keys(sources, SUPERVISED_COLUMNS)
     examples: list[Example] = []
@@ -72,20 +71,20 @@ def load_examples(
     if not examples:
         names = ", ".join(source_name(source) for source in sources)
         raise UserError(
-            f"no examples left in {names or 'no source at all'}: {num_filtered} are over {max_tokens} tokens"
+            f"no examples left in {names or 'no source at all'}: {num_filtered} are longer than {max_tokens} tokens"
         )
     return examples, num_filtered
 
 
 def count_examples(sources: list[Source], base: Path | None, seed: int) -> int:
-    """How many rows the sources have, each checked as far as it can be without a tokenizer."""
+    """Count the rows of the sources, and check each as far as that is possible without a tokenizer."""
     refuse_weights(sources, "supervised data, which is used whole")
     refuse_column_keys(sources, SUPERVISED_COLUMNS)
     return sum(1 for source in sources for _ in _rows(source, base, seed))
 
 
 def refuse_column_keys(sources: list[Source], rows: str) -> None:
-    """The columns of some rows have fixed names; a key that renames them would be ignored, so it is an error."""
+    """Raise a UserError for prompt_key or answer_key where columns have fixed names, so that the keys would be ignored."""
     for source in sources:
         if (source.prompt_key, source.answer_key) != ("question", "answer"):
             raise UserError(
@@ -94,13 +93,13 @@ def refuse_column_keys(sources: list[Source], rows: str) -> None:
 
 
 def example_order(size: int, seed: int, num_draws: int, stream: str = "sft") -> list[int]:
-    """Indices of the examples to train on: seeded epochs, a new order each; `stream` is the kind of training."""
+    """Indices of the examples in training order: shuffled epochs that depend on the seed and `stream`, the kind of training."""
     epochs = (permutation(size, seed, stream, epoch) for epoch in range(-(-num_draws // size)))
     return list(itertools.chain.from_iterable(epochs))[:num_draws]
 
 
 def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encoded:
-    """Tokens of a supervised row, and which of them are learnt."""
+    """The tokens of a supervised row, and the mask of those to train on."""
     if row.text is not None:
         return _encode_text(row, row.text, tokenizer, template)
     kind = template_kind(tokenizer, template)
@@ -119,41 +118,41 @@ def encode_example(row: Row, tokenizer: Tokenizer, template: Template) -> Encode
 
 
 def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) -> Encoded:
-    """A text as it is, which no template changes: all of it is learnt, or only the completion where the row has one."""
+    """Encode a text without a template. All of it is trained on, or only the completion if the row has one."""
     unused = [key for key in ("system", "kwargs") if getattr(template, key)] + ["text"] * (
         template.text != PROMPT_PLACEHOLDER
     )
     if unused:
         raise UserError(
-            f"template.{unused[0]} has no effect on whole texts, which stand as they are; give prompts and answers in columns of their own"
+            f"template.{unused[0]} has no effect on whole texts, which no template changes; give prompts and answers in separate columns"
         )
     completion = prerendered_text(row.completion or "", "completion")
     if not template.prerendered and tokenizer.literal(text + completion) != text + completion:
         raise UserError(
-            "the text holds the name of a control token, such as the end of a turn: set template.prerendered=true if a chat template "
-            "rendered it, or give prompt and answer in columns of their own, where such a name is plain text"
+            "the text contains the name of a control token, such as the end of a turn: set template.prerendered=true if a chat template "
+            "rendered it, or give prompt and answer in separate columns, where such a name is plain text"
         )
     tokens = tokenizer.encode_prerendered(text) if template.prerendered else tokenizer.encode(text, special=True)
     if row.completion is None:
         tokens = _with_end_token(tokens, tokenizer)
-        return tokens, [False] + [True] * (len(tokens) - 1)  # nothing comes before the first token to predict it from
-    said = _with_end_token(tokenizer.encode(completion), tokenizer)
-    return tokens + said, [False] * len(tokens) + [True] * len(said)
+        return tokens, [False] + [True] * (len(tokens) - 1)  # the first token has no context to be predicted from
+    answer_tokens = _with_end_token(tokenizer.encode(completion), tokenizer)
+    return tokens + answer_tokens, [False] * len(tokens) + [True] * len(answer_tokens)
 
 
 def _encode_prerendered(row: Row, tokenizer: Tokenizer) -> Encoded:
-    """Texts that were rendered before: their control tokens are parsed, and the end token is added where it is missing."""
+    """Encode prerendered texts: control tokens are parsed, and the end token is added if it is missing."""
     if row.messages is not None or row.completion is None:
-        raise UserError("template.prerendered takes rows of prompt and completion, both of them texts")
+        raise UserError("template.prerendered needs rows of prompt and completion, both texts")
     context = tokenizer.encode_prerendered(prerendered_text(row.prompt, "prompt"))
-    said = _with_end_token(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
-    return context + said, [False] * len(context) + [True] * len(said)
+    answer_tokens = _with_end_token(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
+    return context + answer_tokens, [False] * len(context) + [True] * len(answer_tokens)
 
 
 def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template: Template) -> Encoded:
-    """Text without markup: what the assistant says ends with the end token, what others say between stands as it is.
+    """Encode turns without a chat template: each assistant turn ends with the end token; other turns are plain text.
 
-    Each text is tokenised by itself, as environments do it. What follows the assistant's last turn is left out.
+    Each text is tokenised by itself, as environments do. Text after the last assistant turn is left out.
     """
     tokens = tokenizer.encode(plain_text(row.prompt, template, tokenizer), special=True)
     mask = [False] * len(tokens)
@@ -161,58 +160,60 @@ def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template
     if last is None:
         raise UserError(f"row {row.id}: no assistant turn to learn from")
     for message in turns[: last + 1]:
-        is_said = message["role"] == "assistant"
-        part = tokenizer.encode(tokenizer.literal(message["content"])) + ([_end_token(tokenizer)] if is_said else [])
+        is_assistant = message["role"] == "assistant"
+        part = tokenizer.encode(tokenizer.literal(message["content"])) + (
+            [_end_token(tokenizer)] if is_assistant else []
+        )
         tokens += part
-        mask += [is_said] * len(part)
+        mask += [is_assistant] * len(part)
     return tokens, mask
 
 
 def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokenizer, template: Template) -> Encoded:
-    """A conversation in which the assistant's turns from number `start` on are learnt.
+    """Encode a conversation; assistant turns from index `start` on are trained on.
 
-    The template renders every prefix of the conversation; each must be a prefix of the next one, or the tokens of a
-    turn could not be told. Text after the last learnt turn is left out: nothing is learnt from it.
+    The template renders every prefix of the conversation. Each must be a prefix of the next one; otherwise the tokens of a turn could not
+    be determined. Text after the last trained turn is left out.
     """
     messages = with_system(turns, template)
     first = start + len(messages) - len(turns)
     tokens: list[int] = []
     mask: list[bool] = []
-    done = ""
-    learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-    if not learnt:
+    rendered = ""
+    trained_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    if not trained_turns:
         raise UserError(f"row {row.id}: no assistant turn to learn from")
-    for i in learnt:
-        asked = tokenizer.chat_text(messages[:i], **template.kwargs)
-        answered = tokenizer.chat_text(messages[: i + 1], add_generation_prompt=False, **template.kwargs)
-        if not (asked.startswith(done) and answered.startswith(asked)):
+    for i in trained_turns:
+        with_prompt = tokenizer.chat_text(messages[:i], **template.kwargs)
+        with_answer = tokenizer.chat_text(messages[: i + 1], add_generation_prompt=False, **template.kwargs)
+        if not (with_prompt.startswith(rendered) and with_answer.startswith(with_prompt)):
             raise UserError(
-                f"row {row.id}: the chat template rewrites earlier text when turn {i + 1} is added, so what the "
-                "assistant said cannot be told from the rest; give each turn as its own prompt and completion row"
+                f"row {row.id}: the chat template rewrites earlier text when turn {i + 1} is added, so the assistant's "
+                "text cannot be told from the rest; give each turn as a row of its own with prompt and completion"
             )
-        context = tokenizer.encode(asked[len(done) :])
-        said = tokenizer.encode(answered[len(asked) :])
-        num_said = _up_to_end_of_turn(said, tokenizer)
-        if num_said == 0:
-            if i == learnt[-1]:
-                said.append(_end_token(tokenizer))
-            num_said = len(said)
-        tokens += context + said
-        mask += [False] * len(context) + [True] * num_said + [False] * (len(said) - num_said)
-        done = answered
+        context = tokenizer.encode(with_prompt[len(rendered) :])
+        answer_tokens = tokenizer.encode(with_answer[len(with_prompt) :])
+        num_trained = _up_to_end_of_turn(answer_tokens, tokenizer)
+        if num_trained == 0:
+            if i == trained_turns[-1]:
+                answer_tokens.append(_end_token(tokenizer))
+            num_trained = len(answer_tokens)
+        tokens += context + answer_tokens
+        mask += [False] * len(context) + [True] * num_trained + [False] * (len(answer_tokens) - num_trained)
+        rendered = with_answer
     return tokens, mask
 
 
-def _up_to_end_of_turn(said: list[int], tokenizer: Tokenizer) -> int:
-    """How many tokens there are up to the end-of-turn token, the turn's last special one; 0 where there is none.
+def _up_to_end_of_turn(answer_tokens: list[int], tokenizer: Tokenizer) -> int:
+    """Number of tokens up to the end-of-turn token, which is the turn's last special token; 0 if there is none.
 
-    What a template writes after it (a line break in ChatML) is never sampled and so never learnt.
+    Text that a template writes after it (a line break in ChatML) is never sampled, so it is not trained on.
     """
-    return max((i + 1 for i, token in enumerate(said) if tokenizer.is_special(token)), default=0)
+    return max((i + 1 for i, token in enumerate(answer_tokens) if tokenizer.is_special(token)), default=0)
 
 
 def _with_end_token(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Tokens of a text that was rendered as a whole, with the end token where it is missing."""
+    """The tokens of a whole rendered text, with the end token added if it is missing."""
     return tokens if tokens and tokens[-1] in tokenizer.eos_ids else [*tokens, _end_token(tokenizer)]
 
 
@@ -223,7 +224,7 @@ def _end_token(tokenizer: Tokenizer) -> int:
 
 
 def _rows(source: Source, base: Path | None, seed: int) -> Iterator[tuple[str, Row]]:
-    """Supervised rows of a source, each with its place; a task gives its demonstrations."""
+    """The supervised rows of a source, each with its place. A task gives its demonstrations."""
     if source.task is None:
         yield from read_supervised_rows(source, base)
         return
@@ -232,9 +233,9 @@ def _rows(source: Source, base: Path | None, seed: int) -> Iterator[tuple[str, R
 
 
 def task_demonstrations(source: Source, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a task shows, each with its place."""
+    """The demonstrations of a task, each with its place."""
     assert source.task is not None
     if source.split == "test":
-        raise UserError(f"task {source.task!r}: demonstrations come from the train side only; leave split out")
+        raise UserError(f"task {source.task!r}: demonstrations come from the train split only; remove split")
     for index, record in enumerate(make_demonstrations(source.task, source.options, seed)[: source.limit]):
         yield f"{source.task}, demonstration {index + 1}", record

@@ -1,7 +1,7 @@
-"""How a row's prompt becomes text and tokens: the tokenizer's chat template, or a plain text for base models.
+"""Renders a row's prompt to text and tokens: with the tokenizer's chat template, or with a plain template for base models.
 
-Control tokens stand only where the chat template puts them. What rows, users and models say is text, also where it holds the name
-of such a token (`models/tokenizer.py`), unless `template.prerendered` says that the prompt was rendered before.
+Only the chat template writes control tokens. Text of rows, users and models stays text, even if it contains the name of a control token
+(`models/tokenizer.py`), unless `template.prerendered` says that the prompt is rendered already.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NAMED_TEMPLATES = {
 
 
 def render(row: Row, tokenizer: Tokenizer, template: Template) -> list[int]:
-    """The tokens a model continues to answer a row."""
+    """The prompt tokens of a row."""
     text = render_text(row, tokenizer, template)
     return tokenize_rendered(text, tokenizer, template)
 
 
 def render_text(row: Row, tokenizer: Tokenizer, template: Template) -> str:
-    """The text a model continues to answer a row, for `tokens_of`; `tokenizer.shown` makes it readable."""
+    """The prompt text of a row, for `tokenize_rendered`; `tokenizer.shown` makes it readable."""
     if template.prerendered:
         return prerendered_text(row.prompt, "prompt")
     if template_kind(tokenizer, template) == "plain":
@@ -44,23 +44,23 @@ def render_text(row: Row, tokenizer: Tokenizer, template: Template) -> str:
 
 
 def tokenize_rendered(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
-    """Tokens of a rendered text: a chat template writes its own BOS, a plain text gets the tokenizer's."""
+    """Tokenize a rendered text. A chat template writes its own BOS; a plain text gets the tokenizer's."""
     if template.prerendered:
         return tokenizer.encode_prerendered(text)
     return tokenizer.encode(text, special=template_kind(tokenizer, template) == "plain")
 
 
 def prerendered_text(value: str | list[Message], what: str) -> str:
-    """A prompt or completion that was rendered before the run."""
+    """Check that a prerendered prompt or completion is text."""
     if not isinstance(value, str):
         raise UserError(
-            f"template.prerendered takes texts that are rendered already, and the {what} is a list of messages"
+            f"template.prerendered needs texts that are rendered already, but the {what} is a list of messages"
         )
     return value
 
 
 def template_kind(tokenizer: Tokenizer, template: Template) -> Literal["chat", "plain"]:
-    """Which kind applies to this tokenizer; options of the other kind are errors, so that none is ever ignored."""
+    """The kind of template for this tokenizer. Options of the other kind are errors, so that none is silently ignored."""
     if (
         template.prerendered
         or template.kind == "plain"
@@ -69,7 +69,7 @@ def template_kind(tokenizer: Tokenizer, template: Template) -> Literal["chat", "
         unused = [key for key in ("system", "kwargs") if getattr(template, key)]
         if unused:
             why = "kind is plain" if template.kind == "plain" else "the tokenizer has no chat template"
-            raise UserError(f"template.{unused[0]} belongs to chat templates and has no effect here: {why}")
+            raise UserError(f"template.{unused[0]} is for chat templates and has no effect here: {why}")
         return "plain"
     if not tokenizer.has_chat_template:
         raise UserError("template.kind=chat, but the tokenizer has no chat template; use kind=plain with a text")
@@ -86,41 +86,43 @@ def template_kind(tokenizer: Tokenizer, template: Template) -> Literal["chat", "
 
 
 def plain_text(prompt: str | list[Message], template: Template, tokenizer: Tokenizer) -> str:
-    """The plain template with the prompt put in as text, so that braces in either survive."""
+    """Fill the prompt into the plain template. Not with `str.format`, so that braces in either survive."""
     text = NAMED_TEMPLATES.get(template.text, template.text)
     if PROMPT_PLACEHOLDER not in text:
         raise UserError(
-            f"template.text {template.text!r} has no {PROMPT_PLACEHOLDER} in it and is not a known name"
+            f"template.text {template.text!r} contains no {PROMPT_PLACEHOLDER} and is not a known template name"
             f"{did_you_mean(template.text, NAMED_TEMPLATES)} (known: {', '.join(NAMED_TEMPLATES)})"
         )
     return text.replace(PROMPT_PLACEHOLDER, tokenizer.literal(prompt_as_text(prompt)))
 
 
 def prompt_as_text(prompt: str | list[Message]) -> str:
-    """A prompt as one text: messages are their contents, a line each."""
+    """A prompt as one text; the contents of messages are joined by line breaks."""
     return prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
 
 
 def with_suffix(prompt: str | list[Message], suffix: str, where: str) -> str | list[Message]:
-    """A prompt with a text behind what the user says last."""
+    """A prompt with a text appended to the last user message."""
     if isinstance(prompt, str):
         return prompt + suffix
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
     if last is None:
-        raise UserError(f"{where}: no message is the user's, so there is none to put {suffix!r} behind")
+        raise UserError(f"{where}: no message has the role user, so {suffix!r} cannot be appended to one")
     asked = {**prompt[last], "content": prompt[last]["content"] + suffix}
     return [*prompt[:last], asked, *prompt[last + 1 :]]
 
 
 def as_messages(value: str | list[Message], role: str) -> list[Message]:
-    """A text as one message of a role; messages as they are."""
+    """A text as one message of this role; messages unchanged."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def with_system(messages: list[Message], template: Template) -> list[Message]:
-    """The config's system message before a row's messages; a row that brings its own leaves no room for it."""
+    """The messages with the config's system message first. A row with its own system message is an error."""
     if template.system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise UserError("the row has its own system message, and template.system would be a second one: unset one")
+        raise UserError(
+            "the row has its own system message, and template.system would be a second one: remove one of them"
+        )
     return [{"role": "system", "content": template.system}, *messages]

@@ -16,8 +16,7 @@ from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptStream
-from burnish.data.row import Row
-from burnish.data.row_formats import checked_messages
+from burnish.data.row import Row, checked_messages
 from burnish.data.supervised import encode_example
 from burnish.data.template import render
 from burnish.environments.dialogue import Dialogue

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from burnish.config.data import Source
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
 from burnish.data.tasks import arithmetic, guess_number, reasoning_gym, sort_digits
 from burnish.data.tasks.task import Task
+
+if TYPE_CHECKING:
+    from burnish.config.data import Source
 
 TASKS: dict[str, type[Any]] = {
     sort_digits.SORT_DIGITS: sort_digits.SortDigits,
@@ -74,9 +76,6 @@ def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, 
     if task_name not in TASK_SCORES:
         raise unknown_name_error("task", task_name, [*TASK_SCORES, reasoning_gym.PREFIX + "<name>"])
     return TASK_SCORES[task_name](completion, answer, extra)
-
-
-# --- burnish.data.tasks.registry
 
 
 def alphabet_of(sources: list[Source], seed: int) -> str | None:
